@@ -1,0 +1,124 @@
+"""Write the embedded task: arithmetic word problems in the shape of GSM8K, small enough to learn on two CPU cores.
+
+    python dags/data/make_arithmetic.py            # rewrites dags/data/arithmetic/{train,heldout}.jsonl
+
+One row is {"question": str, "answer": "<working> #### <number>", "level": 1 | 2 | 3}. The files depend on the seed and
+on nothing else. Train and held-out never share a (template, operands) pair, so a problem cannot be remembered under
+another name or another fruit.
+"""
+import argparse
+import json
+import operator
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = "Ada Ben Cem Dia Eli Fay Gus Hana Ivo Jun Kai Lea".split()
+ITEMS = "apples pears plums nuts shells stamps coins cards pens beads books stones".split()
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+LARGEST = 99  # every number of a problem, intermediate ones included, has at most two digits
+
+
+@dataclass(frozen=True)
+class Template:
+    """One kind of problem.
+
+    `ranges` maps each operand to its inclusive bounds. `steps` are the operations in order, written as
+    "left operation right"; `_` stands for the result of the step before.
+    """
+
+    level: int
+    text: str
+    ranges: dict[str, tuple[int, int]]
+    steps: tuple[str, ...]
+
+
+BIG, MIDDLE, SMALL, FACTOR = (10, 60), (5, 40), (2, 20), (2, 9)
+TEMPLATES = (
+    Template(1, "{name} has {a} {items} and finds {b} more. How many {items} now?",
+             {"a": BIG, "b": MIDDLE}, ("a + b",)),
+    Template(1, "{name} has {a} {items} and gives away {b}. How many are left?",
+             {"a": BIG, "b": MIDDLE}, ("a - b",)),
+    Template(1, "{name} has {a} {items} and {other} has {b}. How many together?",
+             {"a": BIG, "b": MIDDLE}, ("a + b",)),
+    Template(1, "{name} has {a} {items}, {other} has {b}. How many more has {name}?",
+             {"a": BIG, "b": MIDDLE}, ("a - b",)),
+    Template(2, "{name} has {a} {items}, buys {b} and loses {c}. How many are left?",
+             {"a": BIG, "b": MIDDLE, "c": SMALL}, ("a + b", "_ - c")),
+    Template(2, "A bus has {a} people. {b} get off and {c} get on. How many now?",
+             {"a": BIG, "b": MIDDLE, "c": SMALL}, ("a - b", "_ + c")),
+    Template(2, "{name} bakes {a} cakes, sells {b} and eats {c}. How many are left?",
+             {"a": BIG, "b": SMALL, "c": FACTOR}, ("a - b", "_ - c")),
+    Template(2, "{name} has {a} red, {b} green and {c} blue {items}. How many in all?",
+             {"a": MIDDLE, "b": SMALL, "c": SMALL}, ("a + b", "_ + c")),
+    Template(3, "{name} fills {a} bags with {b} {items} each. How many {items}?",
+             {"a": FACTOR, "b": (2, 12)}, ("a * b",)),
+    Template(3, "{name} has {a} boxes of {b} {items} and {c} more. How many {items}?",
+             {"a": FACTOR, "b": FACTOR, "c": SMALL}, ("a * b", "_ + c")),
+    Template(3, "{name} buys {a} packs of {b} {items} and uses {c}. How many are left?",
+             {"a": FACTOR, "b": FACTOR, "c": SMALL}, ("a * b", "_ - c")),
+    Template(3, "{name} reads {a} pages a day for {b} days. The book has {c}. How many are left?",
+             {"a": FACTOR, "b": FACTOR, "c": (20, 99)}, ("a * b", "c - _")),
+)
+
+
+def work_out(template: Template, operands: dict[str, int]) -> str | None:
+    """Return "<working> #### <number>", or None when a number on the way leaves 1..LARGEST."""
+    known = dict(operands)
+    lines = []
+    for step in template.steps:
+        left, sign, right = step.split()
+        result = OPERATIONS[sign](known[left], known[right])
+        if not 1 <= result <= LARGEST:
+            return None
+        lines.append(f"{known[left]} {sign} {known[right]} = {result}")
+        known["_"] = result
+    return f"{', '.join(lines)} #### {known['_']}"
+
+
+def draw(rng: random.Random) -> tuple[tuple, dict]:
+    """Return a (template, operands) key and the row made from it."""
+    while True:
+        index = rng.randrange(len(TEMPLATES))
+        template = TEMPLATES[index]
+        operands = {letter: rng.randint(*bounds) for letter, bounds in template.ranges.items()}
+        answer = work_out(template, operands)
+        if answer is not None:
+            break
+    name, other = rng.sample(NAMES, 2)
+    question = template.text.format(name=name, other=other, items=rng.choice(ITEMS), **operands)
+    return (index, *operands.values()), {"question": question, "answer": answer, "level": template.level}
+
+
+def make(train_rows: int, heldout_rows: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Return (train, held-out) rows. A key appears once in the held-out rows and in train only if not held out."""
+    rng = random.Random(seed)
+    heldout: dict[tuple, dict] = {}
+    while len(heldout) < heldout_rows:
+        key, row = draw(rng)
+        heldout.setdefault(key, row)
+    train: dict[str, dict] = {}
+    while len(train) < train_rows:
+        key, row = draw(rng)
+        if key not in heldout:
+            train.setdefault(row["question"], row)
+    return list(train.values()), list(heldout.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", type=int, default=6000, help="rows to train on")
+    parser.add_argument("--heldout", type=int, default=384, help="rows to validate on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "arithmetic")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    train, heldout = make(options.train, options.heldout, options.seed)
+    for name, rows in (("train", train), ("heldout", heldout)):
+        path = options.out / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

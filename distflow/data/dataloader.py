@@ -1,0 +1,61 @@
+"""Each rank draws its own share of every batch (DistFlow §6.1).
+
+The stream of samples is the dataset shuffled anew each epoch, by (seed, epoch) alone. Step `s` takes the next
+`batch` positions of it, over the end of an epoch too, and share `i` of `n` a contiguous part of those, as equal as
+can be. So the samples of a step do not depend on the number of ranks, and the only state is the position.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from distflow.data.batch import Batch, ColumnData
+from distflow.data.records import Record, Records
+
+Encode = Callable[[list[Record]], dict[str, ColumnData]]
+
+
+class Dataloader:
+    """Yields this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
+
+    def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None, shares: int):
+        self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
+        self.share, self.shares = share, shares
+        self.position = 0
+
+    def next(self) -> Batch:
+        """The next step's rows of this share: none for a rank without a share, perhaps none if ranks outnumber rows."""
+        start, self.position = self.position, self.position + self.batch
+        if self.share is None:
+            return Batch(torch.empty(0, dtype=torch.int64))
+        first = start + self.batch * self.share // self.shares
+        last = start + self.batch * (self.share + 1) // self.shares
+        if first == last:
+            return Batch(torch.empty(0, dtype=torch.int64))
+        ids = torch.arange(first, last)
+        columns = self.encode(self.records.get([self._index(position) for position in ids.tolist()]))
+        return Batch(ids, {**columns, "group": ids})
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset so far."""
+        return self.position / len(self.records)
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.records))
+        return int(_shuffled(len(self.records), self.seed, epoch)[offset])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = int(state["position"])
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(size: int, seed: int, epoch: int) -> numpy.ndarray:
+    return numpy.random.default_rng([seed, epoch]).permutation(size)

@@ -1,0 +1,122 @@
+"""The front door: `torchrun --nproc-per-node 2 distflow/launch.py --dag grpo.yaml`.
+
+Every rank loads the same files, computes the same plan and starts one worker. Nothing heavy is imported before
+the files are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # Run as a file, Python puts distflow/ itself on the path; its modules must be found as distflow.NAME only.
+    sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "distflow")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
+
+from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402 - needs the path above
+from distflow.schema.spec import Spec, load, reload  # noqa: E402
+
+INVALID = 2
+_PATIENCE = 30.0
+"""Seconds that other ranks leave to rank 0 to say what is wrong, before they say it themselves."""
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="distflow/launch.py", description="Run a DAG under torchrun.")
+    add_arguments(result)
+    result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder from its newest checkpoint")
+    result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
+    return result
+
+
+def add_arguments(target: argparse.ArgumentParser) -> None:
+    """What `launch.py` and `distflow run` both take."""
+    target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
+    target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
+                        help="models, data, steps; default: embedded.yaml. Short: --run, but not under torchrun, which "
+                             "may take that for its own --run-path")
+    target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+                        help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
+    target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
+    target.add_argument("--cluster", metavar="FILE", help="machines to plan for, as h200.yaml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        refuse_foreign_packages()
+        spec = load_spec(options)
+        from planners import plan as make_plan  # a foreign package of that name is refused first
+
+        plan = make_plan(spec, ranks)
+        folder = prepare(spec, plan.name, options, rank, ranks)
+        from workers.start import start  # imports torch
+
+        start(spec, plan, folder, resume=bool(options.resume))
+    except DistflowError as error:
+        if options.debug:
+            raise
+        report(error, rank)
+        return INVALID if isinstance(error, InvalidInput) else 1
+    return 0
+
+
+def load_spec(options: argparse.Namespace) -> Spec:
+    """The files that the options name."""
+    if options.resume:
+        folder = Path(options.resume)
+        if not (folder / "launch.json").is_file():
+            raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+        sys.path += json.loads((folder / "launch.json").read_text())["search"]
+        return reload(folder, options.overrides)
+    if not options.dag:
+        raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
+    return load(options.dag, options.run, options.overrides, options.cluster)
+
+
+def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int, ranks: int) -> Path | None:
+    """Read this rank's part of the data for mistakes, and choose the folder: on rank 0, others learn it later."""
+    from distflow.data.records import check_records, open_records
+    from distflow.observe.folder import choose
+
+    sets = [spec.run.data.train, *(spec.run.validation.data.values() if spec.run.validation else ())]
+    for data in sets:
+        fields = (spec.run.data.question, spec.run.data.answer, *spec.run.data.columns)
+        check_records(open_records(spec.data_path(data)), fields, rank, ranks)
+    if rank > 0:
+        return None
+    return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+
+
+def refuse_foreign_packages() -> None:
+    """`planners` and `workers` are generic names; make sure that ours are found.
+
+    Raises:
+        InvalidInput: names the package that shadows ours.
+    """
+    for name in ("planners", "workers"):
+        found = importlib.util.find_spec(name)
+        place = Path(found.origin).resolve().parent if found and found.origin else None
+        if place != ROOT / name:
+            raise InvalidInput(f"`{name}` is found at {place or 'no place'}, but distflow's own lies at {ROOT / name}. Another "
+                               "package of that name shadows it: take it off PYTHONPATH, or run from another folder.")
+
+
+def report(error: DistflowError, rank: int) -> None:
+    """One message from rank 0. The others find the same mistake; they wait for torchrun to end them, and speak only
+    if rank 0 did not find it."""
+    if rank > 0 and isinstance(error, InvalidInput):
+        signal.sigtimedwait([], _PATIENCE)
+    print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

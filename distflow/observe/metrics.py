@@ -1,0 +1,65 @@
+"""Numbers of a step, gathered over all ranks when the step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgpack
+from torch import Tensor
+
+_MEAN, _SUM, _MAX = "mean", "sum", "max"
+
+
+class Metrics:
+    """One rank's numbers. Names are free; a rank that has none of a name simply adds nothing to it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, float, float]] = {}
+
+    def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
+        self._merge(name, (_MEAN, float(total), float(weight)))
+
+    def mean_of(self, name: str, values: Tensor) -> None:
+        """Report the mean of all elements of `values`."""
+        self.mean(name, values.double().sum(), values.numel())
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Report the sum."""
+        self._merge(name, (_SUM, float(value), 0.0))
+
+    def maximum(self, name: str, value: float | Tensor) -> None:
+        """Report the maximum."""
+        self._merge(name, (_MAX, float(value), 0.0))
+
+    def _merge(self, name: str, entry: tuple[str, float, float]) -> None:
+        self._values[name] = _merged(self._values.get(name), entry)
+
+    def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
+        """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it."""
+        total: dict[str, tuple[str, float, float]] = {}
+        for part in gather(msgpack.packb(self._values)):
+            for name, entry in msgpack.unpackb(part).items():
+                total[name] = _merged(total.get(name), tuple(entry))
+        self._values = {}
+        return {name: value / weight if kind == _MEAN and weight else value
+                for name, (kind, value, weight) in sorted(total.items()) if kind != _MEAN or weight}
+
+
+def _merged(old: tuple[str, float, float] | None, new: tuple[str, float, float]) -> tuple[str, float, float]:
+    if old is None:
+        return new
+    if old[0] != new[0]:
+        raise ValueError(f"one metric is reported as {old[0]} and as {new[0]}")
+    if new[0] == _MAX:
+        return (_MAX, max(old[1], new[1]), 0.0)
+    return (new[0], old[1] + new[1], old[2] + new[2])
+
+
+_current = Metrics()
+
+
+def current() -> Metrics:
+    """The metrics of the step that this worker is in; node functions report here."""
+    return _current
+

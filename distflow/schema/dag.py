@@ -1,0 +1,44 @@
+"""What the algorithm is: roles and nodes. Says nothing about GPUs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from distflow.schema.document import Document
+
+NodeType = Literal["MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE"]
+
+COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
+"""Roles that a COMPUTE node may name without declaring them, since it needs no model."""
+
+
+class Role(Document):
+    """A model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`."""
+
+    trained: bool = False
+    copy_of: str | None = None
+
+
+class Node(Document):
+    """One step of the algorithm. Without `function`, the one that is registered as default for (role, type) runs."""
+
+    role: str
+    type: NodeType
+    function: str | None = None
+    dependencies: list[str] = []
+    settings: dict[str, Any] = Field(default={}, alias="with")
+    reads: dict[str, str] = {}
+    """Parameter of the function → column that it reads instead of the one of its own name."""
+    writes: dict[str, str] = {}
+    """Column that the function declares → column that it writes instead."""
+
+
+class Dag(Document):
+    """An algorithm. `imports` names modules with node functions, rewards or environments of the user's own."""
+
+    name: str
+    roles: dict[str, Role] = {}
+    nodes: dict[str, Node] = Field(min_length=1)
+    imports: list[str] = []

@@ -1,0 +1,101 @@
+"""Everything that distflow raises on purpose.
+
+DistflowError
+├── InvalidInput      something that the user wrote cannot work; carries every mistake found, exit code 2
+├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
+├── EngineError       an engine cannot do what the plan needs
+├── CheckpointError   a checkpoint is torn, missing or of another run
+└── Disagreement      ranks that must be alike are not; names the rank and the difference
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class DistflowError(Exception):
+    """Root of the tree. Catch it to catch everything that distflow raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in a file: `line` and `column` count from 1; `text` is the whole line; `length` is what to underline."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+    length: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def excerpt(self, width: int = 110) -> str:
+        """The line with its number, a long one cut around the underlined part."""
+        if not self.line:
+            return ""
+        indent = len(self.text) - len(self.text.lstrip())
+        body, column = self.text.strip(), self.column - 1 - indent
+        if len(body) > width:
+            start = max(0, min(column - width // 3, len(body) - width))
+            body, column = "…" + body[start + 1 : start + width] + "…", column - start
+        head = f"    {self.line} |  "
+        under = " " * (len(head) + column) + "^" * max(1, min(self.length, len(body) - column)) if self.length else ""
+        return "\n".join(part for part in (head + body, under) if part)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong: what, where, and what to write instead."""
+
+    what: str
+    where: Spot | None = None
+    hint: str = ""
+    lines: tuple[Spot, ...] = ()
+    """More lines to show, for a mistake that several lines make together."""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        shown = self.lines or ((self.where,) if self.where else ())
+        excerpt = "\n".join(spot.excerpt() for spot in shown if spot.line)
+        return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part)
+
+
+class InvalidInput(DistflowError):
+    """Something that the user wrote cannot work. `mistakes` holds all of them; correct them and start again."""
+
+    def __init__(self, mistakes: Iterable[Mistake] | Mistake | str):
+        if isinstance(mistakes, str):
+            mistakes = Mistake(mistakes)
+        self.mistakes = (mistakes,) if isinstance(mistakes, Mistake) else tuple(mistakes)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        body = "\n\n".join(str(mistake) for mistake in self.mistakes)
+        return body if len(self.mistakes) == 1 else f"{body}\n\n{len(self.mistakes)} mistakes."
+
+
+class ColumnError(DistflowError):
+    """A batch lacks the column, the rows or the form that was asked of it. A node function or its contract is wrong."""
+
+
+class EngineError(DistflowError):
+    """An engine cannot do what the plan needs of it. Choose another engine, or another layout."""
+
+
+class CheckpointError(DistflowError):
+    """A checkpoint is torn, missing, or of another run. Resume from an older one, or start anew."""
+
+
+class Disagreement(DistflowError):
+    """Ranks that must be alike are not. The usual cause: files or versions differ between machines."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`Did you mean …?` followed by what there is; empty if there is nothing to choose from."""
+    known = list(known)
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    listing = f"Known: {', '.join(known)}." if known else ""
+    return " ".join(part for part in (f"Did you mean `{near[0]}`?" if near else "", listing) if part)

@@ -1,0 +1,119 @@
+"""The planner's frozen answer; all that planners and workers say to each other.
+
+A plan describes each node once, for all its ranks. `Plan.chain(rank)` gives one rank its tasks, so that a rank of
+a thousand never handles the tasks of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SOURCE = "source"
+"""The producer of columns that come from the dataset."""
+ROW = "row"
+"""The column of row ids. It is never moved: ids travel with every row."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks hold which rows. Data-parallel share `i` of `dp` is at rank `first + i`."""
+
+    dp: int
+    first: int = 0
+
+    def share(self, rank: int) -> int | None:
+        """The data-parallel index of a rank, or None for a rank that holds no rows in this layout."""
+        index = rank - self.first
+        return index if 0 <= index < self.dp else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A parameter of the function, the column that it reads, and the node that wrote it."""
+
+    parameter: str
+    name: str
+    producer: str
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An edge: columns that come to a task from one producer.
+
+    kind: "local" (same layout, handed over by reference) or "all_to_all" (layouts differ). `bytes_per_step` is the
+    planner's upper estimate of what all ranks together send for it; local transfers move nothing.
+    """
+
+    producer: str
+    columns: tuple[str, ...]
+    kind: str
+    bytes_per_step: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A node, ready to run. A rank outside `layout` runs nothing, but sends the rows that others need."""
+
+    node: str
+    role: str
+    type: str
+    function: str
+    settings: dict[str, Any]
+    reads: tuple[Column, ...]
+    writes: tuple[str, ...]
+    layout: Layout
+    transfers: tuple[Transfer, ...] = ()
+    repeats: int = 1
+    """Rows that it writes for each row that it reads."""
+    fan: tuple[str, ...] = ()
+    """The nodes that repeated the rows which it reads, outermost first."""
+    out_fan: tuple[str, ...] = ()
+    """The same for the rows that it writes."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One inhabitant of a rank's memory. Bytes are the planner's estimate; `formula` says how it was made."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank computes alike before step 0."""
+
+    name: str
+    mode: str
+    ranks: int
+    tasks: tuple[Task, ...]
+    source: Layout
+    added: tuple[tuple[str, str], ...] = ()
+    """Dependencies (earlier, later) that the planner added between nodes of equal depth."""
+    memory: tuple[Tenant, ...] = ()
+    """Of one rank; the group is alike on all of them."""
+    notes: tuple[str, ...] = ()
+
+    def chain(self, rank: int) -> tuple[Task, ...]:
+        """The ordered tasks of one rank.
+
+        In sync mode all ranks form one group and every rank has a task for each node: a rank outside a task's
+        layout has it for the rows that it sends.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} of a plan for {self.ranks} ranks")
+        return self.tasks
+
+    def to_json(self) -> str:
+        return json.dumps({"digest": self.digest, **asdict(self)}, indent=1, sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal if and only if the plans are."""
+        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,117 @@
+"""What is physical: models, data, engines, layouts, steps. Says nothing about the algorithm."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from distflow.schema.document import Document
+
+
+class Model(Document):
+    """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
+
+    path: str | None = None
+    architecture: Literal["qwen3", "qwen2", "llama"] | None = None
+    layers: PositiveInt = 3
+    hidden: PositiveInt = 128
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    max_positions: PositiveInt = 256
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Model:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError("give either the path of a model folder or an `architecture`")
+        return self
+
+
+class Generation(Document):
+    """How a role samples. Log-probabilities are computed at this temperature everywhere."""
+
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: NonNegativeInt = 0
+    batch_rows: PositiveInt = 512
+    """Rows that generate at the same time on one rank."""
+
+
+class RoleRun(Document):
+    """The model, the engines and the optimizer of one role."""
+
+    model: Model | None = None
+    engine: Literal["fsdp"] = "fsdp"
+    rollout: Literal["hf"] = "hf"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    micro_batch_tokens: PositiveInt = 16384
+    learning_rate: PositiveFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    max_grad_norm: PositiveFloat = 1.0
+    generation: Generation = Generation()
+
+
+class Data(Document):
+    """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved."""
+
+    train: str
+    batch: PositiveInt = 32
+    """Prompts of a step, over all ranks. Any number works with any number of ranks."""
+    question: str = "question"
+    answer: str = "answer"
+    columns: list[str] = []
+    """Further text fields that nodes may read, by their own names."""
+    max_prompt_tokens: PositiveInt = 1024
+    max_target_tokens: PositiveInt = 1024
+
+
+class Validation(Document):
+    """Greedy answers to problems that are not trained on."""
+
+    data: dict[str, str] = Field(min_length=1)
+    every: PositiveInt = 20
+    reward: str = "math"
+
+
+class Checkpoint(Document):
+    """`every` 0: no checkpoints; `keep`: how many of the newest stay on disk."""
+
+    every: NonNegativeInt = 50
+    keep: PositiveInt = 2
+
+
+class Parallel(Document):
+    """How a node's ranks split its work. Default: all ranks of the run, data-parallel."""
+
+    dp: PositiveInt | None = None
+
+
+class Run(Document):
+    """Everything that a run needs beside its DAG."""
+
+    steps: PositiveInt
+    data: Data
+    roles: dict[str, RoleRun] = {}
+    seed: NonNegativeInt = 0
+    ranks: PositiveInt | None = None
+    """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
+    mode: Literal["sync"] = "sync"
+    layouts: dict[str, Parallel] = {}
+    validation: Validation | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    output: str = "runs"
+    samples: NonNegativeInt = 4
+    """Rows that samples.jsonl gets each step."""
+    wait_limit: PositiveFloat = 600.0
+    """Seconds that a collective may wait for the slowest rank before the run stops and says who is missing."""

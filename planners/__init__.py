@@ -1,0 +1,5 @@
+"""From a DAG, a run and a cluster to a plan. Pure functions: no torch, no clock, no files."""
+
+from planners.serialize import plan
+
+__all__ = ["plan"]

@@ -1,0 +1,1 @@
+"""What runs on a GPU: the worker loop, roles, engines and node functions."""

@@ -1,0 +1,139 @@
+"""One rank: initialise, then run the chain step after step (DistFlow §5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.data.databuffer import Databuffer
+from distflow.data.dataloader import Dataloader
+from distflow.data.exchange import gather
+from distflow.data.records import open_records
+from distflow.observe.metrics import current
+from distflow.robust.checkpoint import Checkpoints
+from distflow.schema.contract import ENGINE_TYPES, load_function
+from distflow.schema.errors import ColumnError
+from distflow.schema.plan import Plan, Task
+from distflow.schema.spec import Spec
+from workers.encode import encoder
+from workers.engines.sampling import key_of
+from workers.roles import build_roles
+from workers.sink import Sink
+from workers.validation import Validator
+
+
+class DagWorker:
+    """Holds a rank's engines, buffer and loader, and runs its chain."""
+
+    def __init__(self, spec: Spec, plan: Plan, folder: Path, resume: bool):
+        self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
+        self.chain = plan.chain(self.rank)
+        self.functions = {task.node: load_function(task.function) for task in self.chain}
+        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (plan.ranks,))
+        names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
+        self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
+        self.buffer = Databuffer(plan, self.rank, current())
+        self.source = self._dataloader()
+        self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
+        self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
+        self.first = self._restore() if resume else 0
+        validator = Validator(spec, self._validated_role()) if spec.run.validation else None
+        self.sink = Sink(spec, plan, folder, self.first if resume else None, validator, self._save)
+
+    def run(self) -> None:
+        """All steps, from the first or from where the checkpoint stands."""
+        for step in self.steps():
+            self.buffer.start(self.source.next())
+            for task in self.chain:
+                with _Culprit(task, step, self.rank):
+                    inputs = self.buffer.take(task)
+                    self.buffer.put(task, *self.execute(task, inputs))
+            self.sink.finish(step, self.buffer)
+        self.sink.close(self.trained)
+        dist.barrier()  # a rank that leaves early tears the group down under the others
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers. Each step's global randomness depends on (seed, step) alone, so that none has to be saved."""
+        self.sink.start(self.first)
+        for step in range(self.first, self.spec.run.steps):
+            torch.manual_seed(key_of(self.spec.run.seed, step))
+            for role in self.roles.values():
+                role.step = step
+            yield step
+
+    def execute(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
+        """Run a task's function on its columns: what it wrote, and the ids of the rows it wrote."""
+        ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
+        if not len(inputs) and task.type not in ENGINE_TYPES:
+            return {}, ids  # a rank without rows has nothing to compute; model functions are collective
+        arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
+        engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
+        start = time.perf_counter()
+        result = self.functions[task.node](*engine, **arguments, **task.settings)
+        current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
+        return _as_columns(task, result, len(ids)), ids
+
+    def _dataloader(self) -> Dataloader:
+        spec, layout = self.spec, self.plan.source
+        tokenizer = next(iter(self.roles.values())).tokenizer
+        records = open_records(spec.data_path(spec.run.data.train))
+        return Dataloader(records, encoder(tokenizer, spec.run.data), spec.run.data.batch, spec.run.seed,
+                          layout.share(self.rank), layout.dp)
+
+    def _sampling_roles(self) -> set[str]:
+        sampling = {task.role for task in self.chain if task.out_fan != task.fan}
+        return sampling | ({self._validated_name()} if self.spec.run.validation else set())
+
+    def _validated_name(self) -> str:
+        """The role whose answers are validated: the first trained one in the chain."""
+        return next(task.role for task in self.chain if task.type == "MODEL_TRAIN")
+
+    def _validated_role(self):
+        return self.roles[self._validated_name()]
+
+    def _save(self, step: int) -> None:
+        engines = {name: role.engine for name, role in self.trained.items()}
+        self.checkpoints.save(step, engines, {"source": self.source.state_dict()})
+
+    def _restore(self) -> int:
+        progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
+        self.source.load_state_dict(progress["source"])
+        return progress["step"]
+
+
+class _Culprit:
+    """Adds to an error that passes through which node, step and rank it comes from."""
+
+    def __init__(self, task: Task, step: int, rank: int):
+        self.note = f"in node `{task.node}` (function {task.function}), step {step}, rank {rank}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(self.note)
+
+
+def _as_form(column: ColumnData, form: str) -> Any:
+    return decode_text(column) if form == "list[str]" and isinstance(column, Ragged) else column
+
+
+def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
+    values = () if not task.writes else result if isinstance(result, tuple) else (result,)
+    if len(values) != len(task.writes):
+        raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
+    columns = {name: encode_text(value) if isinstance(value, list) else value for name, value in zip(task.writes, values)}
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor | Ragged):
+            raise ColumnError(f"{task.function} returned {type(column).__name__} for column `{name}`; a column is a "
+                              "Tensor, a Ragged or a list of str")
+        if len(column) != rows:
+            raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
+    return columns

@@ -1,0 +1,44 @@
+"""From a record of a dataset to the columns that every dataset gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from distflow.data.batch import ColumnData, Ragged, encode_text
+from distflow.data.records import Record
+from distflow.observe.metrics import current
+from distflow.schema.run import Data
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Record]], dict[str, ColumnData]]:
+    """Questions by the tokenizer's chat template (without one, as they are, on a line of their own), answers with end.
+
+    A prompt longer than `max_prompt_tokens` loses its beginning, a target its end; the metrics count them.
+    """
+
+    def encode(records: list[Record]) -> dict[str, ColumnData]:
+        questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
+        prompts = [_prompt(tokenizer, question) for question in questions]
+        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
+        current().add("data/prompts_cut", sum(len(row) > data.max_prompt_tokens for row in prompts))
+        current().add("data/targets_cut", sum(len(row) > data.max_target_tokens for row in targets))
+        extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
+        return {"prompts": _ragged([row[-data.max_prompt_tokens :] for row in prompts]),
+                "targets": _ragged([row[: data.max_target_tokens] for row in targets]),
+                "questions": encode_text(questions), "answers": encode_text(answers), **extra}
+
+    return encode
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": question}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    return tokenizer(f"{question}\n")["input_ids"]
+
+
+def _ragged(rows: list[list[int]]) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])

@@ -1,0 +1,143 @@
+"""Training and inference by PyTorch FSDP2: weights, gradients and optimizer state are divided between the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from distflow.data.batch import Batch, Ragged
+from distflow.schema.run import RoleRun
+from workers.engines.policy import Policy, inputs_of
+
+_SMALL = 64_000_000
+"""Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
+
+LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
+"""(logprobs [T], entropies [T], the micro-batch's rows) → the sum of weighted token losses."""
+
+
+class FSDPEngine:
+    """One role's model over all ranks of `mesh`. Its methods are collective: every rank calls them, with its rows."""
+
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
+                 trained: bool):
+        self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
+            else torch.device("cpu")
+        model.requires_grad_(trained)
+        self.policy = Policy(model)
+        self._shard(model)
+        self.optimizer = self._optimizer() if trained else None
+        self.version = 0
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+            for layer in model.get_decoder().layers:
+                fully_shard(layer, mesh=self.mesh, mp_policy=precision)
+        fully_shard(self.policy, mesh=self.mesh, mp_policy=precision)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
+        vectors = [p for p in self.policy.parameters() if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": self.settings.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=tuple(self.settings.betas))
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter, by the model's own names."""
+        return dict(self.policy.model.named_parameters())
+
+    @torch.no_grad()
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
+        """The log-probability of each response token, float32, in the form of `responses`."""
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
+        pieces = [self._forward(micro, temperature)[0].cpu()[: len(micro["responses"].values)]
+                  for micro in self._micro_batches(batch)]
+        return responses.with_values(torch.cat(pieces)[: len(responses.values)])
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int) -> dict[str, float]:
+        """One optimizer step.
+
+        Args:
+            batch: this rank's rows; `prompts`, `responses` and whatever `loss_of` needs.
+            loss_of: called for each micro-batch; its results are summed over micro-batches and ranks, so that
+                the gradient does not depend on how the rows are divided.
+            step: for the learning-rate schedule.
+
+        Returns:
+            gradient norm before clipping, and learning rate.
+        """
+        if self.optimizer is None:
+            raise ValueError("this role is frozen")
+        micros = self._micro_batches(batch)
+        for index, micro in enumerate(micros):
+            self.policy.set_requires_gradient_sync(index == len(micros) - 1)
+            logprobs, entropy = self._forward(micro, temperature)
+            loss = loss_of(logprobs, entropy, micro) if len(micro["responses"].values) and micro.ids[0] >= 0 \
+                else logprobs.sum() * 0.0
+            (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
+        rate = self._set_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+        return {"grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), "learning_rate": rate}
+
+    def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device)
+        return self.policy(*inputs, temperature)
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Rows cut by the token budget, and as many pieces on every rank: forward and backward are collective."""
+        cuts, used = [0], 0
+        for row, tokens in enumerate((batch["prompts"].lengths + batch["responses"].lengths).tolist()):
+            if used and used + tokens > self.settings.micro_batch_tokens:
+                cuts.append(row)
+                used = 0
+            used += tokens
+        pieces = [batch.slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(batch)]) if stop > start]
+        count = torch.tensor(max(len(pieces), 1), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return pieces + [_placeholder(self.pad_token)] * (int(count) - len(pieces))
+
+    def _set_rate(self, step: int) -> float:
+        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded state for torch.distributed.checkpoint."""
+        model, optimizer = get_state_dict(self.policy, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.version += 1
+
+
+def schedule(settings: RoleRun, step: int, steps: int) -> float:
+    """The factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
+
+
+def _placeholder(pad_token: int) -> Batch:
+    """A row that counts for nothing, for a rank that has fewer micro-batches than others."""
+    one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
+    return Batch(torch.tensor([-1]), {"prompts": one, "responses": one})

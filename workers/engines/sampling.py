@@ -1,0 +1,81 @@
+"""Sampling whose randomness is a function of (seed, step, row id, position) and of nothing else.
+
+No generator carries state from row to row, so the same rows draw the same tokens on any number of ranks, in any
+order and after any restart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """A number modulo 2**64 as int64 holds it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+_POSITION = 0xD1B54A32D192ED03
+
+
+def uniform(key: int, ids: Tensor, position: int) -> Tensor:
+    """[B] float64 in [0, 1) for rows `ids` [B] int64; SplitMix64 (Steele et al. 2014) as a counter-based generator."""
+    state = _mix(ids * _GOLDEN + _mix(torch.tensor(key)).to(ids.device))
+    bits = _mix(state + _signed(position * _POSITION))
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def key_of(*parts: int) -> int:
+    """One signed 64-bit key from several numbers."""
+    key = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        key = _mix(key + part + 1)
+    return int(key)
+
+
+def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row.
+
+    Args:
+        logits: [B, V].
+        noise: [B] uniform in [0, 1).
+        temperature: 0 takes the likeliest token.
+        top_k, top_p: restrict the choice; 0 and 1.0 do not.
+
+    Returns:
+        tokens [B] and their log-probabilities [B] at this temperature, before top-k and top-p, as the trainer
+        computes them (greedy: at temperature 1).
+    """
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    if temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
+        cumulative = _restricted(logprobs, top_k, top_p).exp().cumsum(-1, dtype=torch.float64)
+        threshold = noise[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _restricted(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
+    if top_k:
+        limit = logprobs.topk(min(top_k, logprobs.shape[1])).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < limit, -torch.inf)
+    if top_p < 1.0:
+        ordered, index = logprobs.sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        ordered = ordered.masked_fill(before >= top_p * ordered.exp().sum(-1, keepdim=True), -torch.inf)
+        logprobs = torch.empty_like(logprobs).scatter_(1, index, ordered)
+    return logprobs
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; int64's own is arithmetic."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: Tensor) -> Tensor:
+    value = (value ^ _shift(value, 30)) * _MIX[0]
+    value = (value ^ _shift(value, 27)) * _MIX[1]
+    return value ^ _shift(value, 31)

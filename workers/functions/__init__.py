@@ -1,0 +1,1 @@
+"""Node functions and the pure tensor mathematics that they call."""

@@ -1,0 +1,105 @@
+"""Advantages of whole rows from the rewards of their group: the rows that answer the same prompt.
+
+Group ids may be any integers, in any order, with groups of any size: rows stay where they are. Everything is computed
+in float64 and returned in the dtype of the rewards, since a group's rewards often differ by little around a large mean.
+"""
+
+import torch
+from torch import Tensor
+
+from distflow import node
+
+
+def group_normalized(rewards_B: Tensor, group_B: Tensor, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
+    """`(r - mean) / (std + epsilon)` over each group (GRPO: Shao et al. 2024, section 4.1.2), `std` unbiased (n - 1).
+
+    A group of equal rewards gets exactly 0: it cannot tell good from bad. So does a group of one row, whose reward is
+    its own mean and whose deviation is undefined. Peers differ there: verl gives such a row its raw reward, an
+    advantage without a baseline; TRL does not have such groups. Both use the unbiased deviation; `epsilon` is 1e-6 in
+    verl and 1e-4 in TRL, which matters only when rewards differ by about that much.
+
+    Args:
+        rewards_B: one finite reward per row; integer and bool rewards are taken too.
+        group_B: integer group id per row.
+        epsilon: added to the deviation, at least 0, in units of reward.
+        scale: False leaves the division out (Dr. GRPO, Liu et al. 2025: dividing favours prompts of little spread).
+
+    Returns:
+        `[B]`, in the dtype of the rewards (torch's default dtype if that is not floating).
+
+    Raises:
+        ValueError: shapes that differ, ids that are not integers, a reward that is not finite, a negative epsilon.
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon is added to a deviation and must be at least 0; got {epsilon}")
+    centred_B, size_B, index_B = _centred(rewards_B, group_B)
+    if not scale:
+        return centred_B.to(_result_dtype(rewards_B))
+    variance_B = _group_sum(centred_B.square(), index_B) / (size_B - 1).clamp(min=1)
+    deviation_B = variance_B.sqrt()
+    # Where the deviation is 0 so is the numerator: any divisor will do but 0, which epsilon may be.
+    divisor_B = torch.where(deviation_B > 0, deviation_B + epsilon, 1.0)
+    return (centred_B / divisor_B).to(_result_dtype(rewards_B))
+
+
+def leave_one_out(rewards_B: Tensor, group_B: Tensor) -> Tensor:
+    """Each reward minus the mean of its group's other rewards (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
+
+    Computed as `(r - mean) * n / (n - 1)`, which is the same. A group of one row gets 0, because without other rows
+    there is no baseline to compare with; verl leaves such a row its raw reward. Equal rewards give exactly 0.
+
+    Args:
+        rewards_B: one finite reward per row; integer and bool rewards are taken too.
+        group_B: integer group id per row.
+
+    Returns:
+        `[B]`, in the dtype of the rewards (torch's default dtype if that is not floating).
+
+    Raises:
+        ValueError: shapes that differ, ids that are not integers, a reward that is not finite.
+    """
+    centred_B, size_B, _ = _centred(rewards_B, group_B)
+    return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(_result_dtype(rewards_B))
+
+
+def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Reward minus group mean, group size (both float64) and a dense group index, each per row."""
+    _check(rewards_B, group_B)
+    _, index_B = torch.unique(group_B, return_inverse=True)
+    rewards_B = rewards_B.detach().to(torch.float64)
+    # Taking a group's least reward off first makes equal rewards exactly 0. Their mean in floating point need not be
+    # their value, and a small epsilon would blow that rounding error up into an advantage.
+    least_G = torch.full_like(rewards_B, torch.inf).scatter_reduce(0, index_B, rewards_B, "amin")
+    above_B = rewards_B - least_G[index_B]
+    size_B = _group_sum(torch.ones_like(above_B), index_B)
+    return above_B - _group_sum(above_B, index_B) / size_B, size_B, index_B
+
+
+def _group_sum(values_B: Tensor, index_B: Tensor) -> Tensor:
+    """The sum over its group, per row. There are at most as many groups as rows, so B slots are enough."""
+    return torch.zeros_like(values_B).index_add(0, index_B, values_B)[index_B]
+
+
+def _result_dtype(rewards_B: Tensor) -> torch.dtype:
+    return rewards_B.dtype if rewards_B.is_floating_point() else torch.get_default_dtype()
+
+
+def _check(rewards_B: Tensor, group_B: Tensor) -> None:
+    if rewards_B.dim() != 1 or rewards_B.shape != group_B.shape:
+        shapes = f"{tuple(rewards_B.shape)} and {tuple(group_B.shape)}"
+        raise ValueError(f"rewards and group ids are one number per row each; got shapes {shapes}")
+    if group_B.is_floating_point() or group_B.is_complex():
+        raise ValueError(f"group ids must be integers, not {group_B.dtype}: equal floats are no way to find a group")
+    bad = (~torch.isfinite(rewards_B)).nonzero().flatten().tolist()
+    if bad:
+        rows = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
+        raise ValueError(
+            f"{len(bad)} of {rewards_B.numel()} rewards are not finite (rows {rows}); one would spoil its whole group. "
+            "Return a number for every sample from the reward function, or leave the row out"
+        )
+
+
+@node(writes="advantages", keep_together="group")
+def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
+    """Each reward against its group's mean, in units of the group's deviation: see `group_normalized`."""
+    return group_normalized(rewards, group, epsilon, scale)

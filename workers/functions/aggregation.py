@@ -1,0 +1,136 @@
+"""How per-token losses become one number: a weight per token, and nothing else.
+
+Averaging inside a micro-batch and then averaging the micro-batches gives another loss for every way of splitting the
+rows (short rows, masked rows and uneven ranks all shift it). Here every mode is turned into one weight per token from
+totals over the whole optimiser step, before rows are split into micro-batches or ranks:
+
+    totals = local_totals(mask_T, lengths_B)                  # on each rank, over its rows of the whole optimiser step
+    all_reduce(totals, SUM)                                   # over the data-parallel ranks
+    weights_T = token_weights(mask_T, lengths_B, mode, totals)
+    for piece in micro_batches:
+        weighted_sum(loss_T[piece], weights_T[piece]).backward()
+
+The loss is then the plain sum over all pieces on all ranks, and so is its gradient. Two duties stay with the caller:
+gradients must be *summed* over data-parallel ranks (an engine that averages them needs a factor of the number of
+ranks), and a row must be whole on its rank when weights are made, because `seq_mean_token_mean` counts its tokens.
+
+====================== ============================== ============================================================
+mode                   weight of a trained token      source
+====================== ============================== ============================================================
+`token_mean`           1 / tokens                     DAPO (Yu et al. 2025), section 3.3: every token the same
+`seq_mean_token_sum`   1 / rows                       the policy gradient itself: row log-probability is the sum
+`seq_mean_token_mean`  1 / (rows * tokens of its row) GRPO (Shao et al. 2024), Eq. 3: every row the same
+`fixed_length_sum`     1 / (rows * fixed_length)      Dr. GRPO (Liu et al. 2025): a constant, so no length bias
+====================== ============================== ============================================================
+
+`tokens` and `rows` are the two totals. A masked token weighs 0. A row without trained tokens has only such tokens and
+is not among `rows`: it says nothing about the policy, and counting it would shrink the others' gradient (peers
+disagree here, and one that divides by the row's own token count gets NaN). All-zero totals give all-zero weights.
+"""
+
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum")
+
+
+def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
+    """Count what this rank holds; the caller sums the answer over ranks.
+
+    Args:
+        mask_T: bool, one entry per token, True where the token is trained. None trains every token.
+        lengths_B: int64, tokens per row; a row may have none.
+
+    Returns:
+        float64 `[2]`: trained tokens, and rows with at least one trained token; exact below 2**53.
+
+    Raises:
+        ValueError: the mask is not bool, or its size is not the sum of the lengths.
+    """
+    trained_B = _trained_tokens_per_row(_checked_mask(mask_T, lengths_B), lengths_B)
+    return torch.stack([trained_B.sum(), (trained_B > 0).sum()]).to(torch.float64)
+
+
+def token_weights(
+    mask_T: Tensor | None, lengths_B: Tensor, mode: str, totals: Tensor, fixed_length: int | None = None
+) -> Tensor:
+    """Weight of each token in the loss, such that the loss is `sum(weight * loss)` however the rows are split.
+
+    Args:
+        mask_T: bool, one entry per token, True where the token is trained. None trains every token.
+        lengths_B: int64, tokens per row; a row may have none.
+        mode: one of `MODES`.
+        totals: `[2]`, the sum of `local_totals` over every rank and micro-batch of the optimiser step.
+        fixed_length: tokens, for `fixed_length_sum` only; usually the longest response that may be generated.
+
+    Returns:
+        float32 `[T]` on the device of `lengths_B`.
+
+    Raises:
+        ValueError: unknown mode; `fixed_length` missing, below 1, or given to a mode that would ignore it; the
+            mask is not bool or does not fit the lengths.
+    """
+    _check_mode(mode, fixed_length)
+    mask_T = _checked_mask(mask_T, lengths_B)
+    tokens, rows = totals.to(device=mask_T.device, dtype=torch.float64)
+    if mode == "token_mean":
+        denominator_T = tokens.expand(mask_T.shape)
+    elif mode == "seq_mean_token_sum":
+        denominator_T = rows.expand(mask_T.shape)
+    elif mode == "seq_mean_token_mean":
+        trained_B = _trained_tokens_per_row(mask_T, lengths_B)
+        denominator_T = rows * trained_B[_row_of_token(lengths_B, mask_T.numel())]
+    else:
+        denominator_T = (rows * fixed_length).expand(mask_T.shape)
+    # Every denominator is a whole number: the clamp only keeps the discarded branch of `where` finite.
+    weight_T = torch.where(mask_T & (denominator_T > 0), 1.0 / denominator_T.clamp(min=1.0), 0.0)
+    return weight_T.to(torch.float32)
+
+
+def weighted_sum(loss_T: Tensor, weights_T: Tensor) -> Tensor:
+    """Scalar `sum(weight * loss)`; no token at all gives 0 and a zero gradient, so such a piece still runs backward.
+
+    Tokens of weight 0 are left out rather than multiplied by 0: an untrained token may carry an infinite or undefined
+    loss (a log-probability of -inf, say), and 0 * inf is NaN. A trained token's NaN is kept: it is a fault to be seen.
+
+    Raises:
+        ValueError: the two differ in shape.
+    """
+    if loss_T.shape != weights_T.shape:
+        raise ValueError(f"loss {tuple(loss_T.shape)} and weights {tuple(weights_T.shape)} differ: slice both alike")
+    return (torch.where(weights_T != 0, loss_T, 0.0) * weights_T).sum()
+
+
+def _check_mode(mode: str, fixed_length: int | None) -> None:
+    if mode not in MODES:
+        close = get_close_matches(str(mode).replace("-", "_"), MODES, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        raise ValueError(f"unknown loss aggregation `{mode}`.{hint} Modes: {', '.join(MODES)}")
+    if mode != "fixed_length_sum":
+        if fixed_length is not None:
+            raise ValueError(f"`{mode}` takes no fixed_length (got {fixed_length}): drop it or use `fixed_length_sum`")
+    elif fixed_length is None or not fixed_length >= 1:
+        raise ValueError(f"`fixed_length_sum` divides by fixed_length, a number of tokens; got {fixed_length}")
+
+
+def _checked_mask(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
+    tokens = int(lengths_B.sum())
+    if mask_T is None:
+        return torch.ones(tokens, dtype=torch.bool, device=lengths_B.device)
+    if mask_T.dtype != torch.bool:
+        raise ValueError(f"the mask says which tokens are trained: bool, not {mask_T.dtype}; pass `mask > 0`")
+    if mask_T.shape != (tokens,):
+        raise ValueError(f"the mask has shape {tuple(mask_T.shape)}, but the lengths add up to {tokens} tokens")
+    return mask_T
+
+
+def _row_of_token(lengths_B: Tensor, tokens: int) -> Tensor:
+    rows_B = torch.arange(lengths_B.numel(), device=lengths_B.device)
+    return torch.repeat_interleave(rows_B, lengths_B, output_size=tokens)
+
+
+def _trained_tokens_per_row(mask_T: Tensor, lengths_B: Tensor) -> Tensor:
+    row_T = _row_of_token(lengths_B, mask_T.numel())
+    return torch.zeros_like(lengths_B).index_add_(0, row_T, mask_T.to(lengths_B.dtype))

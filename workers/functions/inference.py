@@ -1,0 +1,12 @@
+"""Log-probabilities of given answers under a role's model."""
+
+from __future__ import annotations
+
+from distflow import Ragged, node
+from workers.roles import Role
+
+
+@node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference")
+def logprobs(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
+    """The log-probability of each response token, at the temperature that it was sampled at."""
+    return engine.logprobs(prompts, responses)

@@ -1,0 +1,23 @@
+"""Sampling answers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from distflow import Ragged, node
+from distflow.observe.metrics import current
+from workers.roles import Role
+
+
+@node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "completions"), repeats="group_size",
+      default_for="actor")
+def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
+             max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, list[str]]:
+    """`group_size` sampled answers to each prompt: tokens, their log-probabilities, and the text."""
+    ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
+    samples = engine.generate(prompts, ids, group_size, max_new_tokens)
+    metrics, lengths = current(), samples.tokens.lengths
+    metrics.mean_of("response/length", lengths)
+    metrics.mean_of("response/truncated", ~samples.finished)
+    metrics.add("tokens", lengths.sum())
+    return samples.tokens, samples.logprobs, engine.decode(samples.tokens)

@@ -1,0 +1,127 @@
+"""A role: a model, the engine that computes with it, and the engine that samples from it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.records import open_records
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Model, RoleRun
+from distflow.schema.shipped import find
+from distflow.schema.spec import Spec
+from distflow.weights.reshard import gather_into
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.fsdp import FSDPEngine, LossOf
+from workers.engines.hf import HFRollout, Samples
+from workers.engines.sampling import key_of
+
+disable_progress_bar()
+
+
+class Role:
+    """What a model function gets as its first parameter. All methods but `decode` are collective over the ranks."""
+
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
+                 mesh: DeviceMesh, spec: Spec, samples: bool):
+        trained = spec.dag.roles[name].trained
+        self.name, self.tokenizer, self.settings = name, tokenizer, settings
+        self.config, self.seed, self.step = model.config, spec.run.seed, 0
+        self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
+        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained)
+        self._version_in_rollout = -1
+
+    def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
+                 temperature: float | None = None) -> Samples:
+        """`repeats` samples for each prompt [P], drawn by (seed, step, row id) with the newest weights.
+
+        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
+        """
+        if self.rollout is None:
+            raise EngineError(f"role `{self.name}` was not prepared for sampling; only nodes that repeat rows may sample")
+        if self._version_in_rollout != self.engine.version:
+            gather_into(self.engine.shards(), self.rollout.weights())
+            self._version_in_rollout = self.engine.version
+        key = key_of(self.seed, self.step)
+        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+
+    def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """The log-probability of each response token, float32."""
+        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature)
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float | None = None) -> dict[str, float]:
+        """One optimizer step over this rank's rows: see `FSDPEngine.update`."""
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.update(batch, loss_of, temperature, self.step)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        values = values.to(self.engine.device)
+        dist.all_reduce(values, group=self.engine.mesh.get_group())
+        return values.cpu()
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        """The text of each row, without special tokens."""
+        return self.tokenizer.batch_decode([row.tolist() for row in tokens.rows], skip_special_tokens=True)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face model folder. Every rank calls it, the first writes."""
+        whole = {name: torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+                 for name, shard in self.engine.shards().items()}
+        gather_into(self.engine.shards(), whole)
+        if dist.get_rank() == 0:
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            model.load_state_dict(whole, strict=False)
+            model.tie_weights()
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+
+def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
+    """The roles of this rank, with their models loaded and sharded."""
+    roles = {}
+    for name in sorted(names):
+        model, tokenizer = load_model(spec, spec.model_of(name))
+        settings = spec.run.roles.get(name) or spec.run.roles[spec.dag.roles[name].copy_of]
+        roles[name] = Role(name, model, tokenizer, settings, mesh, spec, name in sampling)
+    return roles
+
+
+def load_model(spec: Spec, model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data."""
+    if model.path:
+        folder = find(model.path, "models", spec.folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
+    tokenizer = _tokenizer_of(spec)
+    sizes = model.model_dump(exclude={"path"})
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    return build_model(len(tokenizer), spec.run.seed, **sizes, **ids), tokenizer
+
+
+def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
+    """Trained on the first records of the training data, so that every rank builds the same."""
+    records = open_records(spec.data_path(spec.run.data.train))
+    first = records.get(range(min(len(records), 2000)))
+    return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
+
+
+def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh) -> HFRollout:
+    device = torch.device(mesh.device_type)
+    half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and device.type == "cuda")
+    whole = copy.deepcopy(model).to(device, torch.bfloat16 if half else torch.float32)
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}))
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -1,0 +1,88 @@
+"""Where a step ends: metrics, samples, validation, checkpoint, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distflow.data.databuffer import Databuffer
+from distflow.data.exchange import gather
+from distflow.observe.folder import RunFolder
+from distflow.observe.metrics import current
+from distflow.observe.progress import StepProgress
+from distflow.schema.plan import Plan
+from distflow.schema.spec import Spec
+from workers.roles import Role
+from workers.validation import Validator
+
+
+class Sink:
+    """Every rank has one and calls it alike; rank 0 writes."""
+
+    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, validator: Validator | None,
+                 save: Callable[[int], None]):
+        self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
+        self.folder = RunFolder(path, resumed_at) if dist.get_rank() == 0 else None
+        self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
+        self.accuracy: dict[str, list[float]] = {}
+        self.tokens, self.seconds, self.began = 0.0, 0.0, 0.0
+
+    def start(self, step: int) -> None:
+        """Before the first step: how good is the model?"""
+        self._validate(step)
+        self.began = time.perf_counter()
+
+    def finish(self, step: int, buffer: Databuffer) -> None:
+        """After a step, on every rank: `step` counts from 0."""
+        values = current().collect(gather)
+        seconds = time.perf_counter() - self.began
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + values.get("tokens", 0.0)
+        values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
+        done = step + 1
+        if self.folder:
+            self.folder.write_metrics(done, values)
+            self.folder.write_samples(done, _samples(buffer, self.run.samples))
+            self.progress.step(values)
+        every = self.run.checkpoint.every
+        if every and (done % every == 0 or done == self.run.steps):
+            self.save(done)
+        if self.run.validation and (done % self.run.validation.every == 0 or done == self.run.steps):
+            self._validate(done)
+        self.began = time.perf_counter()
+
+    def close(self, trained: dict[str, Role]) -> None:
+        """After the last step: the models as Hugging Face folders, and the summary."""
+        for name, role in trained.items():
+            role.save_pretrained(self.path / ("model" if len(trained) == 1 else f"model-{name}"))
+        if self.folder:
+            self.folder.close(self._summary())
+            self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
+            self.progress.close()
+
+    def _validate(self, step: int) -> None:
+        if self.validator is None:
+            return
+        start = time.perf_counter()
+        for name, value in self.validator.run().items():
+            self.accuracy.setdefault(name.removeprefix("validation/"), []).append(value)
+            if self.folder:
+                self.folder.write_metrics(step, {name: value})
+                self.progress.say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
+                                  f"({time.perf_counter() - start:.1f} s)")
+
+    def _summary(self) -> dict[str, Any]:
+        first = next(iter(self.accuracy.values()), [])
+        return {"steps": self.run.steps, "ranks": self.plan.ranks, "seed": self.run.seed, "plan": self.plan.digest,
+                "accuracy_before": first[0] if first else None, "accuracy_after": first[-1] if first else None,
+                "accuracy": self.accuracy, "seconds_in_steps": round(self.seconds, 3),
+                "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None}
+
+
+def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:
+    """Some rows of this rank as a person would read them."""
+    columns = buffer.readable(("questions", "answers", "completions", "rewards"), count)
+    return [dict(zip(columns, values)) for values in zip(*columns.values())]
