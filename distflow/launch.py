@@ -75,11 +75,25 @@ def load_spec(options: argparse.Namespace) -> Spec:
         folder = Path(options.resume)
         if not (folder / "launch.json").is_file():
             raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+        whole_checkpoint(options.resume)
         sys.path += json.loads((folder / "launch.json").read_text())["search"]
         return reload(folder, options.overrides)
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
+
+
+def whole_checkpoint(folder: str) -> Path:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        InvalidInput: it has none.
+    """
+    found = sorted(path.parent for path in Path(folder, "checkpoints").glob("step-????????/progress.json"))
+    if not found:
+        raise InvalidInput(f"{folder} has no whole checkpoint to go on from. Start it anew under another --name; "
+                           "`--set checkpoint.every=N` decides how often a run saves.")
+    return found[-1]
 
 
 def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int, ranks: int) -> Path | None:

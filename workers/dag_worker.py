@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ class DagWorker:
     def __init__(self, spec: Spec, plan: Plan, folder: Path, resume: bool):
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
+        for module in spec.dag.imports:
+            importlib.import_module(module)  # registers the rewards that it defines
         self.functions = {task.node: load_function(task.function) for task in self.chain}
         mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}

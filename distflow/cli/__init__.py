@@ -1,0 +1,32 @@
+"""The `distflow` command: one file per verb, each with `HELP`, `add_arguments` and `main`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from distflow.launch import INVALID
+from distflow.schema.errors import DistflowError
+
+VERBS = ("demo", "validate", "plan", "run", "resume", "nodes")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; exit code 2 for mistakes in what the user wrote."""
+    parser = argparse.ArgumentParser(prog="distflow", description="Reinforcement-learning post-training without a controller.")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in VERBS:
+        module = importlib.import_module(f"distflow.cli.{verb}")
+        child = verbs.add_parser(verb, help=module.HELP, description=module.HELP)
+        module.add_arguments(child)
+        child.set_defaults(main=module.main)
+    options = parser.parse_args(arguments)
+    try:
+        return options.main(options)
+    except DistflowError as error:
+        if options.debug:
+            raise
+        print(error, file=sys.stderr)
+        return INVALID

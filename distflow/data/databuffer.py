@@ -35,11 +35,14 @@ class Databuffer:
         self.shelves: dict[tuple[str, Layout], Batch] = {}
         self.homes: dict[Layout, tuple[Tensor, Tensor]] = {}
         """Per layout: prompt ids, sorted, and the share that holds each one's rows in this step."""
+        self.moved: set[tuple[str, str, Layout]] = set()
+        """(producer, column, layout) that were redistributed in this step; the same on every rank."""
 
     def start(self, batch: Batch) -> None:
         """Begin a step with this rank's rows of the dataset; what the last step left is dropped."""
         self.shelves = {(SOURCE, self.source_layout): batch}
         self.homes = {}
+        self.moved = set()
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
         """Keep what a task wrote for the rows `ids` [B]."""
@@ -77,20 +80,18 @@ class Databuffer:
 
     def _fetch(self, transfer: Transfer, layout: Layout) -> Batch:
         """The transfer's columns in `layout`; a rank without rows may lack the columns themselves."""
-        if (transfer.producer, layout) not in self.shelves:
-            self._redistribute(transfer, layout)
+        if transfer.kind != "local":
+            new = [name for name in transfer.columns if (transfer.producer, name, layout) not in self.moved]
+            if new:
+                self._redistribute(transfer.producer, new, layout)
+                self.moved.update((transfer.producer, name, layout) for name in new)
         held = self.shelves[transfer.producer, layout]
-        missing = [name for name in transfer.columns if name not in held.columns]
-        if missing and transfer.kind != "local":
-            self._redistribute(transfer, layout)
-            held = self.shelves[transfer.producer, layout]
         return held.only(name for name in transfer.columns if len(held) or name in held.columns)
 
-    def _redistribute(self, transfer: Transfer, layout: Layout) -> None:
-        producer = transfer.producer
+    def _redistribute(self, producer: str, names: list[str], layout: Layout) -> None:
         origin = self.source_layout if producer == SOURCE else self.tasks[producer].layout
         held = self.shelves[producer, origin]
-        held = held.only(name for name in transfer.columns if len(held) or name in held.columns)
+        held = held.only(name for name in names if len(held) or name in held.columns)
         roots = held.ids // self._repeats(producer)
         units, shares = self._home(layout, held, roots)
         share_of_row = shares[torch.searchsorted(units, roots)]

@@ -27,8 +27,7 @@ def clipped_policy_loss(
 
     Args:
         logprobs_T: natural-log probabilities of the sampled tokens under the policy; gradients flow here alone.
-        old_T: the same under the policy that the step started from.
-        advantages_T: one per token.
+        old_T, advantages_T: the same under the policy that the step started from; one advantage per token.
         clip_low, clip_high: how far the ratio may fall below 1 and rise above it, each at least 0.
         dual_clip: the cap's ratio, above 1; None leaves it out.
 
@@ -40,17 +39,16 @@ def clipped_policy_loss(
     """
     _check_bounds(clip_low, clip_high, dual_clip)
     _check_shapes(logprobs_T, old_T, advantages_T)
-    old_T, advantages_T = old_T.detach(), advantages_T.detach()
-    ratio_T = (logprobs_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages_T = advantages_T.detach()
+    ratio_T = (logprobs_T - old_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     free_T = -ratio_T * advantages_T
     bounded_T = -ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
-    loss_T = torch.maximum(free_T, bounded_T)
-    clipped_T = bounded_T > free_T
+    loss_T, clipped_T = torch.maximum(free_T, bounded_T), bounded_T > free_T
     if dual_clip is not None:
-        # Only a negative advantage is capped: for a positive one the cap would be a floor under a negative loss.
+        # For a positive advantage the cap would be a floor under a negative loss.
         capped_T = (advantages_T < 0) & (ratio_T > dual_clip)
         loss_T = torch.where(capped_T, -dual_clip * advantages_T, loss_T)
-        clipped_T = clipped_T | capped_T
+        clipped_T |= capped_T
     return loss_T, ratio_T.detach(), clipped_T
 
 

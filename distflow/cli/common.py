@@ -1,0 +1,49 @@
+"""What several verbs share: naming a DAG, loading it, and starting torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from distflow import launch
+from distflow.launch import ROOT
+from distflow.schema.plan import Plan
+from distflow.schema.spec import Spec
+
+
+def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dag_file", nargs="?", metavar="DAG", help="a path, or the name of a shipped DAG, as grpo")
+    launch.add_arguments(parser)
+    add_ranks(parser)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, one per GPU; default: `ranks` of the run file, or 1")
+
+
+def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
+    """The spec and the plan that the options ask for; every mistake is raised at once."""
+    from planners import plan
+
+    options.dag = options.dag or options.dag_file
+    options.resume = getattr(options, "resume", None)
+    spec = launch.load_spec(options)
+    return spec, plan(spec, rank_count(options, spec))
+
+
+def rank_count(options: argparse.Namespace, spec: Spec) -> int:
+    return options.ranks or spec.cluster.ranks or spec.run.ranks or 1
+
+
+def torchrun(ranks: int, arguments: list[str]) -> int:
+    """Print the torchrun line and run it. Returns torchrun's exit code."""
+    path = ROOT / "distflow" / "launch.py"
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    line = ["--standalone", "--nproc-per-node", str(ranks), str(shown), *arguments]
+    print(shlex.join(["torchrun", *line]), flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", *line], env=environment, check=False).returncode

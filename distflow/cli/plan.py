@@ -1,0 +1,88 @@
+"""`distflow plan`: what every rank will do, what moves between them, and what memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from distflow.cli.common import add_dag_arguments, load_and_plan
+from distflow.schema.plan import Plan, Task
+from distflow.schema.spec import Spec
+
+HELP = "print the chain of each rank, transfers, added dependencies and memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dag_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON, with all details")
+
+
+def main(options: argparse.Namespace) -> int:
+    spec, plan = load_and_plan(options)
+    print(plan.to_json() if options.json else "\n".join(describe(plan, spec)))
+    return 0
+
+
+def describe(plan: Plan, spec: Spec) -> Iterator[str]:
+    """The plan as lines of text."""
+    yield f"{plan.name} on {plan.ranks} rank{'s' * (plan.ranks > 1)}, mode {plan.mode}, digest {plan.digest}"
+    yield from _chain(plan, spec.run.data.batch)
+    yield from ("", "transfers")
+    rows = [(f"{move.producer} → {task.node}", ", ".join(move.columns), move.kind.replace("_", "-"),
+             f"at most {_size(move.bytes_per_step)} a step" if move.bytes_per_step else "by reference")
+            for task in plan.tasks for move in task.transfers]
+    yield from _table(rows)
+    yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
+    yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
+    yield from _memory(plan)
+    for note in plan.notes:
+        yield f"\nnote: {note}"
+
+
+def _chain(plan: Plan, batch: int) -> Iterator[str]:
+    last = plan.ranks - 1
+    yield from ("", f"chain of rank{f's 0–{last}' if last else ' 0'}")
+    rows = []
+    for number, task in enumerate(plan.chain(0), 1):
+        count = batch * _repeats(plan, task.fan)
+        moved = f"{count} rows" if task.repeats == 1 else f"{count} → {count * task.repeats} rows"
+        rows.append((str(number), task.node, task.role, task.type, task.function.partition(":")[2], _where(task, plan), moved))
+    yield from _table(rows)
+
+
+def _repeats(plan: Plan, fan: Sequence[str]) -> int:
+    count = 1
+    for task in plan.tasks:
+        count *= task.repeats if task.node in fan else 1
+    return count
+
+
+def _where(task: Task, plan: Plan) -> str:
+    layout = task.layout
+    if layout.dp == plan.ranks:
+        return f"dp {layout.dp}"
+    last = layout.first + layout.dp - 1
+    return f"dp {layout.dp} (rank{f's {layout.first}–{last}' if layout.dp > 1 else f' {layout.first}'}; others only send)"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield from ("", "memory of a rank (estimate)")
+    if not plan.memory:
+        yield "  unknown: the model is made at start"
+        return
+    rows = [(tenant.name, _size(tenant.bytes), tenant.formula) for tenant in plan.memory]
+    yield from _table([*rows, ("total", _size(sum(tenant.bytes for tenant in plan.memory)), "")])
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,28 @@
+"""`distflow run`: check everything, print the torchrun line, execute it."""
+
+from __future__ import annotations
+
+import argparse
+
+from distflow.cli.common import add_dag_arguments, load_and_plan, torchrun
+from distflow.launch import prepare
+
+HELP = "run a DAG on the GPUs (or cores) of this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dag_arguments(parser)
+
+
+def main(options: argparse.Namespace) -> int:
+    spec, plan = load_and_plan(options)
+    prepare(spec, plan.name, options, rank=0, ranks=1)
+    return torchrun(plan.ranks, _arguments(options))
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name), ("--cluster", options.cluster)]
+    arguments = [part for flag, value in given if value for part in (flag, value)]
+    for override in options.overrides:
+        arguments += ["--set", override]
+    return arguments

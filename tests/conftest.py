@@ -1,0 +1,36 @@
+"""Fixtures: a folder with a tiny run, and a way to launch it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import REWARD, ROOT, TINY, command, environment
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A folder with ten problems, a tiny run file, and a reward that a random model earns too."""
+    lines = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:10]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "brevity.py").write_text(REWARD)
+    (tmp_path / "grpo.yaml").write_text(
+        (ROOT / "dags/grpo.yaml").read_text().replace("function: score, ", "function: score, with: {reward: brevity}, ")
+        + "imports: [brevity]\n")
+    return tmp_path
+
+
+@pytest.fixture
+def launch(workspace: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run to the end in the workspace: `launch(2, "--dag", "grpo.yaml", …)`; fails the test unless `code` is met."""
+
+    def run(ranks: int, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess:
+        done = subprocess.run(command(ranks, *arguments), cwd=workspace, env=environment(), capture_output=True,
+                              text=True, timeout=300, check=False)
+        assert code is None or done.returncode == code, done.stdout[-2000:] + done.stderr[-6000:]
+        return done
+
+    return run

@@ -1,0 +1,47 @@
+"""Starting real runs: torchrun with real processes, on the smallest model and data that show the behaviour."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY = """
+seed: 0
+steps: 4
+roles:
+  actor:
+    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}
+    learning_rate: 1e-3
+    generation: {max_new_tokens: 8}
+data: {train: train.jsonl, batch: 4, max_prompt_tokens: 48, max_target_tokens: 48}
+checkpoint: {every: 2, keep: 5}
+"""
+
+REWARD = """
+from distflow import reward
+
+@reward
+def brevity(completion, answer):
+    return 1.0 / (1 + len(completion))
+"""
+
+
+def command(ranks: int, *arguments: str) -> list[str]:
+    """The torchrun line, with a port that the system chooses."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            str(ROOT / "distflow/launch.py"), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step, validation lines left out."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "loss" in line}

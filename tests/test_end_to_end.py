@@ -1,0 +1,117 @@
+"""Whole runs with real processes: what a user relies on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, command, environment, metrics_of
+
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
+
+
+def test_one_and_two_ranks_draw_the_same_samples_and_losses(launch, workspace):
+    for ranks in (1, 2):
+        launch(ranks, *GRPO, "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5")
+    one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
+    assert set(one) == {1, 2, 3}
+    for step in one:
+        assert one[step]["tokens"] > 0
+        assert one[step]["response/fingerprint"] == two[step]["response/fingerprint"]
+        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-5)
+        assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
+        assert two[step]["mismatch/logprob_max"] < 1e-4
+
+
+def test_killed_and_resumed_equals_never_killed(launch, workspace):
+    """Ten records in batches of four: steps 3 and 5 cross an epoch's end."""
+    dag = ("--dag", "sft.yaml", "--run-file", "tiny.yaml", "--set", "steps=6")
+    launch(2, *dag, "--name", "whole")
+    _kill_after(workspace, 3, *dag, "--name", "killed")
+    launch(2, "--resume", "runs/killed")
+    whole, killed = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "killed"))
+    assert [whole[step]["loss"] for step in range(1, 7)] == [killed[step]["loss"] for step in range(1, 7)]
+    weights = [(workspace / f"runs/{name}/model/model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1]
+    launch(1, "--resume", "runs/killed", "--set", "steps=8")
+    assert set(metrics_of(workspace / "runs/killed")) == set(range(1, 9))
+
+
+def _kill_after(workspace: Path, step: int, *arguments: str) -> None:
+    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`."""
+    process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if f"step {step}/" in line:
+            break
+    else:
+        pytest.fail("".join(seen))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_rows_move_when_the_data_parallel_size_changes(launch, workspace):
+    """rollout on two ranks, reward and advantage on one, update on two: the same numbers as without any move."""
+    launch(2, *GRPO, "--name", "still", "--set", "steps=2", "--set", "data.batch=5")
+    launch(2, *GRPO, "--name", "moved", "--set", "steps=2", "--set", "data.batch=5", "--set", "layouts.reward.dp=1",
+           "--set", "layouts.advantage.dp=1", "--set", "layouts.reference.dp=1")
+    still, moved = (metrics_of(workspace / f"runs/{name}") for name in ("still", "moved"))
+    for step in still:
+        assert moved[step]["data/bytes_sent"] > 0
+        assert "data/bytes_sent" not in still[step]
+        assert moved[step]["response/fingerprint"] == still[step]["response/fingerprint"]
+        assert moved[step]["loss"] == pytest.approx(still[step]["loss"], abs=1e-6)
+        assert moved[step]["grad_norm"] == pytest.approx(still[step]["grad_norm"], rel=1e-4, abs=1e-6)
+
+
+def test_what_a_run_leaves(launch, workspace):
+    launch(2, *GRPO, "--name", "left", "--set", "steps=2", "--set", "validation.data.heldout=train.jsonl")
+    folder = workspace / "runs/left"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["tokens_per_second"] > 0
+    assert 0.0 <= summary["accuracy_before"] <= 1.0
+    assert 0.0 <= summary["accuracy_after"] <= 1.0
+    assert {"dag.yaml", "run.yaml", "plan.json", "samples.jsonl", "checkpoints", "tensorboard", "model"} <= set(
+        os.listdir(folder))
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    assert {"step", "questions", "answers", "completions", "rewards"} <= set(sample)
+    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "next", "--set", "steps=1",
+           "--set", "roles.actor.model=runs/left/model")
+
+
+def test_bad_input_is_said_once_and_leaves_nothing(launch, workspace):
+    done = launch(2, *GRPO, "--name", "bad", "--set", "nodes.update.with.clipp=0.1", code=None)
+    assert done.returncode != 0
+    assert done.stderr.count("has no setting `clipp`") == 1
+    assert "Did you mean `clip`?" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert "launch.py\", line" not in done.stderr
+    assert not (workspace / "runs").exists()
+
+
+def test_ranks_with_different_plans_stop_with_an_explanation(workspace):
+    """Two ranks, started by hand with different settings, meet at one store."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank, clip in enumerate(("0.2", "0.3")):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        line = [sys.executable, str(ROOT / "distflow/launch.py"), *GRPO, "--set", f"nodes.update.with.clip={clip}"]
+        processes.append(subprocess.Popen(line, cwd=workspace, env={**environment(), **place}, text=True,
+                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    outputs = [process.communicate(timeout=120) for process in processes]
+    for process, (_, errors) in zip(processes, outputs):
+        assert process.returncode == 1, errors
+        assert "the ranks do not have the same plan: rank 1 has" in errors
+    assert not (workspace / "runs").exists()
