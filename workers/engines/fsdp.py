@@ -64,6 +64,7 @@ class FSDPEngine:
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
         pieces = [self._forward(micro, temperature)[0].cpu()[: len(micro["responses"].values)]
                   for micro in self._micro_batches(batch)]
+        self.policy.reshard()  # the root stays whole after a forward without backward
         return responses.with_values(torch.cat(pieces)[: len(responses.values)])
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int) -> dict[str, float]:

@@ -1,0 +1,93 @@
+"""The optimizer step does not depend on micro-batches; its schedule and its state are what they should be."""
+
+import copy
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.schema.run import RoleRun
+from workers.engines.fsdp import FSDPEngine, schedule
+
+
+@pytest.fixture
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+
+    def ragged(lengths):
+        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
+
+    prompts = ragged([6, 3, 8]).select(torch.arange(3).repeat_interleave(3))
+    return Batch(torch.arange(9), {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7, 2, 2])})
+
+
+def engine(model, mesh, **settings) -> FSDPEngine:
+    return FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, pad_token=0, steps=10, trained=True)
+
+
+def plain(logprobs, entropy, micro):
+    return -logprobs.sum() / 100
+
+
+def gradients_of(one: FSDPEngine, batch: Batch) -> tuple[dict, dict]:
+    """The report of an update and the gradients that its optimizer saw (Adam hides their size from the weights)."""
+    seen = {}
+
+    def look(*_):
+        seen.update({name: shard.grad.full_tensor().clone() for name, shard in one.shards().items()})
+
+    one.optimizer.register_step_pre_hook(look)
+    return one.update(batch, plain, 1.0, 0), seen
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 30])
+def test_micro_batches_change_nothing(model, mesh, batch, tokens):
+    whole, expected = gradients_of(engine(copy.deepcopy(model), mesh), batch)
+    pieces, gradients = gradients_of(engine(model, mesh, micro_batch_tokens=tokens), batch)
+    assert whole["grad_norm"] == pytest.approx(pieces["grad_norm"], rel=1e-5)
+    assert expected.keys() == gradients.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(gradient, gradients[name], atol=1e-6), name
+
+
+def test_an_update_makes_the_rewarded_likelier(model, mesh, batch):
+    one = engine(model, mesh)
+    before = one.logprobs(batch["prompts"], batch["responses"], 1.0).values.mean()
+    for step in range(3):
+        one.update(batch, plain, 1.0, step)
+    assert one.logprobs(batch["prompts"], batch["responses"], 1.0).values.mean() > before + 0.1
+    assert one.version == 3
+
+
+def test_zero_rows_take_part_and_change_nothing(model, mesh, batch):
+    one = engine(model, mesh)
+    before = {name: shard.full_tensor().clone() for name, shard in one.shards().items()}
+    empty = batch.slice(0, 0)
+    report = one.update(empty, plain, 1.0, 0)
+    assert report["grad_norm"] == 0.0
+    assert len(one.logprobs(empty["prompts"], empty["responses"], 1.0).values) == 0
+    for name, shard in one.shards().items():
+        assert torch.equal(before[name], shard.full_tensor()), name
+
+
+def test_a_frozen_role_refuses_to_train(model, mesh, batch):
+    frozen = FSDPEngine(model, RoleRun(), mesh, pad_token=0, steps=1, trained=False)
+    with pytest.raises(ValueError, match="frozen"):
+        frozen.update(batch, plain, 1.0, 0)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.5]),
+                                                ("cosine", [0.5, 1.0, 1.0, 0.5])])
+def test_the_learning_rate_follows_its_schedule(kind, expected):
+    settings = RoleRun(schedule=kind, warmup_steps=2)
+    assert [schedule(settings, step, 10) for step in (0, 1, 2, 6)] == pytest.approx(expected)
+
+
+def test_state_goes_through_a_dictionary(model, mesh, batch):
+    one, other = engine(copy.deepcopy(model), mesh), engine(model, mesh)
+    one.update(batch, plain, 1.0, 0)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for trained in (one, other):
+        trained.update(batch, plain, 1.0, 1)
+    for (name, a), b in zip(one.shards().items(), other.shards().values()):
+        assert torch.equal(a.full_tensor(), b.full_tensor()), name

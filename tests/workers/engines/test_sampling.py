@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from workers.engines.sampling import key_of, pick, uniform
+
+
+def test_a_row_draws_the_same_whatever_rows_are_beside_it():
+    ids = torch.tensor([3, 2**40, 7])
+    together = uniform(5, ids, 2)
+    alone = torch.cat([uniform(5, ids[index : index + 1], 2) for index in range(3)])
+    assert torch.equal(together, alone)
+    assert torch.equal(uniform(5, ids[[2, 0, 1]], 2), together[[2, 0, 1]])
+
+
+@pytest.mark.parametrize("change", [{"key": 6}, {"position": 3}, {"ids": torch.arange(1, 1001)}])
+def test_key_position_and_id_all_matter(change):
+    arguments = {"key": 5, "ids": torch.arange(1000), "position": 2}
+    same = (uniform(**arguments) == uniform(**{**arguments, **change})).sum()
+    assert same == 0
+
+
+def test_draws_are_uniform_and_uncorrelated():
+    draws = torch.stack([uniform(key_of(1, 2), torch.arange(20_000), position) for position in range(4)])
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts = torch.histc(draws.float(), bins=50, min=0, max=1)
+    expected = draws.numel() / 50
+    assert ((counts - expected) ** 2 / expected).sum() < 90  # chi-square, 49 degrees of freedom: p < 0.0003 beyond
+    correlation = torch.corrcoef(torch.cat([draws, draws.roll(1, 1)]))
+    assert correlation.fill_diagonal_(0).abs().max() < 0.03
+
+
+def test_tokens_come_as_often_as_they_are_likely():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
+    for temperature in (1.0, 0.5):
+        tokens, logprobs = pick(logits.expand(40_000, 4), uniform(1, torch.arange(40_000), 0), temperature)
+        expected = torch.softmax(logits / temperature, 0)
+        frequency = torch.bincount(tokens, minlength=4) / len(tokens)
+        assert (frequency - expected).abs().max() < 0.01
+        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest():
+    tokens, logprobs = pick(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99]), 0)
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == pytest.approx(torch.log_softmax(torch.tensor([0.0, 3.0, 1.0]), 0)[1].item())
+
+
+@pytest.mark.parametrize(("limits", "allowed"), [({"top_k": 2}, {0, 3}), ({"top_p": 0.6}, {0}), ({"top_p": 0.8}, {0, 3}),
+                                                 ({"top_k": 3, "top_p": 0.999}, {0, 1, 3}), ({"top_k": 99}, {0, 1, 2, 3})])
+def test_top_k_and_top_p_restrict_the_choice_but_not_the_log_probability(limits, allowed):
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])  # probabilities 0.64, 0.09, 0.03, 0.24
+    tokens, logprobs = pick(logits.expand(5000, 4), uniform(2, torch.arange(5000), 0), 1.0, **limits)
+    assert set(tokens.tolist()) == allowed
+    assert torch.allclose(logprobs, torch.log_softmax(logits, 0)[tokens], atol=1e-6)
+
+
+def test_extreme_noise_stays_inside_the_vocabulary():
+    logits = torch.tensor([[0.0, -1e9]]).expand(2, 2)
+    tokens, _ = pick(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), 1.0)
+    assert tokens.tolist() == [0, 0]
