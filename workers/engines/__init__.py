@@ -1,0 +1,1 @@
+"""The libraries that compute: each engine is one file."""
