@@ -34,18 +34,19 @@ class FSDPEngine:
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
         model.requires_grad_(trained)
-        self.policy = Policy(model)
-        self._shard(model)
+        self.policy = self._shard(model)
         self.optimizer = self._optimizer() if trained else None
         self.version = 0
 
-    def _shard(self, model: PreTrainedModel) -> None:
+    def _shard(self, model: PreTrainedModel) -> Policy:
         half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-        if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
-            for layer in model.get_decoder().layers:
-                fully_shard(layer, mesh=self.mesh, mp_policy=precision)
-        fully_shard(self.policy, mesh=self.mesh, mp_policy=precision)
+        small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+        for layer in () if small else model.get_decoder().layers:
+            fully_shard(layer, mesh=self.mesh, mp_policy=precision)
+        policy = Policy(model, chunks=4 if small else 1)
+        fully_shard(policy, mesh=self.mesh, mp_policy=precision)
+        return policy
 
     def _optimizer(self) -> torch.optim.Optimizer:
         matrices = [p for p in self.policy.parameters() if p.ndim > 1]

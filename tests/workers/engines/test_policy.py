@@ -18,12 +18,12 @@ def plain_logprobs(model, prompt, response, temperature):
     return torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_and_gradients_equal_plain_forwards(model, temperature):
+@pytest.mark.parametrize(("temperature", "chunks"), [(1.0, 1), (0.7, 1), (1.0, 4), (1.0, 99)])
+def test_log_probabilities_and_gradients_equal_plain_forwards(model, temperature, chunks):
     prompts = rows(5, 9, 2).select(torch.tensor([0, 0, 0, 1, 2, 2]))
     responses = rows(4, 1, 7, 3, 0, 6, seed=1)
     weights = torch.linspace(-1, 1, len(responses.values))
-    logprobs, entropy = Policy(model)(*inputs_of(prompts, responses, 0, torch.device("cpu")), temperature)
+    logprobs, entropy = Policy(model, chunks)(*inputs_of(prompts, responses, 0, torch.device("cpu")), temperature)
     (logprobs * weights).sum().backward()
     shared = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
