@@ -31,7 +31,7 @@ _PATIENCE = 30.0
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="distflow/launch.py", description="Run a DAG under torchrun.")
     add_arguments(result)
-    result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder from its newest checkpoint")
+    result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     return result
 
@@ -120,8 +120,9 @@ def refuse_foreign_packages() -> None:
         found = importlib.util.find_spec(name)
         place = Path(found.origin).resolve().parent if found and found.origin else None
         if place != ROOT / name:
-            raise InvalidInput(f"`{name}` is found at {place or 'no place'}, but distflow's own lies at {ROOT / name}. Another "
-                               "package of that name shadows it: take it off PYTHONPATH, or run from another folder.")
+            raise InvalidInput(f"`{name}` is found at {place or 'no place'}, but distflow's own lies at {ROOT / name}. "
+                               "Another package of that name shadows it: take it off PYTHONPATH, or run from another "
+                               "folder.")
 
 
 def report(error: DistflowError, rank: int) -> None:

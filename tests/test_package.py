@@ -28,7 +28,8 @@ def test_an_installed_package_validates_and_runs(workspace):
     assert check.returncode == 0, check.stderr
     assert "site/distflow/dags/sft.yaml" in check.stdout
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-            str(target / "distflow/launch.py"), "--dag", "sft", "--run-file", "tiny", "--name", "far", "--set", "steps=1"]
+            str(target / "distflow/launch.py"), "--dag", "sft", "--run-file", "tiny", "--name", "far",
+            "--set", "steps=1"]
     done = subprocess.run(line, cwd=workspace, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (workspace / "runs/far/summary.json").is_file()

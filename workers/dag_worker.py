@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
-from distflow.data.exchange import gather
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
@@ -132,7 +131,8 @@ def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
     if len(values) != len(task.writes):
         raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
-    columns = {name: encode_text(value) if isinstance(value, list) else value for name, value in zip(task.writes, values)}
+    columns = {name: encode_text(value) if isinstance(value, list) else value
+               for name, value in zip(task.writes, values)}
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor | Ragged):
             raise ColumnError(f"{task.function} returned {type(column).__name__} for column `{name}`; a column is a "

@@ -22,7 +22,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
         prompts = [_prompt(tokenizer, question) for question in questions]
-        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
+        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                   for answer in answers]
         current().add("data/prompts_cut", sum(len(row) > data.max_prompt_tokens for row in prompts))
         current().add("data/targets_cut", sum(len(row) > data.max_target_tokens for row in targets))
         extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}

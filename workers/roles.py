@@ -46,7 +46,7 @@ class Role:
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
         if self.rollout is None:
-            raise EngineError(f"role `{self.name}` was not prepared for sampling; only nodes that repeat rows may sample")
+            raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         if self._version_in_rollout != self.engine.version:
             gather_into(self.engine.shards(), self.rollout.weights())
             self._version_in_rollout = self.engine.version
@@ -114,7 +114,8 @@ def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
     return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
 
 
-def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh) -> HFRollout:
+def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
+             mesh: DeviceMesh) -> HFRollout:
     device = torch.device(mesh.device_type)
     half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and device.type == "cuda")
     whole = copy.deepcopy(model).to(device, torch.bfloat16 if half else torch.float32)

@@ -14,7 +14,7 @@ VERBS = ("demo", "validate", "plan", "run", "resume", "nodes")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; exit code 2 for mistakes in what the user wrote."""
-    parser = argparse.ArgumentParser(prog="distflow", description="Reinforcement-learning post-training without a controller.")
+    parser = argparse.ArgumentParser(prog="distflow", description="RL post-training with no controller process.")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:

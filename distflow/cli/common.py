@@ -22,7 +22,8 @@ def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes, one per GPU; default: `ranks` of the run file, or 1")
+    parser.add_argument("--ranks", type=int, metavar="N",
+                        help="processes, one per GPU; default: `ranks` of the run file, or 1")
 
 
 def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
@@ -46,4 +47,5 @@ def torchrun(ranks: int, arguments: list[str]) -> int:
     line = ["--standalone", "--nproc-per-node", str(ranks), str(shown), *arguments]
     print(shlex.join(["torchrun", *line]), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", *line], env=environment, check=False).returncode
+    program = [sys.executable, "-m", "torch.distributed.run"]
+    return subprocess.run([*program, *line], env=environment, check=False).returncode

@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     common = ["--set", f"seed={options.seed}", "--set", f"output={options.output}"]
     start = choose(options.output, "demo-sft", None)
-    code = torchrun(options.ranks, ["--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", start.name, *common])
+    code = torchrun(options.ranks, ["--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", start.name,
+                                    *common])
     if code:
         return code
     folder = choose(options.output, "demo-grpo", None)

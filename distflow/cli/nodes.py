@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from distflow.schema.contract import REQUIRED, Contract, built_in
+from distflow.schema.errors import InvalidInput, did_you_mean
 from distflow.schema.spec import load
 
 HELP = "list the functions that nodes can run: what they read, write and accept"
@@ -19,15 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     contracts = load(options.dag).functions if options.dag else built_in()
     chosen = [contract for name, contract in sorted(contracts.items()) if options.name in (None, name)]
-    print("\n\n".join("\n".join(_describe(contract)) for contract in chosen) or f"there is no function `{options.name}`")
-    return 0 if chosen else 2
+    if not chosen:
+        raise InvalidInput(f"there is no function `{options.name}`. {did_you_mean(options.name, contracts)}")
+    print("\n\n".join("\n".join(_describe(contract)) for contract in chosen))
+    return 0
 
 
 def _describe(contract: Contract) -> Iterator[str]:
     yield f"{contract.name}  ({contract.marks.type}, {contract.module})"
     if contract.summary:
         yield f"  {contract.summary}"
-    reads = [f"{read.name}{f': {read.form}' if read.form else ''}{' (optional)' * read.optional}" for read in contract.reads]
+    reads = [f"{read.name}{f': {read.form}' if read.form else ''}{' (optional)' * read.optional}"
+             for read in contract.reads]
     yield f"  reads   {', '.join(reads) or 'nothing'}"
     forms = contract.returns or ("",) * len(contract.marks.writes)
     writes = [f"{name}{f': {form}' if form else ''}" for name, form in zip(contract.marks.writes, forms)]

@@ -46,7 +46,8 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
     for number, task in enumerate(plan.chain(0), 1):
         count = batch * _repeats(plan, task.fan)
         moved = f"{count} rows" if task.repeats == 1 else f"{count} → {count * task.repeats} rows"
-        rows.append((str(number), task.node, task.role, task.type, task.function.partition(":")[2], _where(task, plan), moved))
+        function = task.function.partition(":")[2]
+        rows.append((str(number), task.node, task.role, task.type, function, _where(task, plan), moved))
     yield from _table(rows)
 
 
@@ -62,7 +63,8 @@ def _where(task: Task, plan: Plan) -> str:
     if layout.dp == plan.ranks:
         return f"dp {layout.dp}"
     last = layout.first + layout.dp - 1
-    return f"dp {layout.dp} (rank{f's {layout.first}–{last}' if layout.dp > 1 else f' {layout.first}'}; others only send)"
+    ranks = f"ranks {layout.first}–{last}" if layout.dp > 1 else f"rank {layout.first}"
+    return f"dp {layout.dp} ({ranks}; others only send)"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

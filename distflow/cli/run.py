@@ -21,7 +21,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name), ("--cluster", options.cluster)]
+    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name),
+             ("--cluster", options.cluster)]
     arguments = [part for flag, value in given if value for part in (flag, value)]
     for override in options.overrides:
         arguments += ["--set", override]

@@ -47,8 +47,8 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTraine
     special = [PAD, BOS, EOS, USER, ASSISTANT]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
-        raise ValueError(f"vocab_size={vocab_size} cannot hold {len(alphabet)} bytes and {len(special)} special tokens; "
-                         f"use {len(special) + len(alphabet)} or more")
+        raise ValueError(f"vocab_size={vocab_size} cannot hold {len(alphabet)} bytes, {len(special)} special tokens; "
+                         f"take {len(special) + len(alphabet)} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
@@ -91,7 +91,7 @@ def build_model(
     if head_dim < SMALLEST_HEAD:
         raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {SMALLEST_HEAD} or more")
     if heads % kv_heads:
-        raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each key-value head serves equally many")
+        raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each of those serves equally many")
     config_class, model_class = ARCHITECTURES[architecture]
     config = config_class(
         vocab_size=vocab_size, hidden_size=hidden, intermediate_size=intermediate or 3 * hidden,

@@ -125,7 +125,8 @@ class FSDPEngine:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
         self.version += 1
 
 

@@ -35,7 +35,8 @@ def key_of(*parts: int) -> int:
     return int(key)
 
 
-def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0,
+         top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row.
 
     Args:

@@ -81,7 +81,8 @@ class _PolicyLoss:
     """The loss of a micro-batch: the sum of its tokens' weighted losses. Reports what it sees on the way."""
 
     def __init__(self, clip_low: float, clip_high: float, dual_clip: float | None, kl: float, kl_kind: str):
-        self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_kind = clip_low, clip_high, dual_clip, kl, kl_kind
+        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
+        self.kl, self.kl_kind = kl, kl_kind
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         columns = {name: micro[name].values.to(logprobs_T.device) for name in micro.columns}
