@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-import networkx as nx
-
-from distflow.schema.contract import Contract
-from distflow.schema.errors import Mistake, did_you_mean
+from distflow.schema.contract import Contract, Read
+from distflow.schema.errors import Mistake, Spot, did_you_mean, nearest
 from distflow.schema.plan import ROW, SOURCE, Column
 from distflow.schema.spec import Spec
-from planners.settings import setting_value
+from planners.forms import fits, plain_form
+from planners.graph import Graph
+from planners.settings import repeats_of, setting_value
 
 SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str]", "answers": "list[str]",
                 "group": "Tensor", ROW: "Tensor"}
@@ -28,125 +27,164 @@ class Flow:
     fan: tuple[str, ...]
     out_fan: tuple[str, ...]
     repeats: int
+    forms: dict[str, str]
+    """The form of each column that it reads, as its writer declares it; where that is silent, as the reader does."""
 
 
-def trace(spec: Spec, graph: nx.DiGraph, order: list[str],
-          bound: dict[str, Contract]) -> tuple[dict[str, Flow], list[Mistake]]:
-    """The flow of each bound node, in order."""
-    tracer = _Tracer(spec, graph, bound)
-    flows = {}
-    for node in order:
-        if node in bound:
-            flows[node] = tracer.visit(node)
+def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]]:
+    """The columns that each bound node writes."""
+    result = {}
+    for node, contract in bound.items():
+        settings = spec.dag.nodes[node]
+        names = [name.replace("{role}", settings.role) for name in contract.marks.writes]
+        result[node] = tuple(settings.writes.get(name, name) for name in names)
+    return result
+
+
+def trace(spec: Spec, graph: Graph, order: list[str], bound: dict[str, Contract],
+          unsure: set[str]) -> tuple[dict[str, Flow], list[Mistake]]:
+    """The flow of each bound node, in order.
+
+    Behind a node of `unsure` (it, its function or its dependencies were refused) no column is reported as missing:
+    it may be there once that mistake is mended.
+    """
+    tracer = _Tracer(spec, graph, bound, unsure)
+    flows = {node: tracer.visit(node) for node in order if node in bound}
     tracer.check_writers()
     return flows, tracer.mistakes
 
 
 class _Tracer:
-    def __init__(self, spec: Spec, graph: nx.DiGraph, bound: dict[str, Contract]):
-        self.spec, self.bound = spec, bound
+    def __init__(self, spec: Spec, graph: Graph, bound: dict[str, Contract], unsure: set[str]):
+        self.spec, self.graph, self.bound = spec, graph, bound
         self.mistakes: list[Mistake] = []
-        self.ancestors = {node: nx.ancestors(graph, node) for node in graph}
-        self.written = {node: self._writes(node) for node in bound}
+        self.written = written(spec, bound)
         self.writers: dict[str, list[str]] = {}
         for node, columns in self.written.items():
-            for column in columns:
+            for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
-        self.forms = {**SOURCE_FORMS, **dict.fromkeys(spec.run.data.columns, "list[str]")}
+        self.given = {**SOURCE_FORMS, **dict.fromkeys(spec.run.data.columns, "list[str]")}
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
+        misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
+        self.unsure = graph.downstream({*unsure, *misnamed})
 
     def visit(self, node: str) -> Flow:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
-        self._check_renames(node)
-        reads = []
+        reads, forms = [], {}
         for read in contract.reads:
             column = settings.reads.get(read.name, read.name)
-            producer = self._producer(node, column, read.optional and read.name not in settings.reads)
+            producer = self._producer(node, read, column)
             if producer:
-                self._check_form(node, column, producer, read.form)
-                reads.append(Column(read.name, column, producer, _plain_form(read.form)))
+                given = self._form(column, producer)
+                self._check_form(node, column, producer, given, read.form)
+                forms[column] = given or plain_form(read.form)
+                reads.append(Column(read.name, column, producer, plain_form(read.form)))
         self._check_requirements(node, {column.parameter for column in reads})
         fan = self._fan(node, reads)
-        repeats = 1
-        if contract.marks.repeats:
-            value = setting_value(self.spec, node, contract, contract.marks.repeats)
-            repeats = value if isinstance(value, int) and value > 0 else 1
         self.fans[node] = (*fan, node) if contract.marks.repeats else fan
-        return Flow(tuple(reads), self.written[node], fan, self.fans[node], repeats)
+        repeats = repeats_of(self.spec, node, contract)
+        return Flow(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
 
     def check_writers(self) -> None:
-        """Two nodes that write one column must run in a known order, and not a column of the dataset."""
+        """Two nodes that write one column must run in a known order."""
         for column, nodes in self.writers.items():
-            unordered = [(first, second) for index, first in enumerate(nodes) for second in nodes[index + 1 :]
-                         if first not in self.ancestors[second] and second not in self.ancestors[first]]
-            for first, second in unordered:
-                spots = tuple(self._spot(node) for node in (first, second))
-                what = f"nodes `{first}` and `{second}` both write column `{column}`, and neither waits for the other"
-                hint = f"Rename one:  writes: {{{column}: {second}_{column}}}   or add a dependency between them."
-                self.mistakes.append(Mistake(what, spots[1], hint, spots))
-            if column in self.forms:
-                what = f"node `{nodes[0]}` writes column `{column}`, which comes from the dataset"
-                self.mistakes.append(Mistake(what, self._spot(nodes[0]), f"Rename it:  writes: {{{column}: …}}"))
+            for index, first in enumerate(nodes):
+                for second in nodes[index + 1 :]:
+                    if not self.graph.ordered(first, second) and not {first, second} & self.unsure:
+                        self._unordered(column, first, second)
 
-    def _writes(self, node: str) -> tuple[str, ...]:
-        settings = self.spec.dag.nodes[node]
-        names = [name.format(role=settings.role) for name in self.bound[node].marks.writes]
-        return tuple(settings.writes.get(name, name) for name in names)
+    def _unordered(self, column: str, first: str, second: str) -> None:
+        spots = tuple(self._spot(node) for node in (first, second))
+        what = f"nodes `{first}` and `{second}` both write column `{column}`, and neither waits for the other"
+        hint = f"{self._rename(second, column)}   or let one depend on the other."
+        self.mistakes.append(Mistake(what, spots[1], hint, spots))
 
-    def _producer(self, node: str, column: str, optional: bool) -> str | None:
-        upstream = [writer for writer in self.writers.get(column, ()) if writer in self.ancestors[node]]
+    def _rename(self, node: str, column: str) -> str:
+        return f"Rename it:  {node}: {{…, writes: {{{column}: {node}_{column}}}}}"
+
+    def _producer(self, node: str, read: Read, column: str) -> str | None:
+        """The last of the nodes upstream that write a column, else the dataset."""
+        writers = [writer for writer in self.writers.get(column, ()) if writer != node]
+        upstream = [writer for writer in writers if writer in self.graph.ancestors[node]]
         if upstream:
-            return max(upstream, key=lambda writer: len(self.ancestors[writer]))
-        if column in self.forms:
+            return max(upstream, key=lambda writer: len(self.graph.ancestors[writer]))
+        if column in self.given:
             return SOURCE
-        others = [writer for writer in self.writers.get(column, ()) if writer != node]
-        if not optional or others:
-            self._missing_column(node, column, others)
+        optional = read.optional and read.name not in self.spec.dag.nodes[node].reads
+        earlier = [writer for writer in writers if node not in self.graph.ancestors[writer]]
+        if node not in self.unsure and (earlier or not optional):
+            self._missing_column(node, read, column, earlier, writers)
         return None
 
-    def _missing_column(self, node: str, column: str, writers: list[str]) -> None:
-        where = self._spot(node)
-        function = self.bound[node].name
-        if writers:
-            dependencies = ", ".join([*self.spec.dag.nodes[node].dependencies, writers[0]])
-            what = f"node `{node}` reads column `{column}`, which node `{writers[0]}` writes, but does not wait for it"
+    def _missing_column(self, node: str, read: Read, column: str, earlier: list[str], writers: list[str]) -> None:
+        settings, function, where = self.spec.dag.nodes[node], self.bound[node].name, self._spot(node)
+        if earlier:
+            where = self.spec.dag_source.spot(("nodes", node, "dependencies"))
+            dependencies = ", ".join([*settings.dependencies, earlier[0]])
+            what = f"node `{node}` reads column `{column}`, which node `{earlier[0]}` writes, but does not wait for it"
             hint = f"Instead:  {node}: {{…, dependencies: [{dependencies}]}}"
+        elif writers:
+            what = (f"node `{node}` reads column `{column}`, which only node `{writers[0]}` writes, and that waits for "
+                    f"`{node}`")
+            hint = f"Another node before `{node}` must write it, or `{writers[0]}` must not wait for `{node}`."
         else:
-            what = f"node `{node}`: function `{function}` reads column `{column}`, which no node before it writes"
-            hint = did_you_mean(column, sorted({*self.writers, *self.forms}))
+            what = f"node `{node}`: function `{function}` reads column `{column}`, which no node writes"
+            known = {*self.writers, *self.given}
+            meant = nearest(column, sorted(known))
+            hint = did_you_mean(column, sorted(known), "Columns")
+            hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
         self.mistakes.append(Mistake(what, where, hint))
 
-    def _check_form(self, node: str, column: str, producer: str, wanted: str) -> None:
+    def _form(self, column: str, producer: str) -> str:
+        """The form in which a column is written; "" if its writer does not say."""
         if producer == SOURCE:
-            given = self.forms[column]
-        else:
-            forms = self.bound[producer].returns
-            given = _plain_form(forms[self.written[producer].index(column)]) if forms else ""
-        accepted = {_plain_form(part) for part in wanted.split("|")} - {"None"}
-        if wanted and given and accepted <= {"Tensor", "Ragged", "list[str]"} and given not in accepted:
-            what = (f"node `{node}`: function `{self.bound[node].name}` wants column `{column}` as {wanted}, but "
-                    f"{'the dataset' if producer == SOURCE else f'node `{producer}`'} gives {given}")
-            self.mistakes.append(Mistake(what, self._spot(node)))
+            return self.given[column]
+        forms = self.bound[producer].returns
+        return plain_form(forms[self.written[producer].index(column)]) if forms else ""
+
+    def _check_form(self, node: str, column: str, producer: str, given: str, wanted: str) -> None:
+        if not fits(given, wanted):
+            writer = "the dataset" if producer == SOURCE else f"node `{producer}`"
+            what = (f"node `{node}`: function `{self.bound[node].name}` wants column `{column}` as "
+                    f"{plain_form(wanted)}, but {writer} gives {given}")
+            hint = "Ragged: one row of values per sample. Tensor: one value per sample. list[str]: text."
+            self.mistakes.append(Mistake(what, self._spot(node), hint))
 
     def _check_requirements(self, node: str, read: set[str]) -> None:
         contract = self.bound[node]
         for setting, column in contract.marks.requires.items():
-            if setting_value(self.spec, node, contract, setting) and column not in read:
+            if node not in self.unsure and column not in read and setting_value(self.spec, node, contract, setting):
                 what = f"node `{node}`: setting `{setting}` needs column `{column}`, which no node before it writes"
-                hint = f"Add the node that writes it to the dependencies, or set  {setting}: 0"
+                hint = f"Add a node that writes it to its dependencies, or set  {setting}: 0"
                 path = ("nodes", node, "with", setting)
                 self.mistakes.append(Mistake(what, self.spec.dag_source.spot(path, key=True), hint))
 
-    def _check_renames(self, node: str) -> None:
+    def _check_renames(self, node: str) -> bool:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
         known = {"reads": [read.name for read in contract.reads],
-                 "writes": [name.format(role=settings.role) for name in contract.marks.writes]}
+                 "writes": [name.replace("{role}", settings.role) for name in contract.marks.writes]}
+        right = True
         for kind, names in known.items():
             for name in getattr(settings, kind):
                 if name not in names:
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
                     where = self.spec.dag_source.spot(("nodes", node, kind, name), key=True)
-                    self.mistakes.append(Mistake(what, where, did_you_mean(name, names)))
+                    self.mistakes.append(Mistake(what, where, did_you_mean(name, names, f"It {kind}")))
+                    right = False
+        return right
+
+    def _check_names(self, node: str) -> bool:
+        """A node must not write one column twice, nor one of the dataset."""
+        right, names = True, self.written[node]
+        for column in dict.fromkeys(names):
+            what, hint = f"node `{node}` writes column `{column}` twice", "Give each another name under `writes:`."
+            if column in self.given:
+                what = f"node `{node}` writes column `{column}`, which comes from the dataset"
+                hint = self._rename(node, column)
+            if column in self.given or names.count(column) > 1:
+                self.mistakes.append(Mistake(what, self._spot(node), hint))
+                right = False
+        return right
 
     def _fan(self, node: str, reads: list[Column]) -> tuple[str, ...]:
         fan: tuple[str, ...] = ()
@@ -160,11 +198,5 @@ class _Tracer:
             fan = longer
         return fan
 
-    def _spot(self, node: str):
+    def _spot(self, node: str) -> Spot:
         return self.spec.dag_source.spot(("nodes", node), key=True)
-
-
-def _plain_form(annotation: str) -> str:
-    """`torch.Tensor` and `Ragged | None` as `Tensor` and `Ragged`."""
-    text = re.sub(r"\s*\|\s*None|None\s*\|\s*", "", annotation).strip()
-    return text.removeprefix("torch.").removeprefix("distflow.")

@@ -2,58 +2,95 @@
 
 from __future__ import annotations
 
-import networkx as nx
+from collections.abc import Mapping
 
 from distflow.schema.dag import Dag
-from distflow.schema.errors import InvalidInput, Mistake, did_you_mean
+from distflow.schema.errors import Mistake, Spot, listing, nearest
 from distflow.schema.source import Source
+from planners.graph import Graph, find_cycle
 
 
-def graph_of(dag: Dag, source: Source) -> tuple[nx.DiGraph, list[Mistake]]:
-    """The dependencies as a graph (edges from earlier to later), without those that name no node.
+def graph_of(dag: Dag, source: Source, writers: Mapping[str, str]) -> tuple[Graph, set[str], list[Mistake]]:
+    """The dependencies as a graph, the nodes whose dependencies are wrong, and what is wrong with them.
 
-    Raises:
-        InvalidInput: nodes wait for each other in a circle; nothing can be planned then.
+    A dependency that cannot be is left out, so that the rest can be checked. `writers` says who writes a column: a
+    dependency is sometimes a column's name.
     """
-    graph, mistakes = nx.DiGraph(), []
-    graph.add_nodes_from(dag.nodes)
+    before: dict[str, list[str]] = {node: [] for node in dag.nodes}
+    mistakes, unsure = [], set()
     for name, node in dag.nodes.items():
         for index, dependency in enumerate(node.dependencies):
-            if dependency in dag.nodes:
-                graph.add_edge(dependency, name)
+            if dependency in dag.nodes and dependency != name:
+                before[name].append(dependency)
                 continue
             where = source.spot(("nodes", name, "dependencies", index))
-            what = f"node `{name}` depends on `{dependency}`, which is not a node"
-            mistakes.append(Mistake(what, where, did_you_mean(dependency, [n for n in dag.nodes if n != name])))
-    _refuse_cycle(graph, source, mistakes)
-    return graph, mistakes
+            describe = _itself if dependency == name else _unknown
+            mistakes.append(describe(dag, name, dependency, where, writers))
+            unsure.add(name)
+    while cycle := find_cycle(before):
+        node, dependency = _least_wanted(dag, source, cycle)
+        mistakes.append(_circle(dag, source, cycle, node, dependency))
+        before[node] = [other for other in before[node] if other != dependency]
+        unsure.update(cycle)
+    return Graph(before), unsure, mistakes
 
 
-def _refuse_cycle(graph: nx.DiGraph, source: Source, mistakes: list[Mistake]) -> None:
-    if nx.is_directed_acyclic_graph(graph):
-        return
-    cycle = [node for node, _ in nx.find_cycle(graph)]
-    first = cycle.index(min(cycle))
-    cycle = cycle[first:] + cycle[:first]
-    waits = "\n".join(f"    {source.spot(('nodes', node), key=True).line} |  {node}   waits for  {before}"
-                      for node, before in zip(cycle, cycle[-1:] + cycle[:-1]))
-    hint = ("A DAG describes one step; roles keep their weights between steps, so one of these dependencies is "
-            f"probably not needed.\nInstead: take `{cycle[-1]}` out of the dependencies of `{cycle[0]}`.")
-    what = f"{source.file}: these nodes wait for each other, so none can run:\n\n{waits}\n"
-    raise InvalidInput([*mistakes, Mistake(what, None, hint)])
+def _itself(dag: Dag, node: str, dependency: str, where: Spot, writers: Mapping[str, str]) -> Mistake:
+    return Mistake(f"node `{node}` depends on itself", where, f"Instead:  {_without(dag, node, dependency)}")
 
 
-def serialize(dag: Dag, graph: nx.DiGraph) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+def _unknown(dag: Dag, node: str, dependency: str, where: Spot, writers: Mapping[str, str]) -> Mistake:
+    others = [other for other in dag.nodes if other != node]
+    meant, note = nearest(dependency, others), ""
+    if dependency in writers and writers[dependency] != node:
+        meant = writers[dependency]
+        note = f"  (`{dependency}` is a column that it writes.)"
+    hint = [f"Did you mean `{meant}`?{note}" if meant else "", listing(others, "Nodes")]
+    what = f"node `{node}` depends on `{dependency}`, which is not a node"
+    return Mistake(what, where, "\n".join(part for part in hint if part))
+
+
+def _least_wanted(dag: Dag, source: Source, cycle: list[str]) -> tuple[str, str]:
+    """The edge (node, dependency) of a circle that was most likely not meant.
+
+    Whoever waits for a training node probably wants its new weights, which come by themselves in the next step; else
+    it is the edge that points furthest down the file.
+    """
+    def unlikeliness(edge: tuple[str, str]) -> tuple[bool, int]:
+        lines = [source.spot(("nodes", end), key=True).line for end in edge]
+        return dag.nodes[edge[1]].type == "MODEL_TRAIN", lines[1] - lines[0]
+
+    return max(zip(cycle, [*cycle[1:], cycle[0]]), key=unlikeliness)
+
+
+def _circle(dag: Dag, source: Source, cycle: list[str], node: str, dependency: str) -> Mistake:
+    edges = list(zip(cycle, [*cycle[1:], cycle[0]]))
+    lines = {name: source.spot(("nodes", name), key=True).line for name in cycle}
+    edges.sort(key=lambda edge: lines[edge[0]])
+    digits, width = max(len(str(line)) for line in lines.values()), max(map(len, cycle))
+    waits = "\n".join(f"    {lines[name]:>{digits}} |  {name:<{width}}   waits for  {other}" for name, other in edges)
+    reason = "roles keep their weights between steps, so " if dag.nodes[dependency].type == "MODEL_TRAIN" else ""
+    hint = (f"A DAG describes one step; {reason}`{node}` probably needs no dependency on `{dependency}`.\n"
+            f"Instead:  {_without(dag, node, dependency)}")
+    what = f"these nodes wait for each other, so none can run:\n\n{waits}\n"
+    return Mistake(what, Spot(source.file), hint)
+
+
+def _without(dag: Dag, node: str, dependency: str) -> str:
+    rest = [other for other in dag.nodes[node].dependencies if other != dependency]
+    return f"{node}: {{…, dependencies: [{', '.join(rest)}]}}" if rest else f"{node}: {{…}}  without `dependencies`"
+
+
+def serialize(dag: Dag, graph: Graph) -> tuple[list[str], tuple[tuple[str, str], ...]]:
     """All nodes in the order in which every rank runs them, and the dependencies added to force it.
 
     Depth order as in DistFlow §4.2. Within a depth, COMPUTE nodes need no model and go first; the others are
     grouped by role, and the groups are ordered so that over the whole chain models change as rarely as depth
     order allows (exact: dynamic programming over the role that ends each depth). Ties go to the smaller id.
     """
-    levels = [sorted(level) for level in nx.topological_generations(graph)]
     order: list[str] = []
     added: list[tuple[str, str]] = []
-    for level, roles in zip(levels, _role_orders(dag, levels)):
+    for level, roles in zip(graph.levels, _role_orders(dag, graph.levels)):
         compute = [node for node in level if dag.nodes[node].type == "COMPUTE"]
         models = [node for role in roles for node in level
                   if dag.nodes[node].role == role and dag.nodes[node].type != "COMPUTE"]

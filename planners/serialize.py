@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import InvalidInput
+import hashlib
+import json
+
+from distflow.schema.contract import Contract
+from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import SOURCE, Layout, Plan, Task
 from distflow.schema.spec import Spec
-from planners import bind as binding
 from planners import columns, memory, order, placement, settings, transfers
+from planners.bind import bind, model_roles
+from planners.columns import Flow
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
@@ -16,54 +20,66 @@ def plan(spec: Spec, ranks: int) -> Plan:
     Raises:
         InvalidInput: with every mistake that was found, those of loading included.
     """
-    mistakes = list(spec.mistakes)
-    try:
-        graph, found = order.graph_of(spec.dag, spec.dag_source)
-    except InvalidInput as error:
-        raise InvalidInput([*mistakes, *error.mistakes]) from None
-    bound, unbound = binding.bind(spec)
+    bound, unbound, mistakes = bind(spec)
+    writers = {column: node for node, names in columns.written(spec, bound).items() for column in names}
+    graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
     chain, added = order.serialize(spec.dag, graph)
     layouts, unplaced = placement.place(spec, ranks)
-    mistakes += found + unbound + unplaced
+    mistakes = [*spec.mistakes, *mistakes, *found, *unplaced]
     for node in chain:
-        if node in bound:
-            mistakes += settings.check_settings(spec, node, bound[node])
-    flows, untraced = columns.trace(spec, graph, chain, bound)
-    tenants = memory.estimate(spec, _model_roles(spec), _generating(spec, bound), ranks)
+        mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []
+    guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
+    flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
+    tenants = memory.estimate(spec, model_roles(spec), _generating(spec, bound), max(ranks, 1))
     mistakes += untraced + memory.refuse_overflow(spec, tenants)
     if mistakes:
-        raise InvalidInput(mistakes)
+        raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(chain, flows, layouts)
     tasks = tuple(_task(spec, node, bound[node], flows, layouts, source) for node in chain)
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, _notes(spec, bound))
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, _notes(spec, bound), _inputs(spec))
 
 
-def _task(spec, node, contract, flows, layouts, source) -> Task:
+def _place(mistake: Mistake) -> tuple[str, int]:
+    return (mistake.where.file, mistake.where.line) if mistake.where else ("", 0)
+
+
+def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], layouts: dict[str, Layout],
+          source: Layout) -> Task:
     item, flow = spec.dag.nodes[node], flows[node]
     moved = transfers.derive(spec, node, flow, flows, layouts, source)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
                 moved, flow.repeats, flow.fan, flow.out_fan)
 
 
-def _source_layout(chain: list[str], flows, layouts) -> Layout:
+def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:
     """Each worker loads its own share: the layout of the first node that reads the dataset."""
     readers = (node for node in chain if any(column.producer == SOURCE for column in flows[node].reads))
     return layouts[next(readers, chain[0])]
 
 
-def _model_roles(spec: Spec) -> list[str]:
-    return sorted({node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES} & set(spec.dag.roles))
-
-
-def _generating(spec: Spec, bound) -> set[str]:
+def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
     return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.marks.repeats}
 
 
-def _notes(spec: Spec, bound) -> tuple[str, ...]:
+def _inputs(spec: Spec) -> str:
+    """A digest of all that the DAG and the run say, but for where files lie: that may differ between machines."""
+    run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
+    for role in run["roles"].values():
+        role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None
+    said = json.dumps({"dag": spec.dag.model_dump(mode="json"), "run": run}, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _notes(spec: Spec, bound: dict[str, Contract]) -> tuple[str, ...]:
     notes = []
     for role in sorted(_generating(spec, bound)):
         model = spec.model_of(role)
         if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:
-            notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. Start "
-                         f"it from a trained model:  --set roles.{role}.model=FOLDER   (`make demo` shows it)")
+            notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "
+                         f"Start it from a trained model:  --set roles.{role}.model=FOLDER   (`make demo` shows it)")
+        settings, shape = spec.settings_of(role), spec.shape_of(role)
+        longest = spec.run.data.max_prompt_tokens + (settings.generation.max_new_tokens if settings else 0)
+        if shape and shape.positions and longest > shape.positions:
+            notes.append(f"role `{role}` may generate up to {longest:,} tokens (data.max_prompt_tokens + "
+                         f"generation.max_new_tokens), but its model was made for {shape.positions:,}")
     return tuple(notes)

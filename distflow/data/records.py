@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any, Protocol
 
 import numpy
 
-from distflow.schema.errors import InvalidInput, Mistake, Spot
+from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean
 
 Record = dict[str, Any]
 _SHOWN = 10
+_BLOCK = 1024
+_BLANK = 64
+"""A line longer than this is taken for a record without looking whether it is blank."""
 
 
 class Records(Protocol):
@@ -23,7 +27,7 @@ class Records(Protocol):
     def get(self, indices: Sequence[int]) -> list[Record]:
         """The records at these indices, in this order."""
 
-    def where(self, index: int) -> str:
+    def where(self, index: int) -> Spot:
         """The place of a record, for messages."""
 
 
@@ -31,51 +35,75 @@ def open_records(path: Path) -> Records:
     """Open a .jsonl or .parquet file or a folder that `datasets` saved.
 
     Raises:
-        InvalidInput: the format is unknown, or there is no record in it.
+        InvalidInput: the format is unknown, it cannot be read, or there is no record in it.
     """
-    if path.is_dir():
-        records: Records = SavedFolder(path)
-    elif path.suffix in (".jsonl", ".json"):
-        records = JsonLines(path)
-    elif path.suffix == ".parquet":
-        records = Parquet(path)
-    else:
-        raise InvalidInput(f"{path}: unknown kind of data; known are .jsonl, .parquet and folders saved by `datasets`")
+    kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
+    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
+    if kind is None:
+        hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
+        raise InvalidInput(Mistake(f"unknown kind of data: `{path.suffix or path.name}`", Spot(str(path)), hint))
+    try:
+        records = kind(path)  # type: ignore[call-arg]
+    except OSError as error:
+        raise InvalidInput(Mistake(f"it cannot be read: {error.strerror or error}", Spot(str(path)))) from None
     if not len(records):
-        raise InvalidInput(f"{path}: there is no record in it")
+        raise InvalidInput(Mistake("there is no record in it", Spot(str(path))))
     return records
 
 
 def check_records(records: Records, fields: Sequence[str], share: int = 0, shares: int = 1) -> None:
     """Read every `shares`-th record from `share` on and require its fields to be text that is not empty.
 
+    What is wrong with one field of many records is one mistake, shown at the first of them.
+
     Raises:
         InvalidInput: names the file and line of the first mistakes.
     """
     mistakes: list[Mistake] = []
-    for index in range(share, len(records), shares):
-        try:
-            record = records.get([index])[0]
-        except InvalidInput as error:
-            mistakes += error.mistakes
-            record = None
-        mistakes += [] if record is None else _check_record(records, index, record, fields)
+    known: set[tuple[str, str]] = set()
+    for start in range(share, len(records), shares * _BLOCK):
+        indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
+        for index, record in _read_block(records, indices, mistakes):
+            mistakes += _check_record(records, index, record, fields, known)
         if len(mistakes) >= _SHOWN:
-            mistakes.append(Mistake(f"stopped after {_SHOWN} mistakes"))
-            break
+            last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
+            raise InvalidInput([*mistakes[: _SHOWN - 1], last])
     if mistakes:
         raise InvalidInput(mistakes)
 
 
-def _check_record(records: Records, index: int, record: Record, fields: Sequence[str]) -> list[Mistake]:
+def _read_block(records: Records, indices: Sequence[int], mistakes: list[Mistake]) -> list[tuple[int, Record]]:
+    """The readable records among `indices`; a block that has an unreadable one is read again, one by one."""
+    try:
+        return list(zip(indices, records.get(indices)))
+    except InvalidInput as error:
+        if len(indices) == 1:
+            mistakes += error.mistakes
+            return []
+    return [pair for index in indices for pair in _read_block(records, [index], mistakes)]
+
+
+def _check_record(records: Records, index: int, record: Record, fields: Sequence[str],
+                  known: set[tuple[str, str]]) -> list[Mistake]:
     mistakes = []
     for name in fields:
-        if name not in record:
-            hint = f"It has {', '.join(map(repr, record)) or 'nothing'}. Name the right ones:  --set data.question=… --set data.answer=…"
-            mistakes.append(Mistake(f"{records.where(index)}: the record has no field `{name}`", None, hint))
-        elif not isinstance(record[name], str) or not record[name].strip():
-            mistakes.append(Mistake(f"{records.where(index)}: field `{name}` must be text, not {record[name]!r}"))
+        kind = _trouble(record, name)
+        if not kind or (name, kind) in known:
+            continue
+        known.add((name, kind))
+        what = f"the record has no field `{name}`" if name not in record else \
+            f"field `{name}` must be {kind}, not {record[name]!r}"
+        hint = "" if name in record else (f"{did_you_mean(name, record, 'It has')}\nSay which fields to take:  "
+                                          "--set data.question=FIELD --set data.answer=FIELD")
+        mistakes.append(Mistake(what, records.where(index), hint))
     return mistakes
+
+
+def _trouble(record: Record, name: str) -> str:
+    """What a field must be and is not; "" if all is well."""
+    if name not in record:
+        return "there"
+    return "text" if not isinstance(record[name], str) else "" if record[name].strip() else "text that is not empty"
 
 
 class JsonLines:
@@ -87,14 +115,16 @@ class JsonLines:
         ends = numpy.flatnonzero(data == ord("\n")) + 1
         edges = numpy.unique(numpy.concatenate([[0], ends, [len(data)]]))
         spans = [(line, int(start), int(end)) for line, (start, end) in enumerate(zip(edges, edges[1:]), 1)
-                 if end - start > 2 or bytes(data[start:end]).strip()]
+                 if end - start > _BLANK or bytes(data[start:end]).strip()]
         self.spans = numpy.array(spans, dtype=numpy.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.spans)
 
-    def where(self, index: int) -> str:
-        return f"{self.path}:{self.spans[index][0]}"
+    def where(self, index: int) -> Spot:
+        line, start, end = self.spans[index].tolist()
+        with self.path.open("rb") as file:
+            return Spot(str(self.path), line, text=_text(file, start, end))
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         with self.path.open("rb") as file:
@@ -102,16 +132,21 @@ class JsonLines:
 
     def _read(self, file: Any, index: int) -> Record:
         line, start, end = self.spans[index].tolist()
-        file.seek(start)
-        text = file.read(end - start).decode(errors="replace").rstrip("\n")
+        text = _text(file, start, end)
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             spot = Spot(str(self.path), line, error.pos + 1, 1, text)
             raise InvalidInput(Mistake(f"not valid JSON: {error.msg}", spot)) from None
         if not isinstance(record, dict):
-            raise InvalidInput(Mistake("each line must be a JSON object {…}", Spot(str(self.path), line, 1, len(text), text)))
+            spot = Spot(str(self.path), line, 1, len(text), text)
+            raise InvalidInput(Mistake("each line must be a JSON object, as {\"question\": …, \"answer\": …}", spot))
         return record
+
+
+def _text(file: Any, start: int, end: int) -> str:
+    file.seek(start)
+    return file.read(end - start).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
 
 
 class Parquet:
@@ -133,8 +168,8 @@ class Parquet:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def where(self, index: int) -> str:
-        return f"{self.path}: row {index + 1}"
+    def where(self, index: int) -> Spot:
+        return Spot(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         return [self._read(index) for index in indices]
@@ -159,13 +194,14 @@ class SavedFolder:
         except (FileNotFoundError, ValueError) as error:
             raise InvalidInput(f"{path}: not a folder that `datasets` saved: {error}") from None
         if not isinstance(self.data, datasets.Dataset):
-            raise InvalidInput(f"{path}: it holds several splits ({', '.join(self.data)}). Name one:  {path}/{next(iter(self.data))}")
+            hint = f"Name one:  {path}/{next(iter(self.data))}"
+            raise InvalidInput(Mistake(f"it holds several splits: {', '.join(self.data)}", Spot(str(path)), hint))
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def where(self, index: int) -> str:
-        return f"{self.path}: row {index + 1}"
+    def where(self, index: int) -> Spot:
+        return Spot(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         return [self.data[int(index)] for index in indices]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import importlib.machinery
-import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -18,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from distflow.schema import registry
-from distflow.schema.errors import InvalidInput, Mistake, Spot
+from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
+TYPES = (*ENGINE_TYPES, "COMPUTE")
 REQUIRED = "<required>"
+GROUP = "group"
+"""The column that says which prompt a row stems from. A step's rows are always moved by it."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +75,23 @@ def of_module(module: str) -> tuple[Contract, ...]:
     """The contracts of the functions that a module's source marks with `@node`.
 
     Raises:
-        InvalidInput: the module cannot be found or is not Python.
+        InvalidInput: the module cannot be found, is not Python, or marks a function in a way that cannot work.
     """
     path = _module_file(module)
     if path is None:
-        raise InvalidInput(f"module `{module}` cannot be found. It is looked for on PYTHONPATH, in the current "
-                           "folder and beside the DAG file.")
+        hint = "It is looked for on PYTHONPATH, in the current folder and beside the DAG file."
+        raise InvalidInput(Mistake(f"module `{module}` cannot be found", None, hint))
     return _of_file(module, path)
 
 
 def load_function(key: str) -> Any:
-    """The function that a contract's `key` names; importing its module may register more."""
+    """The function that a contract's `key` names; importing its module may register more.
+
+    Raises:
+        InvalidInput: its module fails when it is imported.
+    """
     module, _, name = key.partition(":")
-    loaded = importlib.import_module(module)
-    return getattr(loaded, name, None) or registry.NODES[name]
-
-
-def imported(module: str, name: str) -> Contract | None:
-    """The contract of a function that the source does not show, found by importing the module."""
-    function = getattr(importlib.import_module(module), name, None) or registry.NODES.get(name)
-    if function is None or not hasattr(function, "__distflow_node__"):
-        return None
-    signature = inspect.signature(function)
-    arguments = ast.parse(f"def f{_plain(signature)}: ...").body[0].args  # type: ignore[attr-defined]
-    line = inspect.getsourcelines(function)[1] if inspect.isfunction(function) else 0
-    where = Spot(inspect.getsourcefile(function) or module, line)
-    return _contract(name, module, where, function.__distflow_node__, arguments, None, inspect.getdoc(function))
-
-
-def _plain(signature: inspect.Signature) -> str:
-    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return getattr(registry.load_module(module), name, None) or registry.NODES[name]
 
 
 @functools.cache
@@ -113,8 +100,8 @@ def _of_file(module: str, path: Path) -> tuple[Contract, ...]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        spot = Spot(str(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
-        raise InvalidInput(Mistake(f"not valid Python: {error.msg}", spot)) from None
+        spot = Spot(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
+        raise InvalidInput(Mistake(f"module `{module}` is not valid Python: {error.msg}", spot)) from None
     found = (_of_function(module, path, item) for item in tree.body if isinstance(item, ast.FunctionDef))
     return tuple(contract for contract in found if contract)
 
@@ -125,9 +112,9 @@ def _of_function(module: str, path: Path, function: ast.FunctionDef) -> Contract
             marks = _marks(decorator)
             if marks is None:
                 return None
-            where = Spot(str(path), function.lineno)
+            where = Spot(shown(path), function.lineno, text=f"def {function.name}(…)")
             doc = ast.get_docstring(function)
-            return _contract(function.name, module, where, marks, function.args, function.returns, doc)
+            return build(function.name, module, where, marks, function.args, function.returns, doc)
     return None
 
 
@@ -135,33 +122,85 @@ def _marks(decorator: ast.Call) -> registry.Marks | None:
     """The decorator's arguments, or None if they are not plain values (then the module is imported instead)."""
     try:
         given = {str(item.arg): ast.literal_eval(item.value) for item in decorator.keywords}
-    except ValueError:
+        known = {item.name for item in fields(registry.Marks)}
+        return registry.Marks(**given) if not decorator.args and set(given) <= known else None
+    except (ValueError, TypeError):
         return None
-    if not set(given) <= {item.name for item in fields(registry.Marks)}:
-        return None
-    return registry.node(**given)(lambda: None).__distflow_node__  # type: ignore[attr-defined]
 
 
-def _contract(name: str, module: str, where: Spot, marks: registry.Marks, arguments: ast.arguments,
-              returns: ast.expr | None, doc: str | None) -> Contract:
+def build(name: str, module: str, where: Spot, marks: registry.Marks, arguments: ast.arguments,
+          returns: ast.expr | None, doc: str | None) -> Contract:
+    """The contract of a function from its parsed signature.
+
+    Raises:
+        InvalidInput: its marks do not fit it.
+    """
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
-    reads = [Read(item.arg, _text(item.annotation), index >= required) for index, item in enumerate(positional)]
+    reads = [Read(item.arg, _annotation(item.annotation), index >= required) for index, item in enumerate(positional)]
     if marks.type in ENGINE_TYPES:
         reads = reads[1:]
-    settings = {item.arg: Setting(item.arg, _text(item.annotation), _text(default) if default else REQUIRED)
+    settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED)
                 for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
     summary = (doc or "").strip().partition("\n\n")[0].replace("\n", " ")
-    return Contract(name, module, where, marks, tuple(reads), settings, _forms(returns, len(marks.writes)), summary)
+    forms = _forms(returns, len(marks.writes))
+    result = Contract(name, module, where, marks, tuple(reads), settings, forms, summary)
+    _refuse_nonsense(result, bool(positional))
+    return result
+
+
+def _refuse_nonsense(contract: Contract, positional: bool) -> None:
+    """What `@node` says must fit the function that it stands on."""
+    marks, what = contract.marks, f"@node of `{contract.name}`: "
+    reads = [read.name for read in contract.reads]
+    wrong = []
+    if marks.type not in TYPES:
+        wrong.append(Mistake(f"{what}`type` is {marks.type!r}", contract.where, listing(TYPES, "It is one of")))
+    elif marks.type in ENGINE_TYPES and not positional:
+        wrong.append(Mistake(f"{what}a {marks.type} function gets its role's engine as its first parameter, and this "
+                             "one has none", contract.where))
+    for mark, setting in [("repeats", marks.repeats), *(("requires", name) for name in marks.requires)]:
+        if setting is not None and setting not in contract.settings:
+            hint = listing(contract.settings, "Keyword-only parameters")
+            wrong.append(Mistake(f"{what}`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
+                                 contract.where, hint))
+    for column in marks.requires.values():
+        if column not in reads:
+            wrong.append(Mistake(f"{what}`requires` names column `{column}`, which is not a parameter of it",
+                                 contract.where, listing(reads, "Parameters")))
+    if marks.keep_together not in (None, GROUP):
+        wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
+                             f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
+    if wrong:
+        raise InvalidInput(wrong)
 
 
 def _forms(returns: ast.expr | None, count: int) -> tuple[str, ...]:
+    returns = _unquoted(returns)
     if returns is None or count == 0:
         return ()
-    if isinstance(returns, ast.Subscript) and ast.unparse(returns.value) == "tuple":
+    if isinstance(returns, ast.Subscript) and ast.unparse(returns.value) in ("tuple", "Tuple", "typing.Tuple"):
         items = returns.slice.elts if isinstance(returns.slice, ast.Tuple) else [returns.slice]
-        return tuple(_text(item) for item in items) if len(items) == count else ()
-    return (_text(returns),) if count == 1 else ()
+        return tuple(_annotation(item) for item in items) if len(items) == count else ()
+    return (_annotation(returns),) if count == 1 else ()
+
+
+def _annotation(node: ast.expr | None) -> str:
+    return _text(_unquoted(node))
+
+
+def _unquoted(node: ast.expr | None) -> ast.expr | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return expression(node.value)
+    return node
+
+
+def expression(text: str) -> ast.expr | None:
+    """A parsed expression; None for what is none."""
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
 
 
 def _text(node: ast.expr | None) -> str:

@@ -13,6 +13,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+_ALIKE = 0.6
+"""How much of two words must agree (difflib's ratio) for one to be proposed in place of the other."""
+_LISTED = 30
 
 
 class DistflowError(Exception):
@@ -34,10 +39,10 @@ class Spot:
 
     def excerpt(self, width: int = 110) -> str:
         """The line with its number, a long one cut around the underlined part."""
-        if not self.line:
+        if not self.line or not self.text.strip():
             return ""
         indent = len(self.text) - len(self.text.lstrip())
-        body, column = self.text.strip(), self.column - 1 - indent
+        body, column = self.text.strip().replace("\t", " "), max(0, self.column - 1 - indent)
         if len(body) > width:
             start = max(0, min(column - width // 3, len(body) - width))
             body, column = "…" + body[start + 1 : start + width] + "…", column - start
@@ -58,9 +63,10 @@ class Mistake:
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
+        head += "" if head.endswith((".", ":", "?", "\n")) else "."
         shown = self.lines or ((self.where,) if self.where else ())
-        excerpt = "\n".join(spot.excerpt() for spot in shown if spot.line)
-        return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part)
+        excerpt = "\n".join(filter(None, (spot.excerpt() for spot in shown)))
+        return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part).rstrip()
 
 
 class InvalidInput(DistflowError):
@@ -93,9 +99,29 @@ class Disagreement(DistflowError):
     """Ranks that must be alike are not. The usual cause: files or versions differ between machines."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that was probably meant."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_ALIKE)
+    return near[0] if near else None
+
+
+def did_you_mean(word: str, known: Iterable[str], listed: str = "Known") -> str:
     """`Did you mean …?` followed by what there is; empty if there is nothing to choose from."""
     known = list(known)
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
-    listing = f"Known: {', '.join(known)}." if known else ""
-    return " ".join(part for part in (f"Did you mean `{near[0]}`?" if near else "", listing) if part)
+    near = nearest(word, known)
+    return " ".join(part for part in (f"Did you mean `{near}`?" if near else "", listing(known, listed)) if part)
+
+
+def listing(known: Iterable[str], label: str = "Known") -> str:
+    """`Known: a, b, c.`; a long list is cut."""
+    known = list(known)
+    more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
+    return f"{label}: {', '.join(known[:_LISTED])}{more}." if known else ""
+
+
+def shown(path: Path | str) -> str:
+    """A path as short as it can be said: relative if it lies below the current folder."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -98,6 +98,9 @@ class Plan:
     memory: tuple[Tenant, ...] = ()
     """Of one rank; the group is alike on all of them."""
     notes: tuple[str, ...] = ()
+    inputs: str = ""
+    """A digest of what the DAG and the run say beyond what stands in the plan (learning rates, seeds, lengths, …), so
+    that ranks with other settings are noticed too."""
 
     def chain(self, rank: int) -> tuple[Task, ...]:
         """The ordered tasks of one rank.

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
+import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
+_IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
+                 RuntimeError, ArithmeticError, AssertionError)
+"""What a mistake in a module raises when it is imported."""
 
 
 @dataclass(frozen=True)
 class Marks:
     """What `@node` says of a function beyond its signature. See `node`."""
 
-    writes: tuple[str, ...]
-    type: str
+    writes: tuple[str, ...] = ()
+    type: str = "COMPUTE"
     keep_together: str | None = None
     repeats: str | None = None
     default_for: tuple[str, ...] = ()
     requires: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("writes", "default_for"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
 
 def node(
@@ -46,7 +59,7 @@ def node(
         default_for: roles whose nodes of this type run it when they name no function.
         requires: setting → optional column that must be there when the setting is not zero.
     """
-    marks = Marks(_names(writes), type, keep_together, repeats, _names(default_for), requires or {})
+    marks = Marks(writes, type, keep_together, repeats, default_for, requires or {})  # type: ignore[arg-type]
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]
@@ -62,5 +75,22 @@ def reward(function: F) -> F:
     return function
 
 
-def _names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+
+def load_module(name: str, hint: str = "") -> types.ModuleType:
+    """Import a module of node functions, which registers them.
+
+    Raises:
+        InvalidInput: the import fails; names the line that raised, and `hint` says why it was imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except _IMPORT_FAILS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where: Spot | None = Spot(shown(frame.filename), frame.lineno or 0, 1, 0, frame.line or "")
+        if isinstance(error, SyntaxError):
+            text = (error.text or "").rstrip()
+            where = Spot(shown(error.filename or name), error.lineno or 0, error.offset or 0, 1, text)
+        elif frame.filename.startswith("<frozen"):  # the import system itself: the module was not found
+            where = None
+        what = f"module `{name}` fails when it is imported: {type(error).__name__}: {error}"
+        raise InvalidInput(Mistake(what, where, hint)) from error

@@ -18,7 +18,8 @@ class Model(Document):
     hidden: PositiveInt = 128
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = 32
+    head_dim: int = Field(default=32, ge=32)
+    """vLLM's attention on CPU knows no smaller one."""
     max_positions: PositiveInt = 256
 
     @model_validator(mode="before")
@@ -30,6 +31,9 @@ class Model(Document):
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("give either the path of a model folder or an `architecture`")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
+                             "key-value head serves equally many")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.schema.errors import InvalidInput, did_you_mean
+from distflow.schema.errors import InvalidInput, Mistake, did_you_mean
 
 _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
@@ -29,4 +29,5 @@ def find_yaml(name: str, folder: str, what: str) -> Path:
         if path and path.is_file():
             return path
     known = sorted(path.name for path in (SHIPPED / folder).glob("*.yaml"))
-    raise InvalidInput(f"{what} `{name}` is neither a file nor a shipped {what}. {did_you_mean(name, known)}")
+    hint = did_you_mean(name, known, "Shipped") or "None are shipped; give the path of a file."
+    raise InvalidInput(Mistake(f"{what} `{name}` is neither a file nor a shipped {what}", None, hint))

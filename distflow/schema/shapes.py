@@ -1,0 +1,64 @@
+"""The sizes of models, from their configurations: what memory is estimated from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distflow.schema.run import Model
+
+_VOCABULARY = 512
+"""Of the tokenizer that is trained for a model without a folder; an upper bound."""
+_WIDENING = 3
+"""Width of the feed-forward layers of a model without a folder, in hidden sizes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, as far as memory depends on them."""
+
+    parameters: int
+    layers: int
+    kv_width: int
+    """Elements of one layer's keys of one token: key-value heads × head size."""
+    vocabulary: int
+    hidden: int
+    positions: int | None = None
+    """Tokens that prompt and response may have together; None if the configuration does not say."""
+
+
+def read_shape(config: Path) -> Shape:
+    """The shape that a Hugging Face `config.json` describes.
+
+    Raises:
+        ValueError: it is not the configuration of a language model; says what is missing.
+    """
+    try:
+        return shape_of(json.loads(config.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except TypeError as error:
+        raise ValueError(f"a value has the wrong type: {error}") from None
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """Sizes from a Hugging Face configuration of the Llama and Qwen families."""
+    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_width = (config.get("num_key_value_heads") or heads) * head_dim
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
+    per_layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    positions = config.get("max_position_embeddings")
+    return Shape(layers * per_layer + embeddings + hidden, layers, kv_width, vocabulary, hidden, positions)
+
+
+def shape_of_embedded(model: Model) -> Shape:
+    """Sizes of a model that is made at start from an `architecture`."""
+    return shape_of({"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
+                     "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
+                     "head_dim": model.head_dim, "intermediate_size": _WIDENING * model.hidden,
+                     "tie_word_embeddings": True, "max_position_embeddings": model.max_positions})

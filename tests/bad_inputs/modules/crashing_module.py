@@ -1,0 +1,4 @@
+"""Fails when it is imported."""
+
+LIMITS = {}
+LIMIT = LIMITS["rows"]

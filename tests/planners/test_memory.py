@@ -1,0 +1,71 @@
+"""The memory estimate by hand, on a model small enough to count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from planning import DIAMOND
+
+from distflow.schema.run import Model
+from distflow.schema.shapes import Shape, shape_of, shape_of_embedded
+
+CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
+          "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
+          "max_position_embeddings": 99}
+# queries and outputs 8 × 8 each, keys and values 8 × 4 each; gate, up and down 8 × 16 each; two norms of 8
+LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
+
+
+def test_parameters_are_counted_by_hand() -> None:
+    assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99)
+    assert shape_of({**CONFIG, "tie_word_embeddings": False}).parameters == 2 * LAYER + 2 * 10 * 8 + 8
+    assert shape_of({**CONFIG, "num_key_value_heads": None, "head_dim": None}).kv_width == 8
+
+
+def test_the_shape_of_an_embedded_model_is_that_of_its_configuration() -> None:
+    from workers.engines.embedded import build_model, build_tokenizer
+
+    sizes = {"architecture": "qwen2", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
+    made = build_model(len(build_tokenizer(["one"] * 3)), 0, **sizes)
+    counted, estimated = shape_of(made.config.to_dict()), shape_of_embedded(Model(**sizes))
+    biases = 2 * (2 * 32 + 2 * 32)
+    assert counted.parameters == sum(weight.numel() for weight in made.parameters()) - biases
+    assert estimated.parameters - counted.parameters == (512 - counted.vocabulary) * 64
+    assert (estimated.layers, estimated.hidden) == (counted.layers, counted.hidden) == (2, 64)
+    assert estimated.kv_width == counted.kv_width == 32
+
+
+def tenants(plan) -> dict[str, int]:
+    return {tenant.name: tenant.bytes for tenant in plan.memory}
+
+
+def test_every_tenant_by_hand(plan_of: Callable) -> None:
+    model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
+    generation = {"max_new_tokens": 50, "batch_rows": 7}
+    roles = {"actor": {"model": model, "micro_batch_tokens": 100, "generation": generation}}
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+    parameters = 2 * layer + 512 * 64 + 64
+    nodes = {**DIAMOND, "judge": {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge",
+                                  "dependencies": ["sample"]}}
+    plan = plan_of(nodes, {"critic": {"copy_of": "actor"}}, ranks=4, roles=roles)
+    assert tenants(plan) == {
+        "actor: training state": parameters * 16 // 4,
+        "actor: weights while computing": parameters * 4,
+        "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
+        "actor: rollout weights": parameters * 4,
+        "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
+        "critic: weights": parameters * 4 // 4,
+        "critic: weights while computing": parameters * 4,
+        "critic: activations": 100 * (68 * 64 + 12 * 512),
+    }
+    assert [tenant.bytes for tenant in plan.memory] == sorted(tenants(plan).values(), reverse=True)
+    halved = plan_of(nodes, {"critic": {"copy_of": "actor"}}, roles={"actor": {**roles["actor"], "dtype": "bfloat16"}})
+    assert tenants(halved)["actor: rollout cache"] * 2 == tenants(plan)["actor: rollout cache"]
+    assert tenants(halved)["actor: training state"] == parameters * 16 // 2
+
+
+@pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 8,704"])
+def test_formulas_can_be_followed(plan_of: Callable, formula: str) -> None:
+    parameters = f"{shape_of_embedded(Model(architecture='qwen3')).parameters:,}"
+    assert any(formula.format(parameters) in tenant.formula for tenant in plan_of(DIAMOND).memory)

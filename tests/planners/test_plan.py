@@ -1,0 +1,115 @@
+"""The plan as a whole: its digest, its chains, its price."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+from planning import DIAMOND, LEARN, node
+
+from distflow.schema.plan import Plan, Task
+from planners import plan
+
+JUDGE = node("judge", "sample")
+
+
+def test_equal_inputs_give_equal_digests(plan_of: Callable) -> None:
+    first, second = plan_of(DIAMOND), plan_of(DIAMOND)
+    assert first == second
+    assert first.digest == second.digest
+    assert json.loads(first.to_json())["digest"] == first.digest
+
+
+CHANGES = {
+    "another node": ({**DIAMOND, "judge": JUDGE}, {}),
+    "a dependency": ({**DIAMOND, "learn": {**LEARN, "dependencies": ["join"]}}, {}),
+    "a setting": ({**DIAMOND, "sample": node("sample", **{"with": {"copies": 3}})}, {}),
+    "a name": ({**DIAMOND, "left": node("left", "sample", writes={"left": "l"}),
+                "join": node("join", "left", "right", reads={"left": "l"})}, {}),
+    "ranks": (DIAMOND, {"ranks": 3}),
+    "a layout": (DIAMOND, {"layouts": {"left": {"dp": 1}}}),
+    "the batch": (DIAMOND, {"data": {"train": "data.jsonl", "batch": 11}}),
+    "the seed": (DIAMOND, {"seed": 1}),
+    "steps": (DIAMOND, {"steps": 2}),
+    "a learning rate": (DIAMOND, {"roles": {"actor": {"model": {"architecture": "qwen3"}, "learning_rate": 1e-5}}}),
+    "a model": (DIAMOND, {"roles": {"actor": {"model": {"architecture": "qwen3", "layers": 4}}}}),
+    "a model of other make": (DIAMOND, {"roles": {"actor": {"model": {"architecture": "qwen2"}}}}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_digest_differs_when_anything_differs(plan_of: Callable, change: str) -> None:
+    nodes, more = CHANGES[change]
+    assert plan_of(nodes, **more).digest != plan_of(DIAMOND).digest
+
+
+def test_digest_does_not_say_where_files_lie(plan_of: Callable, tmp_path) -> None:
+    data = {"train": str(tmp_path / "data.jsonl"), "batch": 10, "max_prompt_tokens": 30, "max_target_tokens": 20}
+    assert plan_of(DIAMOND, data=data, output="elsewhere").digest == plan_of(DIAMOND).digest
+
+
+def hundred(layers: int = 20) -> tuple[dict, dict]:
+    """A DAG of 100 nodes in five columns, over five roles, each node behind two others."""
+    roles = {f"role{index}": {"copy_of": "actor"} for index in range(1, 5)}
+    nodes = {"sample": node("sample"), "learn": {**LEARN, "dependencies": ["judge_18_4"]}}
+    for layer in range(layers):
+        for column in range(5):
+            before = [f"judge_{layer - 1}_{column}", f"judge_{layer - 1}_{(column + 1) % 5}"] if layer else ["sample"]
+            name, role = f"judge_{layer}_{column}", f"role{column}" if column else "actor"
+            nodes[name] = node("judge", *before, role=role, writes={f"{role}_scores": name})
+    del nodes["judge_19_3"], nodes["judge_19_4"]
+    return nodes, roles
+
+
+def test_a_hundred_nodes_on_a_thousand_ranks(spec_of: Callable) -> None:
+    nodes, roles = hundred()
+    assert len(nodes) == 100
+    began = time.process_time()
+    spec = spec_of(nodes, roles)
+    loaded = time.process_time()
+    made = plan(spec, 1024)
+    digest = made.digest
+    planned = time.process_time()
+    chains = [made.chain(rank) for rank in range(1024)]
+    print(f"100 nodes, 1,024 ranks: load {loaded - began:.3f} s, plan and digest {planned - loaded:.3f} s, "
+          f"1,024 chains {time.process_time() - planned:.4f} s of one core")
+    assert time.process_time() - began < 5
+    assert len(made.tasks) == 100
+    assert made.tasks[0].layout.dp == 1024
+    assert len(digest) == 16
+    assert len({id(chain) for chain in chains}) == 1, "what is alike for all ranks is there once"
+
+
+def test_a_plan_does_not_grow_with_its_ranks(plan_of: Callable) -> None:
+    small, large = plan_of(DIAMOND, ranks=2), plan_of(DIAMOND, ranks=1024)
+    assert len(large.to_json()) < len(small.to_json()) + 200
+
+
+def test_a_rank_reads_only_its_own_chain(plan_of: Callable) -> None:
+    made = plan_of(DIAMOND, ranks=1024)
+    with mock.patch.object(Task, "__getattribute__", side_effect=AssertionError("a task was looked into")):
+        chain = made.chain(1000)
+    assert [task.node for task in chain] == ["learn", "sample", "left", "right", "join"]
+
+
+def test_ranks_outside_a_layout_still_have_its_task_for_the_rows_they_send(plan_of: Callable) -> None:
+    made = plan_of(DIAMOND, ranks=4, layouts={"join": {"dp": 1}})
+    (join,) = [task for task in made.chain(3) if task.node == "join"]
+    assert (join.layout.share(0), join.layout.share(3)) == (0, None)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_there_are_no_chains_for_other_ranks(plan_of: Callable, rank: int) -> None:
+    made: Plan = plan_of(DIAMOND)
+    with pytest.raises(ValueError, match=f"rank {rank} of a plan for 2 ranks"):
+        made.chain(rank)
+
+
+def test_a_model_without_training_is_warned_about(plan_of: Callable) -> None:
+    first, second = plan_of(DIAMOND).notes
+    assert first.startswith("role `actor` starts from random weights")
+    assert second.startswith("role `actor` may generate up to 286 tokens")
+    assert second.endswith("but its model was made for 256")

@@ -1,0 +1,214 @@
+"""The rules of the house, enforced: floors, budgets, names, what may be imported and caught."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import distflow
+from distflow.schema.spec import load
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("distflow", "planners", "workers")
+FLOORS = {"distflow": 0, "distflow.schema": 0, "planners": 1, "distflow.data": 2, "distflow.weights": 2,
+          "distflow.robust": 2, "distflow.observe": 2, "workers": 3, "distflow.cli": 4, "distflow.launch": 4,
+          "benchmarks": 4}
+STAIRS = {"workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
+"""Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
+MAY_IMPORT_ANYTHING = {"distflow.launch"}
+MAY_CATCH_ANYTHING = ("distflow.robust.seat", "distflow.cli", "distflow.launch")
+HEAVY = {"torch", "transformers", "datasets", "numpy", "pyarrow", "tokenizers", "networkx"}
+IMPURE = HEAVY | {"time", "datetime", "random", "os", "pathlib", "subprocess", "socket", "threading"}
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+                  "send_object_list", "recv_object_list", "read_pickle"}
+FILE_LINES, FUNCTION_LINES, DAG_LINES = 300, 40, 40
+
+Sources = dict[str, str]
+Rule = Callable[[str, ast.Module], Iterator[str]]
+
+
+def sources(*folders: str) -> Sources:
+    """Source text by module name."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+            for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def broken(rule: Rule, texts: Sources) -> list[str]:
+    return [f"{module}: {problem}" for module, text in texts.items() for problem in rule(module, ast.parse(text))]
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """All that is imported, inside functions too; a public name of distflow counts as the module that it lives in."""
+    for item in ast.walk(tree):
+        if isinstance(item, ast.Import):
+            yield from ((alias.name, item.lineno) for alias in item.names)
+        elif isinstance(item, ast.ImportFrom) and item.level == 0:
+            for alias in item.names:
+                home = distflow._HOMES.get(alias.name) if item.module == "distflow" else None
+                yield home or f"{item.module}.{alias.name}", item.lineno
+
+
+def level(module: str, levels: dict[str, int]) -> int | None:
+    """That of the longest prefix that has one."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((levels[prefix] for prefix in prefixes if prefix in levels), None)
+
+
+def floors(module: str, tree: ast.Module) -> Iterator[str]:
+    mine = level(module, FLOORS)
+    for name, line in imports(tree):
+        other = level(name, FLOORS)
+        if other is None or module in MAY_IMPORT_ANYTHING:
+            continue
+        if other > mine or {mine, other} == {1, 2}:
+            yield f"line {line}: floor {mine} imports {name} of floor {other}"
+        if mine == other == 3 and level(name, STAIRS) > level(module, STAIRS):
+            yield f"line {line}: imports {name}, which stands above it"
+
+
+def relative_imports(module: str, tree: ast.Module) -> Iterator[str]:
+    yield from (f"line {item.lineno}: relative import" for item in ast.walk(tree)
+                if isinstance(item, ast.ImportFrom) and item.level)
+
+
+def purity(module: str, tree: ast.Module) -> Iterator[str]:
+    forbidden = IMPURE if level(module, FLOORS) == 1 else HEAVY
+    yield from (f"line {line}: imports {name}" for name, line in imports(tree) if name.split(".")[0] in forbidden)
+
+
+def function_budget(module: str, tree: ast.Module) -> Iterator[str]:
+    for item in ast.walk(tree):
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.end_lineno - item.lineno >= FUNCTION_LINES:
+            yield f"line {item.lineno}: {item.name} has {item.end_lineno - item.lineno + 1} lines"
+
+
+def broad_excepts(module: str, tree: ast.Module) -> Iterator[str]:
+    if any(f"{module}.".startswith(f"{place}.") for place in MAY_CATCH_ANYTHING):
+        return
+    for item in ast.walk(tree):
+        if isinstance(item, ast.ExceptHandler):
+            kinds = item.type.elts if isinstance(item.type, ast.Tuple) else [item.type]
+            if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds):
+                yield f"line {item.lineno}: catches everything"
+
+
+def names(module: str, tree: ast.Module) -> Iterator[str]:
+    last = module.rpartition(".")[2]
+    if last in sys.stdlib_module_names:
+        yield "is named like a module of the standard library"
+    if last in ("utils", "util", "helpers", "misc", "common_utils"):
+        yield "has a name that says nothing"
+
+
+def pickles(module: str, tree: ast.Module) -> Iterator[str]:
+    yield from (f"line {line}: imports {name}" for name, line in imports(tree) if PICKLES & set(name.split(".")))
+    for item in ast.walk(tree):
+        if not isinstance(item, ast.Call):
+            continue
+        function, given = ast.unparse(item.func), {word.arg: ast.unparse(word.value) for word in item.keywords}
+        if function.rpartition(".")[2] in PICKLING_CALLS or given.get("allow_pickle") == "True":
+            yield f"line {item.lineno}: {function} unpickles"
+        if function == "torch.load" and given.get("weights_only") != "True":
+            yield f"line {item.lineno}: torch.load without weights_only=True"
+
+
+@pytest.mark.parametrize(("rule", "folders"), [
+    (floors, (*OURS, "benchmarks")), (relative_imports, OURS), (purity, ("distflow/schema", "planners")),
+    (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
+], ids=lambda value: getattr(value, "__name__", "in"))
+def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
+    assert not broken(rule, sources(*folders))
+
+
+@pytest.mark.parametrize(("rule", "module", "text"), [
+    (floors, "distflow.schema.x", "from planners import plan"),
+    (floors, "planners.x", "from distflow.data.batch import Batch"),
+    (floors, "planners.x", "def f():\n    from distflow import Batch"),
+    (floors, "distflow.data.x", "import planners.order"),
+    (floors, "distflow.data.x", "from workers.roles import Role"),
+    (floors, "distflow.observe.x", "def late():\n    import distflow.cli.run"),
+    (floors, "workers.engines.x", "from workers.roles import Role"),
+    (floors, "workers.roles", "from workers.functions.kl import kl_estimate"),
+    (floors, "workers.functions.x", "from workers.dag_worker import DagWorker"),
+    (floors, "workers.dag_worker", "from distflow.launch import main"),
+    (relative_imports, "planners.x", "from . import order"),
+    (purity, "distflow.schema.x", "def f():\n    import torch.nn"),
+    (purity, "planners.x", "from time import time"),
+    (function_budget, "planners.x", "def f():\n" + "    pass\n" * 40),
+    (broad_excepts, "workers.x", "try:\n    pass\nexcept Exception:\n    pass"),
+    (broad_excepts, "workers.x", "try:\n    pass\nexcept (OSError, BaseException):\n    pass"),
+    (broad_excepts, "distflow.client", "try:\n    pass\nexcept:\n    pass"),
+    (names, "distflow.data.queue", ""),
+    (names, "workers.utils", ""),
+    (pickles, "workers.x", "import pickle"),
+    (pickles, "workers.x", "from torch.multiprocessing import pickle"),
+    (pickles, "workers.x", "torch.load(path)"),
+    (pickles, "workers.x", "torch.load(path, weights_only=False)"),
+    (pickles, "workers.x", "dist.all_gather_object(out, value)"),
+])
+def test_rule_can_fail(rule: Rule, module: str, text: str) -> None:
+    assert broken(rule, {module: text})
+
+
+@pytest.mark.parametrize(("rule", "module", "text"), [
+    (floors, "workers.functions.x", "from distflow import Batch, Ragged, node"),
+    (floors, "workers.dag_worker", "from workers.functions import rewards\nfrom distflow.schema.plan import Plan"),
+    (floors, "distflow.launch", "def main():\n    from workers.start import start"),
+    (floors, "benchmarks.x", "from workers.start import start"),
+    (purity, "planners.x", "import hashlib"),
+    (function_budget, "planners.x", "def f():\n" + "    pass\n" * 39),
+    (broad_excepts, "distflow.cli.run", "try:\n    pass\nexcept Exception:\n    pass"),
+    (broad_excepts, "workers.x", "try:\n    pass\nexcept (OSError, ValueError):\n    pass"),
+    (pickles, "workers.x", "torch.load(path, weights_only=True)"),
+])
+def test_rule_allows(rule: Rule, module: str, text: str) -> None:
+    assert not broken(rule, {module: text})
+
+
+def test_every_module_has_a_floor() -> None:
+    """A new folder must be given its place."""
+    rooms = {name: floor for name, floor in FLOORS.items() if name != "distflow"}
+    assert [module for module in sources(*OURS) if level(module, rooms) is None] == ["distflow"]
+
+
+def test_files_fit_their_budget() -> None:
+    lengths = {module: len(text.splitlines()) for module, text in sources(*OURS).items()}
+    assert {module: count for module, count in lengths.items() if count > FILE_LINES} == {}
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    """Help, validation and planning answer at once."""
+    modules = [*sources("distflow/schema", "planners", "distflow/cli"), "distflow", "distflow.launch",
+               "distflow.observe.folder"]
+    modules = [module for module in modules if not module.endswith("__main__")]
+    script = (f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+              f"sys.exit(' '.join(sorted({HEAVY - {'numpy'}!r} & set(sys.modules))) or None)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+DAGS = sorted((ROOT / "dags").glob("*.yaml"), key=lambda path: path.name)
+
+
+@pytest.mark.parametrize("path", DAGS, ids=lambda path: path.stem)
+def test_shipped_dags_are_short_and_plan_without_mistakes(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= DAG_LINES
+    own = ROOT / f"dags/runs/embedded_{path.stem}.yaml"
+    for ranks in (1, 2, 4):
+        made = plan(load(str(path), str(own) if own.exists() else None), ranks)
+        assert {task.layout.dp for task in made.tasks} == {ranks}
+
+
+def test_the_default_run_and_its_plan_fit_each_other() -> None:
+    assert [path.stem for path in DAGS]
+    assert plan(load("grpo.yaml"), 2).tasks[0].node == "rollout"
