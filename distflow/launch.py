@@ -24,6 +24,8 @@ from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402 - n
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 INVALID = 2
+_CHECKED = 200_000
+"""Records of a dataset that are read before the start, evenly spread; a bad one among the others ends the run later."""
 _PATIENCE = 30.0
 """Seconds that other ranks leave to rank 0 to say what is wrong, before they say it themselves."""
 
@@ -57,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         from planners import plan as make_plan  # a foreign package of that name is refused first
 
         plan = make_plan(spec, ranks)
-        folder = prepare(spec, plan.name, options, rank, ranks)
+        folder = prepare(spec, plan.name, options, rank)
         from workers.start import start  # imports torch
 
         start(spec, plan, folder, resume=bool(options.resume))
@@ -96,17 +98,18 @@ def whole_checkpoint(folder: str) -> Path:
     return found[-1]
 
 
-def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int, ranks: int) -> Path | None:
-    """Read this rank's part of the data for mistakes, and choose the folder: on rank 0, others learn it later."""
+def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
+    """On rank 0: look for mistakes in the data, and choose the folder. The other ranks learn it from the board."""
     from distflow.data.records import check_records, open_records
     from distflow.observe.folder import choose
 
+    if rank > 0:
+        return None
     sets = [spec.run.data.train, *(spec.run.validation.data.values() if spec.run.validation else ())]
     for data in sets:
         fields = (spec.run.data.question, spec.run.data.answer, *spec.run.data.columns)
-        check_records(open_records(spec.data_path(data)), fields, rank, ranks)
-    if rank > 0:
-        return None
+        records = open_records(spec.data_path(data))
+        check_records(records, fields, shares=-(-len(records) // _CHECKED))
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from distflow.data.dataloader import Dataloader
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
-from distflow.schema.contract import ENGINE_TYPES, load_function
+from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import ColumnError
 from distflow.schema.plan import Plan, Task
 from distflow.schema.spec import Spec
@@ -32,12 +31,10 @@ from workers.validation import Validator
 class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
-    def __init__(self, spec: Spec, plan: Plan, folder: Path, resume: bool):
+    def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], folder: Path, resume: bool):
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
-        for module in spec.dag.imports:
-            importlib.import_module(module)  # registers the rewards that it defines
-        self.functions = {task.node: load_function(task.function) for task in self.chain}
+        self.functions = functions
         mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)

@@ -90,8 +90,7 @@ def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMes
     roles = {}
     for name in sorted(names):
         model, tokenizer = load_model(spec, spec.model_of(name))
-        settings = spec.run.roles.get(name) or spec.run.roles[spec.dag.roles[name].copy_of]
-        roles[name] = Role(name, model, tokenizer, settings, mesh, spec, name in sampling)
+        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
     return roles
 
 

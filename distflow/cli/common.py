@@ -37,7 +37,7 @@ def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
 
 
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    return options.ranks or spec.cluster.ranks or spec.run.ranks or 1
+    return next(count for count in (options.ranks, spec.cluster.ranks, spec.run.ranks, 1) if count is not None)
 
 
 def torchrun(ranks: int, arguments: list[str]) -> int:

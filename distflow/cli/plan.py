@@ -70,7 +70,7 @@ def _where(task: Task, plan: Plan) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     yield from ("", "memory of a rank (estimate)")
     if not plan.memory:
-        yield "  unknown: the model is made at start"
+        yield "  unknown: the sizes of its models are not"
         return
     rows = [(tenant.name, _size(tenant.bytes), tenant.formula) for tenant in plan.memory]
     yield from _table([*rows, ("total", _size(sum(tenant.bytes for tenant in plan.memory)), "")])

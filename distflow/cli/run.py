@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     spec, plan = load_and_plan(options)
-    prepare(spec, plan.name, options, rank=0, ranks=1)
+    prepare(spec, plan.name, options, rank=0)
     return torchrun(plan.ranks, _arguments(options))
 
 

@@ -66,7 +66,7 @@ class Contract:
 
 def built_in() -> dict[str, Contract]:
     """The contracts of all shipped functions, by name."""
-    folder = _module_file(BUILT_IN).parent  # type: ignore[union-attr]
+    folder = module_file(BUILT_IN).parent  # type: ignore[union-attr]
     modules = [f"{BUILT_IN}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
     return {contract.name: contract for module in modules for contract in of_module(module)}
 
@@ -77,7 +77,7 @@ def of_module(module: str) -> tuple[Contract, ...]:
     Raises:
         InvalidInput: the module cannot be found, is not Python, or marks a function in a way that cannot work.
     """
-    path = _module_file(module)
+    path = module_file(module)
     if path is None:
         hint = "It is looked for on PYTHONPATH, in the current folder and beside the DAG file."
         raise InvalidInput(Mistake(f"module `{module}` cannot be found", None, hint))
@@ -207,7 +207,7 @@ def _text(node: ast.expr | None) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-def _module_file(module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
     """Where a module's source lies; unlike importlib.util.find_spec this runs no parent package."""
     places: Iterable[str] | None = sys.path
     for part in module.split("."):

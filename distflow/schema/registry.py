@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
+Reward = str
+"""The annotation of a setting that names a reward."""
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}

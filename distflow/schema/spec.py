@@ -13,6 +13,7 @@ from distflow.schema.dag import Dag
 from distflow.schema.document import check
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
+from distflow.schema.rewards import check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
 from distflow.schema.shipped import find, find_yaml
@@ -109,6 +110,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
+    mistakes += check_rewards(spec)
     return spec
 
 

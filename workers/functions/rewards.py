@@ -13,13 +13,13 @@ from torch import Tensor
 from distflow import node, reward
 from distflow.observe.metrics import current
 from distflow.schema.errors import InvalidInput, did_you_mean
-from distflow.schema.registry import REWARDS
+from distflow.schema.registry import REWARDS, Reward
 
 _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+|/[1-9]\d*)?")
 
 
 @node(writes="rewards", default_for="reward")
-def score(completions: list[str], answers: list[str], *, reward: str = "math") -> Tensor:
+def score(completions: list[str], answers: list[str], *, reward: Reward = "math") -> Tensor:
     """[B] float32: each completion's reward against its answer, by the reward function of that name."""
     function = find_reward(reward)
     start = time.perf_counter()
