@@ -8,18 +8,29 @@ import torch
 from torch import Tensor
 
 
-def assign(weights: Tensor, shares: int) -> Tensor:
+def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tensor:
     """The share of each unit: [units] int64, for `weights` [units] of tokens.
 
-    Longest processing time first (Graham 1969): the heaviest unit goes to the lightest share; at most 4/3 of the
-    optimum. Ties go to the lower unit and the lower share, so that every rank computes the same.
+    Longest processing time first (Graham 1969): the heaviest unit goes to the lightest share; the heaviest share is
+    then at most 4/3 of the optimum. Ties go to the lower unit, to the share with fewer units, to the lower share, so
+    that every rank computes the same.
+
+    Args:
+        settled: [units]: the share of a unit that has one already, -1 for one that is free.
     """
-    loads = [(0, share) for share in range(shares)]
-    result = torch.empty(len(weights), dtype=torch.int64)
+    result = torch.full_like(weights, -1) if settled is None else settled.clone()
+    loads, counts = [0] * shares, [0] * shares
+    sizes = weights.tolist()
+    for unit in (result >= 0).nonzero().squeeze(1).tolist():
+        loads[result[unit]] += sizes[unit]
+        counts[result[unit]] += 1
+    heap = list(zip(loads, counts, range(shares)))
+    heapq.heapify(heap)
     for unit in torch.sort(weights, descending=True, stable=True).indices.tolist():
-        load, share = heapq.heappop(loads)
-        result[unit] = share
-        heapq.heappush(loads, (load + int(weights[unit]), share))
+        if result[unit] < 0:
+            load, count, share = heapq.heappop(heap)
+            result[unit] = share
+            heapq.heappush(heap, (load + sizes[unit], count + 1, share))
     return result
 
 

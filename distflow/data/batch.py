@@ -5,29 +5,42 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-import msgpack
 import torch
 from torch import Tensor
 
 from distflow.schema.errors import ColumnError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ragged:
-    """`values` [T, …] holds all rows back to back, `lengths` [B] (int64) says how many elements each row has."""
+    """`values` [T, …] holds all rows back to back, `lengths` [B] (int64) says how many elements each row has.
+
+    Raises:
+        ColumnError: the lengths are not whole numbers, or do not add up to T.
+    """
 
     values: Tensor
     lengths: Tensor
 
+    def __post_init__(self) -> None:
+        if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
+            raise ColumnError(f"lengths of a ragged column must be [rows] of int64, not {list(self.lengths.shape)} of "
+                              f"{_name(self.lengths.dtype)}")
+        if int(self.lengths.sum()) != len(self.values):
+            raise ColumnError(f"the lengths of a ragged column add up to {int(self.lengths.sum())}, "
+                              f"but it has {len(self.values)} values")
+
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
+        """From one tensor [length, …] a row; `dtype` is what a column without rows gets."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        return cls(torch.cat(list(rows)) if rows else torch.empty(0, dtype=dtype), lengths)
+        return cls(_join(rows) if rows else torch.empty(0, dtype=dtype), lengths)
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor) -> Ragged:
-        """From [B, L] with each row's elements at its beginning."""
+        """From [B, L, …] with each row's elements at its beginning."""
         keep = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
         return cls(padded[keep], lengths)
 
@@ -50,7 +63,7 @@ class Ragged:
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows start…stop as views."""
+        """Rows start…stop (counted from 0, stop excluded, both within the column) as views."""
         begin, end = self.offsets[start].item(), self.offsets[stop].item()
         return Ragged(self.values[begin:end], self.lengths[start:stop])
 
@@ -59,12 +72,12 @@ class Ragged:
         lengths = self.lengths[index]
         before = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         shift = torch.repeat_interleave(self.offsets[:-1][index] - before, lengths)
-        return Ragged(self.values[torch.arange(len(shift)) + shift], lengths)
+        return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], lengths)
 
-    def padded(self, fill: float = 0, side: str = "right") -> Tensor:
-        """[B, longest row], rows pushed to the left end (`side="right"` pads on the right) or to the right end."""
+    def padded(self, fill: float = 0, side: Literal["left", "right"] = "right") -> Tensor:
+        """[B, longest row, …], rows pushed to the left end (`side="right"` pads on the right) or to the right end."""
         width = int(self.lengths.max()) if len(self) else 0
-        result = self.values.new_full((len(self), width), fill)
+        result = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
         column = torch.arange(len(self.values), device=self.lengths.device) - self.offsets[:-1][self.row_of]
         if side == "left":
             column = column + (width - self.lengths)[self.row_of]
@@ -80,19 +93,30 @@ ColumnData = Tensor | Ragged
 
 
 def encode_text(texts: Iterable[str]) -> Ragged:
-    """Text as a ragged column of UTF-8 bytes."""
-    raw = [text.encode() for text in texts]
+    """Text as a ragged column of UTF-8 bytes. Half of a surrogate pair, which JSON may hold, survives the way back."""
+    raw = [text.encode(errors="surrogatepass") for text in texts]
     lengths = torch.tensor([len(item) for item in raw], dtype=torch.int64)
-    return Ragged(torch.frombuffer(bytearray(b"".join(raw)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, raw))],
-                  lengths)
+    joined = bytearray(b"".join(raw))
+    return Ragged(torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8), lengths)
 
 
 def decode_text(column: Ragged) -> list[str]:
+    """The text of each row.
+
+    Raises:
+        ColumnError: the column does not hold text.
+    """
+    if column.values.dtype != torch.uint8 or column.values.ndim != 1:
+        raise ColumnError(f"a column of text holds bytes (uint8), not {_name(column.values.dtype)}. "
+                          "Is another column meant?")
     data, ends = column.values.numpy().tobytes(), column.offsets.tolist()
-    return [data[start:end].decode() for start, end in zip(ends, ends[1:])]
+    try:
+        return [data[start:end].decode(errors="surrogatepass") for start, end in zip(ends, ends[1:])]
+    except UnicodeDecodeError as error:
+        raise ColumnError(f"a column of bytes is not text: {error}. Is another column meant?") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Rows with ids. `ids` [B] (int64) are unique in a step; the columns' rows stand in the same order.
 
@@ -113,11 +137,12 @@ class Batch:
 
     def __getitem__(self, name: str) -> ColumnData:
         if name not in self.columns:
-            raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns))}")
+            raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns)) or 'none'}")
         return self.columns[name]
 
     @property
     def nbytes(self) -> int:
+        """What its tensors hold, ids and lengths included."""
         tensors = [self.ids]
         for column in self.columns.values():
             tensors += [column.values, column.lengths] if isinstance(column, Ragged) else [column]
@@ -130,7 +155,7 @@ class Batch:
         return Batch(self.ids, {**self.columns, **columns})
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows start…stop as views."""
+        """Rows start…stop (counted from 0, stop excluded, both within the batch) as views."""
         parts = {name: column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
                  for name, column in self.columns.items()}
         return Batch(self.ids[start:stop], parts)
@@ -149,61 +174,41 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All rows, one batch after the other; the batches must have the same columns."""
+        """All rows, one batch after the other.
+
+        Raises:
+            ColumnError: the batches do not have the same columns, or a column's rows differ in form or shape.
+        """
         names = list(batches[0].columns)
+        for batch in batches:
+            if batch.columns.keys() != set(names):
+                odd = ", ".join(sorted(batch.columns.keys() ^ set(names)))
+                raise ColumnError(f"batches with different columns cannot be joined: not all of them have {odd}")
         return Batch(torch.cat([batch.ids for batch in batches]),
-                     {name: _concat([batch[name] for batch in batches]) for name in names})
-
-    def to_wire(self) -> Tensor:
-        """[bytes] uint8: header length (8 bytes), msgpack header, raw buffers. No pickle."""
-        header, buffers = [], [_raw(self.ids)]
-        for name, column in self.columns.items():
-            values = column.values if isinstance(column, Ragged) else column
-            header.append([name, isinstance(column, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape)])
-            buffers += [_raw(column.lengths), _raw(values)] if isinstance(column, Ragged) else [_raw(values)]
-        packed = msgpack.packb([len(self), header])
-        packed += b" " * (-len(packed) % 8)
-        head = len(packed).to_bytes(8, "little") + packed
-        return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *buffers])
-
-    @classmethod
-    def from_wire(cls, wire: Tensor) -> Batch:
-        """The batch that `to_wire` packed; its columns are views of `wire` [bytes] where alignment allows."""
-        size = int.from_bytes(wire[:8].numpy().tobytes(), "little")
-        rows, header = msgpack.unpackb(wire[8 : 8 + size].numpy().tobytes().rstrip(b" "))
-        reader = _Reader(wire, 8 + size)
-        ids = reader.take(torch.int64, [rows])
-        columns: dict[str, ColumnData] = {}
-        for name, ragged, dtype, shape in header:
-            lengths = reader.take(torch.int64, [rows]) if ragged else None
-            values = reader.take(getattr(torch, dtype), shape)
-            columns[name] = Ragged(values, lengths) if lengths is not None else values
-        return cls(ids, columns)
+                     {name: _concat(name, [batch[name] for batch in batches]) for name in names})
 
 
-def _concat(columns: list[ColumnData]) -> ColumnData:
-    if isinstance(columns[0], Ragged):
-        return Ragged(torch.cat([column.values for column in columns]), torch.cat([column.lengths for column in columns]))
-    return torch.cat(columns)
+def _concat(name: str, columns: list[ColumnData]) -> ColumnData:
+    filled = [column for column in columns if len(column)] or columns[:1]  # a rank without rows only guesses the form
+    forms = {type(column).__name__ for column in filled}
+    shapes = {tuple(_values(column).shape[1:]) for column in filled if len(_values(column))}
+    if len(forms) > 1 or len(shapes) > 1:
+        raise ColumnError(f"the parts of column `{name}` do not fit together: {' and '.join(sorted(forms))} with "
+                          f"elements of shape {' and '.join(str(list(shape)) for shape in sorted(shapes))}")
+    joined = _join([_values(column) for column in filled])
+    if isinstance(filled[0], Ragged):
+        return Ragged(joined, torch.cat([column.lengths for column in filled]))
+    return joined
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, filled up to a multiple of 8 so that what follows is aligned."""
-    flat = tensor.contiguous().flatten().view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % 8))
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other. An empty part has no say in the result's type: `torch.tensor([])` is float32."""
+    return torch.cat([tensor for tensor in tensors if len(tensor)] or [tensors[0]])
 
 
-class _Reader:
-    def __init__(self, wire: Tensor, position: int):
-        self.wire, self.position = wire, position
+def _values(column: ColumnData) -> Tensor:
+    return column.values if isinstance(column, Ragged) else column
 
-    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        raw = count * dtype.itemsize
-        part = self.wire[self.position : self.position + raw]
-        self.position += raw + (-raw % 8)
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).reshape(shape)
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -27,11 +29,16 @@ def choose(output: str, dag: str, name: str | None) -> Path:
                                    f"{'not writable' if parent.is_dir() else 'not a folder'}", None,
                                    "Name another one:  --set output=FOLDER"))
     if name is None:
-        return next(root / f"{dag}-{number}" for number in range(1, 1_000_000) if not (root / f"{dag}-{number}").exists())
+        folders = (root / f"{dag}-{number}" for number in itertools.count(1))
+        return next(folder for folder in folders if not folder.exists())
     if (root / name).exists():
-        raise InvalidInput(Mistake(f"a run named `{name}` exists in {root}", None,
-                                   f"Choose another --name, go on with it:  distflow resume {root / name}   or delete it."))
+        raise _exists(root / name)
     return root / name
+
+
+def _exists(path: Path) -> InvalidInput:
+    hint = f"Choose another --name, go on with it:  distflow resume {path}   or delete it."
+    return InvalidInput(Mistake(f"a run named `{path.name}` exists in {path.parent}", None, hint))
 
 
 class RunFolder:
@@ -44,9 +51,10 @@ class RunFolder:
         if resumed_at is not None:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _forget_after(path / name, resumed_at)
-        self.metrics = (path / "metrics.jsonl").open("a")
-        self.samples = (path / "samples.jsonl").open("a")
-        self.board = SummaryWriter(str(path / "tensorboard"), purge_step=resumed_at)
+        self.metrics = _append(path / "metrics.jsonl")
+        self.samples = _append(path / "samples.jsonl")
+        redone = None if resumed_at is None else resumed_at + 1
+        self.board = SummaryWriter(str(path / "tensorboard"), purge_step=redone)
 
     @staticmethod
     def create(path: Path, spec: Spec, plan: Plan, search: list[str]) -> None:
@@ -54,40 +62,70 @@ class RunFolder:
 
         Args:
             search: where the modules of the user's own functions are found.
+
+        Raises:
+            InvalidInput: another run took the name since it was chosen, or the folder cannot be made.
         """
-        path.mkdir(parents=True)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise _exists(path) from None
+        except OSError as error:
+            raise InvalidInput(f"the run folder cannot be made: {error}") from None
         for kind, content in spec.resolved().items():
             (path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         (path / "launch.json").write_text(json.dumps({"search": search}))
         (path / "plan.json").write_text(plan.to_json())
 
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
-        self.metrics.write(json.dumps({"step": step, **values}) + "\n")
+        """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""
+        self.metrics.write(json.dumps({"step": step, **_finite(values)}) + "\n")
         self.metrics.flush()
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """One line a row."""
         for row in rows:
-            self.samples.write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
+            self.samples.write(json.dumps({"step": step, **_finite(row)}, ensure_ascii=False) + "\n")
         self.samples.flush()
 
     def close(self, summary: dict[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
+        """Write the summary, which says that the run came to its end."""
+        (self.path / "summary.json").write_text(json.dumps(_finite(summary), indent=1))
         self.metrics.close()
         self.samples.close()
         self.board.close()
+
+
+def _append(path: Path) -> TextIO:
+    # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for each NaN and infinity in it."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that a resumed run will do again, and a torn last line."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    path.write_text("".join(kept))
+    rest = path.with_suffix(".rest")
+    with path.open("rb") as old, rest.open("wb") as new:  # as bytes: text has more line ends than JSON Lines
+        new.writelines(line for line in old if _step_of(line) <= step)
+    rest.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return math.inf
+    step = record.get("step") if isinstance(record, dict) and line.endswith(b"\n") else None
+    return step if isinstance(step, int) else math.inf

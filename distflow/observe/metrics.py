@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgpack
@@ -33,26 +34,31 @@ class Metrics:
         self._merge(name, (_MAX, float(value), 0.0))
 
     def _merge(self, name: str, entry: tuple[str, float, float]) -> None:
-        self._values[name] = _merged(self._values.get(name), entry)
+        self._values[name] = _merged(name, self._values.get(name), entry)
 
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
-        """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it."""
+        """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it.
+
+        A mean over no items is left out.
+        """
         total: dict[str, tuple[str, float, float]] = {}
         for part in gather(msgpack.packb(self._values)):
             for name, entry in msgpack.unpackb(part).items():
-                total[name] = _merged(total.get(name), tuple(entry))
+                total[name] = _merged(name, total.get(name), tuple(entry))
         self._values = {}
         return {name: value / weight if kind == _MEAN and weight else value
                 for name, (kind, value, weight) in sorted(total.items()) if kind != _MEAN or weight}
 
 
-def _merged(old: tuple[str, float, float] | None, new: tuple[str, float, float]) -> tuple[str, float, float]:
+def _merged(name: str, old: tuple[str, float, float] | None,
+            new: tuple[str, float, float]) -> tuple[str, float, float]:
     if old is None:
         return new
     if old[0] != new[0]:
-        raise ValueError(f"one metric is reported as {old[0]} and as {new[0]}")
+        raise ValueError(f"metric `{name}` is reported as {old[0]} and as {new[0]}; give one of them another name")
     if new[0] == _MAX:
-        return (_MAX, max(old[1], new[1]), 0.0)
+        nan = math.isnan(old[1]) or math.isnan(new[1])  # Python's max would pass over it or not, as the order falls
+        return (_MAX, math.nan if nan else max(old[1], new[1]), 0.0)
     return (new[0], old[1] + new[1], old[2] + new[2])
 
 

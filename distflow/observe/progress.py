@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 
@@ -21,11 +22,12 @@ class StepProgress:
         self.bar = self._bar() if sys.stdout.isatty() else None
 
     def _bar(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
-                   TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
         bar = Progress(*columns, console=Console())
         self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="")
         bar.start()
+        atexit.register(bar.stop)  # a run that fails must give the terminal its cursor back
         return bar
 
     def say(self, text: str) -> None:
@@ -36,6 +38,7 @@ class StepProgress:
             print(text, flush=True)
 
     def step(self, metrics: dict[str, float]) -> None:
+        """One more step is done."""
         self.done += 1
         numbers = "  ".join(f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics)
         if self.bar:
@@ -45,10 +48,12 @@ class StepProgress:
             print(f"{self.title}  step {self.done}/{self.steps}  {numbers}  left {_clock(left)}", flush=True)
 
     def close(self) -> None:
+        """Leave the bar as it stands."""
         if self.bar:
             self.bar.stop()
 
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from distflow.schema.errors import CheckpointError
-
-_PROGRESS = "progress.json"
+from distflow.data.exchange import gather
+from distflow.robust.whole import FILES, PROGRESS, read_progress, whole
+from distflow.schema.errors import CheckpointError, Disagreement
 
 
 class Stateful(Protocol):
@@ -24,7 +26,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, under `folder`; `keep` of the newest stay."""
+    """The checkpoints of one run, under `folder`; `keep` (at least 1) of the newest stay."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
@@ -35,39 +37,77 @@ class Checkpoints:
         Args:
             sharded: engines by role; each rank writes its shards.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
+
+        Raises:
+            CheckpointError: a rank could not write its part; the older checkpoints are untouched.
         """
         final = self.folder / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.folder.glob("step-*.*"):
+                shutil.rmtree(left)
             partial.mkdir(parents=True)
         dist.barrier()
-        dcp.save({name: engine.state_dict() for name, engine in sharded.items()}, checkpoint_id=partial)
+        try:
+            dcp.save({name: engine.state_dict() for name, engine in sharded.items()}, checkpoint_id=partial)
+        except CheckpointException as error:
+            raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
         if dist.get_rank() == 0:
-            (partial / _PROGRESS).write_text(json.dumps({"step": step, **progress}))
-            shutil.rmtree(final, ignore_errors=True)
+            _write_progress(partial, {"step": step, **progress})
+            _remove(final)
             partial.rename(final)
             for old in whole(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
+                _remove(old)
         dist.barrier()
 
     def load(self, sharded: dict[str, Stateful]) -> dict[str, Any]:
         """Load the newest whole checkpoint into the engines, for any number of ranks, and return its progress.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it is not one of these engines.
+            Disagreement: the ranks do not see the same files.
         """
-        found = whole(self.folder)
-        if not found:
-            raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
+        newest = self._newest()
         for name, engine in sharded.items():
             state = {name: engine.state_dict()}
-            dcp.load(state, checkpoint_id=found[-1])
+            try:
+                dcp.load(state, checkpoint_id=newest)
+            except CheckpointException as error:
+                raise CheckpointError(f"{newest} cannot be loaded into role `{name}`: {_first(error)}. Was the model "
+                                      "or the DAG changed since?") from error
             engine.load_state_dict(state[name])
-        return json.loads((found[-1] / _PROGRESS).read_text())
+        progress = read_progress(newest)
+        del progress[FILES]
+        return progress
+
+    def _newest(self) -> Path:
+        found = whole(self.folder)
+        names = [name.decode() for name in gather(found[-1].name.encode() if found else b"")]
+        if len(set(names)) > 1:
+            seen = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(names))
+            raise Disagreement(f"the ranks see different checkpoints in {self.folder}: {seen}. The folder must be on a "
+                               "file system that all machines share.")
+        if not found:
+            raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
+        return found[-1]
 
 
-def whole(folder: Path) -> list[Path]:
-    """The whole checkpoints of a folder, oldest first. A kill while saving leaves only a `.partial` folder."""
-    return sorted(path for path in folder.glob("step-*")
-                  if not path.suffix and (path / ".metadata").is_file() and (path / _PROGRESS).is_file())
+def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    with (folder / PROGRESS).open("w") as file:
+        json.dump({**progress, FILES: sizes}, file)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut could leave the final name over an empty file
+
+
+def _remove(checkpoint: Path) -> None:
+    """Under another name first: a kill on the way must not leave half of it under its own."""
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".old")))
+
+
+def _first(error: CheckpointException) -> str:
+    """What the lowest rank that failed says."""
+    rank = min(error.failures)
+    cause = error.failures[rank][0]
+    return f"{type(cause).__name__} on rank {rank}: {cause}"

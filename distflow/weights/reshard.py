@@ -7,47 +7,71 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from distflow.schema.errors import EngineError
 
 BUCKET_BYTES = 256 * 1024 * 1024
 
 
 @torch.no_grad()
 def gather_into(shards: dict[str, Tensor], targets: dict[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Fill `targets` in place, bucket by bucket (MindSpeed RL's allgather, without its swap so far).
+    """Fill `targets` in place, bucket by bucket (MindSpeed RL's allgather, without its swap so far). Collective.
 
     Args:
-        shards: parameters by name, DTensors sharded on dimension 0 over one mesh, or plain tensors.
-        targets: whole tensors of the same names and shapes, of any dtype.
-        bucket_bytes: what is gathered at a time; the only extra memory.
+        shards: parameters by name, DTensors sharded on dimension 0 of a one-dimensional mesh, or plain tensors.
+        targets: whole tensors of the same names and shapes, of any dtype; shards travel in it.
+        bucket_bytes: what is gathered at a time, but at least one parameter; about twice as much memory is needed.
+
+    Raises:
+        EngineError: the two sides do not have the same parameters, or a parameter is sharded otherwise.
     """
+    _check(shards, targets)
     bucket: list[str] = []
-    size = 0
+    size, kind = 0, None
     for name, shard in shards.items():
+        target = targets[name]
         if not isinstance(shard, DTensor):
-            targets[name].copy_(shard)
+            target.copy_(shard)
             continue
-        bucket.append(name)
-        size += shard.numel() * shard.element_size()
-        if size >= bucket_bytes:
-            _gather_bucket({name: shards[name] for name in bucket}, targets)
+        bytes_here, kind_here = target.numel() * target.element_size(), (shard.device_mesh, target.dtype)
+        if bucket and (size + bytes_here > bucket_bytes or kind_here != kind):
+            _gather_bucket(bucket, shards, targets)
             bucket, size = [], 0
+        bucket.append(name)
+        size, kind = size + bytes_here, kind_here
     if bucket:
-        _gather_bucket({name: shards[name] for name in bucket}, targets)
+        _gather_bucket(bucket, shards, targets)
 
 
-def _gather_bucket(shards: dict[str, DTensor], targets: dict[str, Tensor]) -> None:
-    mesh = next(iter(shards.values())).device_mesh
-    ranks = mesh.size()
+def _check(shards: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    odd = sorted(shards.keys() ^ targets.keys())
+    if odd:
+        raise EngineError(f"the trained and the generating model have different parameters: only one has {odd[:5]}")
+    for name, shard in shards.items():
+        if shard.shape != targets[name].shape:
+            raise EngineError(f"parameter `{name}` has shape {list(shard.shape)} in training and "
+                              f"{list(targets[name].shape)} in generation")
+        if isinstance(shard, DTensor) and (shard.device_mesh.ndim != 1 or tuple(shard.placements) != (Shard(0),)):
+            raise EngineError(f"parameter `{name}` is placed as {shard.placements} on a mesh of "
+                              f"{shard.device_mesh.ndim} dimensions; only shards of dimension 0 on a mesh of one can "
+                              "be gathered")
+
+
+def _gather_bucket(names: list[str], shards: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    """One all-gather: dimension 0 is cut into pieces of ceil(rows / ranks), of which the last may be short or empty."""
+    mesh: DeviceMesh = shards[names[0]].device_mesh
     parts, sizes = [], []
-    for shard in shards.values():
-        rows = math.ceil(shard.shape[0] / ranks)
-        size = rows * math.prod(shard.shape[1:])
-        local = shard.to_local().flatten()
+    for name in names:
+        shard = shards[name]
+        size = math.ceil(shard.shape[0] / mesh.size()) * math.prod(shard.shape[1:])
+        local = shard.to_local().flatten().to(targets[name].dtype)
         parts.append(torch.nn.functional.pad(local, (0, size - len(local))))
         sizes.append(size)
     mine = torch.cat(parts)
-    everyone = mine.new_empty(ranks, len(mine))
+    everyone = mine.new_empty(mesh.size(), len(mine))
     dist.all_gather(list(everyone.unbind(0)), mine, group=mesh.get_group())
-    for (name, shard), piece in zip(shards.items(), everyone.split(sizes, 1)):
-        targets[name].copy_(piece.reshape(-1)[: shard.numel()].view(shard.shape))
+    for name, piece in zip(names, everyone.split(sizes, 1)):
+        target = targets[name]
+        target.copy_(piece.reshape(-1)[: target.numel()].view(target.shape))

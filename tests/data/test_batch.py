@@ -1,0 +1,189 @@
+"""Ragged columns and batches: views where promised, copies of the rows asked for, and errors instead of nonsense."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from distflow.data.batch import Batch, Ragged, decode_text, encode_text
+from distflow.schema.errors import ColumnError
+
+QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+LENGTHS = st.lists(st.integers(0, 5), max_size=7)
+TRAILING = st.sampled_from([(), (3,), (2, 2)])
+
+
+def ragged(lengths: list[int], trailing: tuple[int, ...] = ()) -> Ragged:
+    """Every element different from all others."""
+    total = sum(lengths) * torch.Size(trailing).numel()
+    return Ragged(torch.arange(total).reshape(-1, *trailing), torch.tensor(lengths, dtype=torch.int64))
+
+
+def batch(lengths: list[int]) -> Batch:
+    rows = len(lengths)
+    image = torch.arange(rows * 6).reshape(rows, 2, 3)
+    return Batch(torch.arange(rows) + 10, {"tokens": ragged(lengths), "image": image})
+
+
+def same(one: Ragged, other: Ragged) -> bool:
+    return torch.equal(one.lengths, other.lengths) and torch.equal(one.values, other.values)
+
+
+@QUIET
+@given(LENGTHS, TRAILING)
+def test_rows_make_the_column_that_they_came_from(lengths, trailing):
+    column = ragged(lengths, trailing)
+    assert [len(row) for row in column.rows] == lengths
+    assert len(column) == len(lengths)
+    assert column.offsets.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    if lengths:
+        assert same(Ragged.from_rows(column.rows), column)
+
+
+@QUIET
+@given(LENGTHS, TRAILING, st.sampled_from(["left", "right"]))
+def test_padding_puts_each_row_at_its_end(lengths, trailing, side):
+    column = ragged(lengths, trailing)
+    padded = column.padded(-1, side)
+    assert padded.shape == (len(lengths), max(lengths, default=0), *trailing)
+    for row, elements in enumerate(column.rows):
+        start = padded.shape[1] - len(elements) if side == "left" else 0
+        assert torch.equal(padded[row, start : start + len(elements)], elements)
+        assert (padded[row] == -1).sum() == (padded.shape[1] - len(elements)) * torch.Size(trailing).numel()
+    if side == "right":
+        assert same(Ragged.from_padded(padded, column.lengths), column)
+
+
+@QUIET
+@given(LENGTHS, TRAILING, st.data())
+def test_a_slice_is_a_view(lengths, trailing, data):
+    column = ragged(lengths, trailing)
+    start = data.draw(st.integers(0, len(lengths)))
+    stop = data.draw(st.integers(start, len(lengths)))
+    part = column.slice(start, stop)
+    assert part.lengths.tolist() == lengths[start:stop]
+    assert all(torch.equal(a, b) for a, b in zip(part.rows, column.rows[start:stop]))
+    if len(part.values):
+        offset = int(column.offsets[start]) * column.values.stride(0) * column.values.element_size()
+        assert part.values.data_ptr() == column.values.data_ptr() + offset
+
+
+@QUIET
+@given(LENGTHS.filter(len), TRAILING, st.data())
+def test_selected_rows_come_in_the_order_asked_for(lengths, trailing, data):
+    column = ragged(lengths, trailing)
+    index = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=9))
+    part = column.select(torch.tensor(index, dtype=torch.int64))
+    assert part.lengths.tolist() == [lengths[row] for row in index]
+    assert all(torch.equal(row, column.rows[chosen]) for row, chosen in zip(part.rows, index))
+
+
+def test_a_mask_selects_too():
+    assert ragged([2, 0, 1]).select(torch.tensor([True, False, True])).lengths.tolist() == [2, 1]
+
+
+def test_an_empty_row_does_not_change_the_type_of_tokens():
+    """`torch.tensor([])` is float32, and cat would make floats of all token ids."""
+    column = Ragged.from_rows([torch.tensor([5, 6]), torch.tensor([]), torch.tensor([7])])
+    assert column.values.dtype == torch.int64
+    assert column.lengths.tolist() == [2, 0, 1]
+    assert Ragged.from_rows([], torch.bool).values.dtype == torch.bool
+
+
+@pytest.mark.parametrize(("lengths", "what"), [(torch.tensor([1, 1]), "add up to 2, but it has 3 values"),
+                                               (torch.tensor([1.0, 2.0]), "float32"),
+                                               (torch.tensor([[3]]), r"\[1, 1\]")])
+def test_lengths_that_do_not_fit_are_refused(lengths, what):
+    with pytest.raises(ColumnError, match=what):
+        Ragged(torch.arange(3), lengths)
+
+
+@QUIET
+@given(st.lists(st.text(st.characters(codec=None), max_size=6), max_size=6))
+@example(["half \ud83d a pair", "", "\x00"])
+def test_text_comes_back(texts):
+    """Every character, half surrogates included, and empty strings."""
+    assert decode_text(encode_text(texts)) == texts
+
+
+def test_a_slice_of_text_is_its_text():
+    column = encode_text(["", "größer", "数学", "🙂", ""])
+    assert decode_text(column.slice(1, 4)) == ["größer", "数学", "🙂"]
+    assert decode_text(column.select(torch.tensor([3, 0, 1]))) == ["🙂", "", "größer"]
+
+
+@pytest.mark.parametrize("column", [Ragged.from_rows([torch.tensor([1, 2])]),
+                                    Ragged.from_rows([torch.tensor([0xC3, 0x28], dtype=torch.uint8)])])
+def test_what_is_not_text_is_not_read_as_text(column):
+    with pytest.raises(ColumnError, match="Is another column meant"):
+        decode_text(column)
+
+
+@QUIET
+@given(LENGTHS, st.data())
+def test_slices_of_a_batch_are_views_and_concat_undoes_them(lengths, data):
+    whole = batch(lengths)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(lengths)), max_size=4)))
+    parts = [whole.slice(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(lengths)])]
+    storage = whole["image"].untyped_storage().data_ptr()
+    assert all(part["image"].untyped_storage().data_ptr() == storage for part in parts)
+    joined = Batch.concat(parts)
+    assert torch.equal(joined.ids, whole.ids)
+    assert torch.equal(joined["image"], whole["image"])
+    assert same(joined["tokens"], whole["tokens"])
+
+
+def test_selecting_rows_of_a_batch_moves_their_ids():
+    part = batch([1, 2, 3]).select(torch.tensor([2, 0]))
+    assert part.ids.tolist() == [12, 10]
+    assert part["tokens"].values.tolist() == [3, 4, 5, 0]
+    assert part["image"][:, 0, 0].tolist() == [12, 0]
+
+
+@QUIET
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3))
+def test_repeated_rows_know_their_origin(lengths, times, again):
+    """Through two repetitions too: dividing gives the origin back, and ids stay unique and ascending."""
+    whole = batch(lengths)
+    twice = whole.repeat(times).repeat(again)
+    assert torch.equal(twice.ids // (times * again), whole.ids.repeat_interleave(times * again))
+    assert len(torch.unique(twice.ids)) == len(twice)
+    assert bool((twice.ids.diff() > 0).all())
+    assert [row.tolist() for row in twice["tokens"].rows] == [
+        row.tolist() for row in whole["tokens"].rows for _ in range(times * again)]
+
+
+def test_a_part_without_rows_has_no_say_in_form_or_type():
+    """A rank that never saw a row can only guess what a column is."""
+    guess = Batch(torch.empty(0, dtype=torch.int64), {"a": torch.empty(0), "b": torch.empty(0)})
+    real = Batch(torch.tensor([4]), {"a": ragged([2], (3,)), "b": torch.tensor([7])})
+    for parts in ([guess, real], [real, guess]):
+        joined = Batch.concat(parts)
+        assert same(joined["a"], real["a"])
+        assert joined["b"].tolist() == [7]
+        assert joined["b"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(("columns", "what"), [({"b": torch.zeros(1)}, "not all of them have a, b"),
+                                               ({"a": ragged([1])}, "`a` do not fit together: Ragged and Tensor"),
+                                               ({"a": torch.zeros(1, 4)}, r"\[\] and \[4\]")])
+def test_batches_that_do_not_fit_are_not_joined(columns, what):
+    one = Batch(torch.tensor([0]), {"a": torch.zeros(1)})
+    with pytest.raises(ColumnError, match=what):
+        Batch.concat([one, Batch(torch.tensor([1]), columns)])
+
+
+def test_a_batch_says_what_is_wrong_with_its_columns():
+    with pytest.raises(ColumnError, match="column `a` has 2 rows, the batch has 1"):
+        Batch(torch.tensor([0]), {"a": torch.zeros(2)})
+    with pytest.raises(ColumnError, match="no column `rewards`; there are image, tokens"):
+        batch([1])["rewards"]
+    with pytest.raises(ColumnError, match="there are none"):
+        Batch(torch.tensor([0]))["rewards"]
+
+
+def test_columns_are_chosen_and_added_without_a_copy():
+    whole = batch([2, 1])
+    assert whole.only(["image"])["image"] is whole["image"]
+    assert set(whole.with_columns({"scores": torch.zeros(2)}).columns) == {"tokens", "image", "scores"}
+    assert whole.nbytes == 8 * (2 + 2 + 3 + 12)

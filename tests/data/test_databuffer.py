@@ -1,0 +1,211 @@
+"""Rows between layouts, on real ranks: each arrives once, whole, beside its own, in every order of moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from walk import Builder, Walk, check_run, contents
+
+from distflow.data.batch import Batch, Ragged, decode_text, encode_text
+from distflow.data.databuffer import Databuffer
+from distflow.data.exchange import gather
+from distflow.observe.metrics import Metrics
+from distflow.schema.errors import ColumnError
+from distflow.schema.plan import Layout, Plan
+
+ONE, TWO, LAST = Layout(1), Layout(2), Layout(1, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_two_one_two_with_groups(batch):
+    """The shape of GRPO with a central reward: out to one rank and back, groups of three together."""
+    plan = (Builder(2, TWO)
+            .node("rollout", "r_prompt", "r_response t_completion i_pixels", TWO, repeats=3)
+            .node("reward", "t_completion r_prompt t_question", "d_reward", ONE)
+            .node("advantage", "d_reward r_response", "d_advantage", ONE)
+            .node("update", "r_prompt r_response d_advantage d_reward i_pixels", "", TWO)).plan()
+    results = check_run(plan, batch)
+    for _, metrics, exchanges in results:
+        # reward: completions, prompts and questions; advantage: responses; update: advantage, reward.
+        assert exchanges == [5, 5]
+        assert all(step["data/bytes_sent"] > 0 for step in metrics)
+
+
+def test_from_one_to_two_and_to_another_rank():
+    plan = (Builder(2, ONE)
+            .node("a", "r_prompt", "r_a", TWO)
+            .node("b", "r_a t_question", "d_b", LAST)
+            .node("c", "d_b r_a r_prompt", "i_c", ONE)
+            .node("d", "i_c d_b t_question", "", TWO)).plan()
+    for batch in (1, 4):
+        check_run(plan, batch)
+
+
+def test_four_two_four():
+    plan = (Builder(4, Layout(4))
+            .node("rollout", "r_prompt", "r_response", Layout(4), repeats=2)
+            .node("score", "r_response t_question", "d_score", Layout(2, 2))
+            .node("twice", "d_score", "t_more", Layout(3), repeats=2)
+            .node("update", "t_more d_score r_response r_prompt", "", Layout(4))).plan()
+    for batch in (3, 7):
+        check_run(plan, batch)
+
+
+def test_one_rank_moves_nothing():
+    plan = (Builder(1, ONE).node("a", "r_prompt", "r_a", ONE, repeats=2).node("b", "r_a r_prompt", "", ONE)).plan()
+    _, metrics, exchanges = check_run(plan, 3)[0]
+    assert exchanges == [0, 0]
+    assert "data/bytes_sent" not in metrics[0]
+
+
+def test_a_column_with_two_readers_moves_once():
+    """Of `second`'s columns, one is there already; only the other moves."""
+    plan = (Builder(2, TWO)
+            .node("a", "r_prompt", "r_a t_a", TWO)
+            .node("first", "r_a", "d_first", ONE)
+            .node("second", "r_a t_a d_first", "d_second", ONE)
+            .node("third", "t_a r_a", "d_third", ONE)).plan()
+    for _, _, exchanges in check_run(plan, 5):
+        assert exchanges == [2, 2]
+
+
+def test_a_join_of_three_layouts():
+    plan = (Builder(2, TWO)
+            .node("here", "r_prompt", "d_here", ONE)
+            .node("there", "r_prompt", "i_there", LAST)
+            .node("both", "r_prompt", "t_both", TWO)
+            .node("join", "d_here i_there t_both r_prompt", "", LAST)
+            .node("again", "i_there t_both d_here", "", TWO)).plan()
+    check_run(plan, 5)
+
+
+def test_there_and_back_within_a_step_returns_what_is_new():
+    """Each node rewrites what came and sends it back; a cache without a key would return the first."""
+    plan = (Builder(2, TWO)
+            .node("a", "r_prompt", "r_a", ONE)
+            .node("b", "r_a", "r_b", TWO)
+            .node("c", "r_b r_a", "r_c", ONE)
+            .node("d", "r_c r_b r_a", "r_d", TWO)
+            .node("e", "r_d r_c r_b r_a", "", ONE)).plan()
+    check_run(plan, 5, steps=3)
+
+
+@st.composite
+def plans(draw) -> Plan:
+    """Any chain of nodes in any layouts of three ranks; each reads some columns whose rows can be matched."""
+    layout = st.integers(1, 3).flatmap(lambda dp: st.builds(Layout, st.just(dp), st.integers(0, 3 - dp)))
+    builder = Builder(3, draw(layout), "r_x t_x d_x")
+    for number in range(draw(st.integers(1, 5))):
+        fans = {column: builder.fan(producer) for column, producer in builder.writers.items()}
+        fan = draw(st.sampled_from(sorted(set(fans.values()))))
+        fitting = [column for column, other in fans.items() if fan[: len(other)] == other]
+        reads = draw(st.lists(st.sampled_from(fitting), min_size=1, max_size=3, unique=True))
+        kinds = draw(st.lists(st.sampled_from("rdti"), max_size=2, unique=True))
+        builder.node(f"n{number}", " ".join(reads), " ".join(f"{kind}_{number}" for kind in kinds), draw(layout),
+                     draw(st.sampled_from([1, 1, 2, 3])))
+    return builder.plan()
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(plans(), st.integers(1, 7))
+def test_any_plan_on_three_ranks(plan, batch):
+    check_run(plan, batch)
+
+
+def balanced(plan: Plan) -> tuple[list[int], dict[str, float]]:
+    """One step of eight prompts with 8, 7 … 1 tokens, all on rank 0 at first: who has which, and the metrics."""
+    walker, rank = Walk(plan, 8), dist.get_rank()
+    ids = torch.arange(8 if rank == 0 else 0)
+    tokens = Ragged.from_rows([torch.zeros(8 - row, dtype=torch.int64) for row in ids.tolist()])
+    walker.buffer.start(Batch(ids, {"r_prompt": tokens, "d_size": ids.double()} if rank == 0 else {}))
+    for task in plan.tasks:
+        inputs = walker.buffer.take(task)
+        walker.buffer.put(task, {}, inputs.ids)
+    return inputs.ids.tolist(), walker.metrics.collect(gather)
+
+
+@pytest.mark.parametrize("first", ["r_prompt", "d_size"])
+def test_rows_are_shared_out_by_tokens(first):
+    """Even if a column without tokens is the first to move: what tasks of the layout will read counts."""
+    plan = (Builder(2, ONE, "r_prompt d_size").node("a", first, "", TWO).node("b", "r_prompt d_size", "", TWO)).plan()
+    (here, metrics), (there, _) = run_ranks(2, balanced, plan)
+    assert sorted(here + there) == list(range(8))
+    assert sum(9 - row for row in here) == sum(9 - row for row in there) == 22
+    assert metrics["data/imbalance"] == pytest.approx(1.0)
+
+
+def types_on_an_empty_rank() -> None:
+    plan = Builder(2, ONE, "i_x t_x d_x").node("a", "i_x t_x d_x", "", TWO).plan()
+    walker = Walk(plan, 1)
+    walker.buffer.start(walker.loader.next())
+    inputs = walker.buffer.take(plan.tasks[0])
+    assert len(inputs) == 1 - dist.get_rank()
+    assert inputs["i_x"].values.dtype == torch.float16
+    assert inputs["i_x"].values.shape[1:] == (3,)
+    assert inputs["d_x"].dtype == torch.float64
+    assert decode_text(inputs["t_x"]) == decode_text(contents("t_x", 0, [0][: len(inputs)]))
+
+
+def test_a_rank_without_rows_knows_the_types():
+    run_ranks(2, types_on_an_empty_rank)
+
+
+def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
+    """Run up to `node`, with `lost` ("NODE ids" or "NODE columns") missing; the error that this rank gets."""
+    walker, (loser, what) = Walk(plan, 4), lost.split()
+    walker.buffer.start(walker.loader.next())
+    for task in plan.tasks:
+        try:
+            inputs = walker.buffer.take(task)
+        except ColumnError as error:
+            assert task.node == node
+            return str(error)
+        ids = inputs.repeat(task.repeats).ids
+        ids = ids[task.repeats :] if (task.node, what) == (loser, "ids") else ids
+        names = () if (task.node, what) == (loser, "columns") else task.writes
+        walker.buffer.put(task, {name: contents(name, 0, ids.tolist()) for name in names}, ids)
+        if task.node == node:
+            return ""
+    return ""
+
+
+@pytest.mark.parametrize(("reads", "lost", "expected"), [
+    ("d_here d_there", "there", "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` owes"),
+    ("r_prompt r_reply", "rollout", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, "
+                                    "but its other inputs lack them"),
+])
+def test_missing_rows_are_named(reads, lost, expected):
+    plan = (Builder(2, ONE)
+            .node("here", "r_prompt", "d_here", ONE).node("there", "d_here", "d_there", ONE)
+            .node("rollout", "r_prompt", "r_reply", ONE, repeats=2).node("join", reads, "", LAST)).plan()
+    assert run_ranks(2, take_after_a_loss, plan, "join", f"{lost} ids") == ["", expected]
+
+
+def test_missing_columns_are_named():
+    plan = Builder(1, ONE).node("a", "r_prompt", "d_a", ONE).node("b", "d_a", "", ONE).plan()
+    error, = run_ranks(1, take_after_a_loss, plan, "b", "a columns")
+    assert error == "node `a` has 4 rows on rank 0, but not their column d_a; it has none"
+
+
+def test_rows_as_a_person_reads_them():
+    """From whatever layouts hold them here; a column whose rows are elsewhere is left out."""
+    plan = (Builder(2, TWO).node("rollout", "r_prompt", "t_completion r_tokens", TWO, repeats=2)
+            .node("reward", "t_completion", "d_reward", ONE)).plan()
+    rollout, reward = plan.tasks
+    buffer = Databuffer(plan, 0, Metrics())
+    buffer.start(Batch(torch.arange(3), {"t_question": encode_text(["a", "b", "c"])}))
+    ids = torch.arange(6)
+    buffer.put(rollout, {"t_completion": encode_text("uvwxyz"), "r_tokens": Ragged.from_rows(list(ids[:, None]))}, ids)
+    names = ("t_question", "t_completion", "r_tokens", "d_reward")
+    assert buffer.readable(names, 3) == {"t_question": ["a", "b", "c"], "t_completion": ["u", "w", "y"],
+                                         "r_tokens": [[0], [2], [4]]}
+    buffer.put(reward, {"d_reward": torch.arange(12.0)}, torch.arange(12))
+    assert buffer.readable(names, 2)["d_reward"] == [0.0, 3.0]
+    assert set(buffer.readable(names, 2)) == set(names)
+    buffer.put(reward, {"d_reward": torch.zeros(0)}, torch.arange(0))
+    assert set(buffer.readable(names, 2)) == set(names) - {"d_reward"}
+    assert buffer.readable(names, 0) == {}

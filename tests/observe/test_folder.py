@@ -1,0 +1,125 @@
+"""The run's folder: a free name, valid lines, and after a resume nothing twice."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from distflow.observe.folder import RunFolder, choose
+from distflow.schema.errors import InvalidInput
+from distflow.schema.plan import Layout, Plan
+
+PLAN = Plan("grpo", "sync", 1, (), Layout(1))
+
+
+class Resolved:
+    """Of a spec, what the folder asks for."""
+
+    def resolved(self):
+        return {"dag": {"name": "größe"}, "run": {"steps": 3}}
+
+
+def lines_of(path: Path) -> list[dict]:
+    """Each line by a strict reader: NaN is not JSON."""
+    text = path.read_bytes().decode()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
+
+
+def test_names_count_up_and_choosing_makes_nothing(tmp_path):
+    output = tmp_path / "deep/runs"
+    assert choose(str(output), "grpo", None) == output / "grpo-1"
+    assert not output.exists()
+    (output / "grpo-1").mkdir(parents=True)
+    (output / "grpo-2").write_text("a file is in the way too")
+    assert choose(str(output), "grpo", None) == output / "grpo-3"
+    assert choose(str(output), "sft", None) == output / "sft-1"
+    assert choose(str(output), "grpo", "mine") == output / "mine"
+
+
+def test_a_taken_name_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InvalidInput, match="a run named `mine` exists") as error:
+        choose(str(tmp_path), "grpo", "mine")
+    assert f"distflow resume {tmp_path / 'mine'}" in str(error.value)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="file is not a folder"):
+        choose(str(tmp_path / "file/runs"), "grpo", None)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(InvalidInput, match="is not writable"):
+        choose(str(tmp_path / "runs"), "grpo", None)
+
+
+def test_what_is_needed_to_repeat_a_run(tmp_path):
+    folder = tmp_path / "runs/a"
+    RunFolder.create(folder, Resolved(), PLAN, ["/some/where"])
+    assert {path.name for path in folder.iterdir()} == {"dag.yaml", "run.yaml", "launch.json", "plan.json"}
+    assert json.loads((folder / "launch.json").read_text()) == {"search": ["/some/where"]}
+    assert json.loads((folder / "plan.json").read_text())["digest"] == PLAN.digest
+
+
+def test_a_name_that_another_run_took_meanwhile(tmp_path):
+    RunFolder.create(tmp_path / "a", Resolved(), PLAN, [])
+    with pytest.raises(InvalidInput, match="a run named `a` exists"):
+        RunFolder.create(tmp_path / "a", Resolved(), PLAN, [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot be made"):
+        RunFolder.create(tmp_path / "file/a", Resolved(), PLAN, [])
+
+
+def test_lines_are_valid_whatever_they_hold(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"loss": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
+    samples = [{"completions": "two\u2028lines, half \ud83d a pair, größer, \x85\r\n", "rewards": math.nan},
+               {"completions": "", "tokens": [1, -math.inf]}]
+    folder.write_samples(1, samples)
+    folder.close({"steps": 1, "accuracy_after": math.nan, "accuracy": {"heldout": [0.5, math.nan]}})
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "reward/mean": 0.5}]
+    assert lines_of(tmp_path / "samples.jsonl") == [{"step": 1, **samples[0], "rewards": None},
+                                                    {"step": 1, "completions": "", "tokens": [1, None]}]
+    assert "größer" in (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary == {"steps": 1, "accuracy_after": None, "accuracy": {"heldout": [0.5, None]}}
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 2, "loss": 9}', '{"step": 2}\n{"step"', "\n", "7\n",
+                                  "[]\n"])
+def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path, torn):
+    """Whole lines of steps up to the checkpoint stay, odd text and all; a line without its end goes."""
+    first = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        first.write_metrics(step, {"loss": float(step)})
+        first.write_samples(step, [{"completions": "a\u2028b\x85c"}])
+    first.close({})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    again = RunFolder(tmp_path, resumed_at=2)
+    again.write_metrics(3, {"loss": 30.0})
+    again.close({})
+    assert [line for line in lines_of(tmp_path / "metrics.jsonl") if line != {"step": 2}] == [
+        {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 30.0}]
+    assert [line["step"] for line in lines_of(tmp_path / "samples.jsonl")] == [1, 2]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".json", ""}
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+    first = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        first.write_metrics(step, {"loss": float(step)})
+    first.close({})
+    again = RunFolder(tmp_path, resumed_at=2)
+    again.write_metrics(3, {"loss": 30.0})
+    again.close({})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_resume_before_anything_was_written(tmp_path):
+    RunFolder(tmp_path, resumed_at=0).close({})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""

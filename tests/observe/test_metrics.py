@@ -1,0 +1,83 @@
+"""Numbers of all ranks as one: sums, maxima and means over all items, whoever has them."""
+
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from distflow.data.exchange import gather
+from distflow.observe.metrics import Metrics, current
+
+
+def alone(payload: bytes) -> list[bytes]:
+    return [payload]
+
+
+def report() -> tuple[dict[str, float], dict[str, float]]:
+    rank, metrics = dist.get_rank(), Metrics()
+    metrics.mean("mean", 10.0 * rank, rank)
+    metrics.mean_of("of", torch.arange(rank + 1))
+    metrics.add("sum", rank)
+    metrics.add("sum", torch.tensor(0.5))
+    metrics.maximum("max", -rank)
+    if rank == 2:
+        metrics.add("rare/sum", 5)
+        metrics.maximum("rare/max", -5)
+    metrics.mean_of("never", torch.zeros(0))
+    first = metrics.collect(gather)
+    return first, metrics.collect(gather)
+
+
+def test_three_ranks_make_one_number():
+    for first, second in run_ranks(3, report):
+        assert first == {"max": 0.0, "mean": 10.0, "of": pytest.approx(4 / 6), "rare/max": -5.0, "rare/sum": 5.0,
+                         "sum": 4.5}
+        assert list(first) == sorted(first)
+        assert second == {}
+
+
+def conflict() -> str:
+    metrics = Metrics()
+    getattr(metrics, "add" if dist.get_rank() else "maximum")("speed", 1.0)
+    with pytest.raises(ValueError, match="speed") as error:
+        metrics.collect(gather)
+    return str(error.value)
+
+
+def test_one_name_for_two_kinds_is_refused_on_every_rank():
+    errors = run_ranks(2, conflict)
+    assert errors == ["metric `speed` is reported as max and as sum; give one of them another name"] * 2
+    metrics = Metrics()
+    metrics.mean("loss", 1.0)
+    with pytest.raises(ValueError, match="`loss` is reported as mean and as sum"):
+        metrics.add("loss", 1.0)
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan), (1.0, math.nan, 2.0)])
+def test_a_maximum_does_not_hide_what_is_no_number(values):
+    metrics = Metrics()
+    for value in values:
+        metrics.maximum("grad_norm", value)
+    assert math.isnan(metrics.collect(alone)["grad_norm"])
+
+
+def test_truth_values_have_a_mean():
+    metrics = Metrics()
+    metrics.mean_of("finished", torch.tensor([True, False, True, True]))
+    assert metrics.collect(alone) == {"finished": 0.75}
+
+
+def test_all_of_a_worker_report_to_the_same():
+    assert current() is current()
+
+
+def test_what_travels_is_not_pickled():
+    sent = []
+    metrics = Metrics()
+    metrics.add("a", 1)
+    metrics.collect(lambda payload: sent.append(payload) or [payload])
+    with pytest.raises((pickle.UnpicklingError, EOFError, ValueError)):
+        pickle.loads(sent[0])

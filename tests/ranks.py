@@ -1,0 +1,121 @@
+"""Real ranks for tests: processes with a gloo group, started once a session and used again by every test."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import multiprocessing
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_LIMIT = 120.0
+_pool: list[tuple[multiprocessing.Process, Connection]] = []
+_calls = 0
+
+
+class RankFailed(AssertionError):
+    """A rank raised, or died. The message has its traceback."""
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(*arguments)` on each of `ranks` processes that form a gloo group of their own; the results by rank.
+
+    `function` lives at the top of its module, which is loaded from its file in each process.
+
+    Raises:
+        RankFailed: with the first error and its traceback. The ranks are then replaced, as others may wait for it.
+    """
+    import torch.distributed as dist
+
+    global _calls
+    _calls += 1
+    while len(_pool) < ranks:
+        _pool.append(_start())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = (store.port, _calls, ranks, function.__code__.co_filename, function.__qualname__, arguments)
+    used = _pool[:ranks]
+    for rank, (_, line) in enumerate(used):
+        line.send((rank, *job))
+    try:
+        return _results(used)
+    except RankFailed:
+        for process, line in used:
+            _end(process, line)
+        del _pool[:ranks]
+        raise
+
+
+def _results(used: list[tuple[multiprocessing.Process, Connection]]) -> list[Any]:
+    results: dict[int, Any] = {}
+    lines = {line: rank for rank, (_, line) in enumerate(used)}
+    while len(results) < len(used):
+        ready = wait([line for line, rank in lines.items() if rank not in results], timeout=_LIMIT)
+        if not ready:
+            raise RankFailed(f"ranks {sorted(set(lines.values()) - set(results))} have not finished in {_LIMIT} s")
+        for line in ready:
+            rank = lines[line]
+            try:
+                good, value = line.recv()
+            except EOFError:
+                process = used[rank][0]
+                process.join()
+                raise RankFailed(f"rank {rank} died with exit code {process.exitcode}") from None
+            if not good:
+                raise RankFailed(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(used))]
+
+
+def _start() -> tuple[multiprocessing.Process, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _end(process: multiprocessing.Process, line: Connection) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.join()
+    line.close()
+
+
+def _serve(line: Connection) -> None:
+    """One rank: jobs until the tests are over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError):
+        while True:
+            job = line.recv()
+            try:
+                line.send((True, _run(*job)))
+            except BaseException:  # noqa: BLE001 - whatever a test raises belongs to the process that runs the tests
+                line.send((False, traceback.format_exc()))
+
+
+def _run(rank: int, port: int, call: int, ranks: int, path: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"call{call}", store), rank=rank, world_size=ranks,
+                            timeout=datetime.timedelta(seconds=_LIMIT / 2))
+    try:
+        return getattr(_module(path), name)(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _module(path: str) -> Any:
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, path)
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path])
+    return sys.modules[path]

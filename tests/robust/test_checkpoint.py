@@ -1,0 +1,209 @@
+"""Checkpoints are whole or not there, whatever happens while they are written, and fit any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import RankFailed, run_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from distflow.robust import checkpoint
+from distflow.robust.checkpoint import Checkpoints
+from distflow.robust.whole import read_progress, whole
+from distflow.schema.errors import CheckpointError, Disagreement
+
+
+class Engine:
+    """A small model with Adam, sharded over all ranks; every rank trains on the same rows."""
+
+    def __init__(self, seed: int, width: int = 5):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def train(self, step: int) -> None:
+        rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        self.model(rows).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def weights(self) -> list[list[float]]:
+        return [parameter.full_tensor().flatten().tolist() for parameter in self.model.parameters()]
+
+
+def train_and_save(folder: Path, steps: int, keep: int) -> list[list[list[float]]]:
+    """The weights after each step; every step is saved."""
+    engines, seen = {"actor": Engine(0), "critic": Engine(1)}, []
+    for step in range(1, steps + 1):
+        for engine in engines.values():
+            engine.train(step)
+        Checkpoints(folder, keep).save(step, engines, {"source": {"position": 10 * step}})
+        seen.append(engines["actor"].weights() + engines["critic"].weights())
+    return seen
+
+
+def load(folder: Path, train_on: int | None = None) -> tuple[dict[str, Any], list[list[float]]]:
+    engines = {"actor": Engine(7), "critic": Engine(8)}
+    progress = Checkpoints(folder, 2).load(engines)
+    if train_on is not None:
+        for engine in engines.values():
+            engine.train(train_on)
+    return progress, engines["actor"].weights() + engines["critic"].weights()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_stay_and_load_on_as_many_ranks(tmp_path):
+    states = run_ranks(2, train_and_save, tmp_path, 4, 2)[0]
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert whole(tmp_path) == [tmp_path / "step-00000003", tmp_path / "step-00000004"]
+    for progress, weights in run_ranks(2, load, tmp_path):
+        assert progress == {"step": 4, "source": {"position": 40}}
+        assert weights == states[3]
+
+
+def test_the_optimizer_goes_on_as_if_nothing_happened(tmp_path):
+    """After the next step as well, the weights are those of a run that was never stopped."""
+    states = run_ranks(2, train_and_save, tmp_path / "whole", 3, 1)[0]
+    run_ranks(2, train_and_save, tmp_path / "part", 2, 1)
+    assert run_ranks(2, load, tmp_path / "part", 3)[0][1] == states[2]
+
+
+def test_two_ranks_save_and_other_numbers_load(tmp_path):
+    states = run_ranks(2, train_and_save, tmp_path, 1, 1)[0]
+    for ranks in (1, 3):
+        assert all(weights == states[0] for _, weights in run_ranks(ranks, load, tmp_path))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("harm", [
+    lambda newest: cut(next(newest.glob("*.distcp"))), lambda newest: next(newest.glob("*.distcp")).unlink(),
+    lambda newest: cut(newest / ".metadata"), lambda newest: (newest / ".metadata").unlink(),
+    lambda newest: cut(newest / "progress.json"), lambda newest: (newest / "progress.json").unlink(),
+    lambda newest: (newest / "progress.json").write_text("{}"), lambda newest: newest.rename(f"{newest}.partial"),
+    lambda newest: (newest / "progress.json").write_text('{"step": 2, "files": []}'),
+], ids=["shard cut", "shard lost", "metadata cut", "metadata lost", "progress cut", "progress lost", "foreign",
+        "partial", "other form"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path, saved, harm):
+    copy = tmp_path / "checkpoints"
+    copy.mkdir()
+    for step in saved.iterdir():
+        (copy / step.name).mkdir()
+        for file in step.iterdir():
+            (copy / step.name / file.name).write_bytes(file.read_bytes())
+    assert [path.name for path in whole(copy)] == ["step-00000001", "step-00000002"]
+    harm(copy / "step-00000002")
+    assert [path.name for path in whole(copy)] == ["step-00000001"]
+    assert run_ranks(1, load, copy)[0][0]["step"] == 1
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(1, train_and_save, folder, 2, 2)
+    return folder
+
+
+def test_what_other_runs_left_is_cleared_and_names_are_taken_anew(tmp_path):
+    """A partial folder of a killed save, half-removed old ones, and a torn one under the name that is due."""
+    for name in ("step-00000009.partial", "step-00000001.partial", "step-00000001.old", "step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    run_ranks(1, train_and_save, tmp_path, 1, 1)
+    assert names(tmp_path) == ["step-00000001"]
+    assert read_progress(tmp_path / "step-00000001")["step"] == 1
+
+
+def die_while_saving(folder: Path, where: str) -> None:
+    """Save once; in the second save, the rank that gets to `where` kills itself as the system would: SIGKILL."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    train_and_save(folder, 1, 1)
+    engines = {"actor": Engine(0), "critic": Engine(1)}
+    if where == "shards" and dist.get_rank() == 1:
+        dcp.FileSystemWriter.write_data = die
+    elif where == "metadata":
+        dcp.FileSystemWriter.finish = die
+    elif where == "progress":
+        checkpoint._write_progress = die
+    elif where == "name":
+        checkpoint._remove = die
+    Checkpoints(folder, 1).save(2, engines, {"source": {}})
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("shards", 2), ("metadata", 1), ("progress", 1), ("name", 1)])
+def test_a_kill_while_saving_leaves_the_older_one_whole(tmp_path, where, ranks):
+    with pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|Connection reset"):
+        run_ranks(ranks, die_while_saving, tmp_path, where)
+    assert names(tmp_path) == ["step-00000001", "step-00000002.partial"]
+    assert [path.name for path in whole(tmp_path)] == ["step-00000001"]
+    assert run_ranks(1, load, tmp_path)[0][0]["step"] == 1
+
+
+def refused(folder: Path, kind: str) -> str:
+    engines: dict[str, Any] = {"other": Engine(0)} if kind == "role" else {"actor": Engine(0, width=6)}
+    if kind == "another place":
+        folder = folder / str(dist.get_rank())
+    with pytest.raises((CheckpointError, Disagreement)) as error:
+        Checkpoints(folder, 1).load(engines)
+    return str(error.value)
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path, saved):
+    assert run_ranks(1, refused, tmp_path, "none")[0].startswith(f"there is no whole checkpoint in {tmp_path}")
+    for ranks in (1, 2):
+        shape = run_ranks(ranks, refused, saved, "shape")[0]
+        assert "cannot be loaded into role `actor`" in shape
+        assert "Was the model or the DAG changed since?" in shape
+    assert "cannot be loaded into role `other`" in run_ranks(1, refused, saved, "role")[0]
+    (tmp_path / "1").symlink_to(saved)
+    for error in run_ranks(2, refused, tmp_path, "another place"):
+        assert "rank 0: none, rank 1: step-00000002" in error
+
+
+def write_where_it_cannot(folder: Path) -> str:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    whole_writer = dcp.FileSystemWriter.write_data
+    if dist.get_rank() == 1:
+        dcp.FileSystemWriter.write_data = full
+    try:
+        with pytest.raises(CheckpointError) as error:
+            Checkpoints(folder, 1).save(5, {"actor": Engine(0)}, {})
+    finally:
+        dcp.FileSystemWriter.write_data = whole_writer
+    return str(error.value)
+
+
+def test_a_full_disk_is_said_on_every_rank(tmp_path):
+    for error in run_ranks(2, write_where_it_cannot, tmp_path):
+        assert "step-00000005 could not be written" in error
+        assert "No space left on device" in error
+        assert "rank 1" in error
+    assert whole(tmp_path) == []

@@ -1,0 +1,17 @@
+"""The command line asks for whole checkpoints without torch."""
+
+import subprocess
+import sys
+
+from harness import ROOT
+
+
+def test_no_torch_is_imported():
+    code = "import sys; import distflow.robust.whole; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_folder_that_is_not_there_has_none(tmp_path):
+    from distflow.robust.whole import whole
+
+    assert whole(tmp_path / "nowhere") == []

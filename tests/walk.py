@@ -1,0 +1,153 @@
+"""Plans that are run with contents which can be checked anywhere: for tests of what moves rows between ranks.
+
+A row's contents follow from its column, step and id.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import distflow.data.databuffer as module
+from distflow.data.batch import Batch, ColumnData, Ragged, encode_text
+from distflow.data.databuffer import Databuffer
+from distflow.data.dataloader import Dataloader
+from distflow.data.exchange import exchange, gather
+from distflow.observe.metrics import Metrics
+from distflow.schema.plan import ROW, SOURCE, Column, Layout, Plan, Task, Transfer
+
+FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged"}
+"""By a column's first letter: token ids, a number a row, text, ragged pixels (float16, three to an element)."""
+
+
+def contents(name: str, step: int, ids: list[int]) -> ColumnData:
+    kind, salt = name[0], sum(map(ord, name)) + 100 * step
+    if kind == "d":
+        return torch.tensor([7 * row + salt for row in ids], dtype=torch.float64)
+    if kind == "t":
+        return encode_text("é" * (row % 3) + f"{name}/{step}/{row}" * (row % 4 > 0) for row in ids)
+    rows = [torch.arange((3 * row + salt) % 5) + 1000 * row + salt for row in ids]
+    column = Ragged.from_rows(rows)
+    return column if kind == "r" else column.with_values(column.values[:, None].half().expand(-1, 3))
+
+
+def bits(column: ColumnData) -> tuple:
+    values = column.values if isinstance(column, Ragged) else column
+    return values.dtype, values.tolist(), column.lengths.tolist() if isinstance(column, Ragged) else None
+
+
+class Drawn:
+    """A dataset of which only positions matter."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def get(self, indices):
+        return list(indices)
+
+
+class Builder:
+    """Builds a plan node by node, as the planner would."""
+
+    def __init__(self, ranks: int, source: Layout, columns: str = "r_prompt t_question"):
+        self.ranks, self.source, self.tasks = ranks, source, {}
+        self.writers = dict.fromkeys(columns.split(), SOURCE)
+
+    def node(self, name: str, reads: str, writes: str, layout: Layout, repeats: int = 1) -> Builder:
+        wanted = reads.split()
+        producers = dict.fromkeys(self.writers[column] for column in wanted)
+        transfers = []
+        for producer in producers:
+            kind = "local" if self.layout(producer) == layout else "all_to_all"
+            names = tuple(column for column in wanted if self.writers[column] == producer)
+            transfers.append(Transfer(producer, names, kind))
+        fan = max((self.fan(producer) for producer in producers), key=len)
+        columns = [Column(column, column, self.writers[column], FORMS[column[0]]) for column in wanted]
+        self.tasks[name] = Task(name, "role", "COMPUTE", "function", {}, (*columns, Column(ROW, ROW, SOURCE, "Tensor")),
+                                tuple(writes.split()), layout, tuple(transfers), repeats, fan,
+                                (*fan, name) if repeats > 1 else fan)
+        self.writers |= dict.fromkeys(writes.split(), name)
+        return self
+
+    def layout(self, producer: str) -> Layout:
+        return self.source if producer == SOURCE else self.tasks[producer].layout
+
+    def fan(self, producer: str) -> tuple[str, ...]:
+        return () if producer == SOURCE else self.tasks[producer].out_fan
+
+    def plan(self) -> Plan:
+        return Plan("test", "sync", self.ranks, tuple(self.tasks.values()), self.source)
+
+
+class Walk:
+    """A rank that runs a plan and checks the contents of all that it takes."""
+
+    def __init__(self, plan: Plan, batch: int):
+        self.plan, self.metrics = plan, Metrics()
+        self.buffer = Databuffer(plan, dist.get_rank(), self.metrics)
+        self.step, self.seen, self.exchanges = 0, [], 0
+        share = plan.source.share(dist.get_rank())
+        self.loader = Dataloader(Drawn(), self.source, batch, 0, share, plan.source.dp)
+
+    def source(self, records: list) -> dict[str, ColumnData]:
+        start = self.loader.position - self.loader.batch
+        first = start + self.loader.batch * self.loader.share // self.loader.shares
+        names = {column.name for task in self.plan.tasks for column in task.reads if column.producer == SOURCE} - {ROW}
+        return {name: contents(name, self.step, list(range(first, first + len(records)))) for name in names}
+
+    def run_step(self) -> None:
+        self.buffer.start(self.loader.next())
+        for task in self.plan.tasks:
+            inputs = self.buffer.take(task)
+            self.check(task, inputs)
+            ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
+            columns = {name: contents(name, self.step, ids.tolist()) for name in task.writes} if len(ids) else {}
+            self.buffer.put(task, columns, ids)
+        self.step += 1
+
+    def check(self, task: Task, inputs: Batch) -> None:
+        self.seen.append((self.step, task.node, inputs.ids.tolist()))
+        assert bool((inputs.ids.diff() > 0).all())
+        assert torch.equal(inputs[ROW], inputs.ids)
+        for column in task.reads:
+            if column.name != ROW and len(inputs):
+                origin = inputs.ids // self.times(task, column.producer)
+                assert bits(inputs[column.parameter]) == bits(contents(column.name, self.step, origin.tolist())), column
+
+    def times(self, task: Task, producer: str) -> int:
+        result = 1
+        for node in task.fan[len(self.buffer._fan(producer)) :]:
+            result *= self.buffer.tasks[node].repeats
+        return result
+
+
+def walk(plan: Plan, batch: int, steps: int = 2) -> tuple[list, list, list]:
+    """What a rank saw, its metrics, and how many all-to-alls each step took."""
+    counted, walker, metrics, exchanges = [], Walk(plan, batch), [], []
+    module.exchange = lambda *arguments: counted.append(1) or exchange(*arguments)
+    try:
+        for _ in range(steps):
+            walker.run_step()
+            exchanges.append(len(counted) - sum(exchanges))
+            metrics.append(walker.metrics.collect(gather))
+    finally:
+        module.exchange = exchange
+    return walker.seen, metrics, exchanges
+
+
+def check_run(plan: Plan, batch: int, steps: int = 2) -> list[tuple]:
+    """Run on real ranks; then each row was at each node on exactly one rank, all rows of a prompt on the same."""
+    results = run_ranks(plan.ranks, walk, plan, batch, steps)
+    for step in range(steps):
+        for task in plan.tasks:
+            held = [next(ids for when, node, ids in seen if (when, node) == (step, task.node)) for seen, *_ in results]
+            fan = 1
+            for node in task.fan:
+                fan *= next(other.repeats for other in plan.tasks if other.node == node)
+            rows = sorted(row for ids in held for row in ids)
+            assert rows == list(range(step * batch * fan, (step + 1) * batch * fan)), (task.node, held)
+            prompts = [{row // fan for row in ids} for ids in held]
+            assert sum(map(len, prompts)) == batch, (task.node, held)
+            assert not any(ids for rank, ids in enumerate(held) if task.layout.share(rank) is None)
+    return results
