@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "distflow")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
-from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402 - needs the path above
+from distflow.robust.whole import whole  # noqa: E402 - needs the path above
+from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 INVALID = 2
@@ -91,7 +92,7 @@ def whole_checkpoint(folder: str) -> Path:
     Raises:
         InvalidInput: it has none.
     """
-    found = sorted(path.parent for path in Path(folder, "checkpoints").glob("step-????????/progress.json"))
+    found = whole(Path(folder, "checkpoints"))
     if not found:
         raise InvalidInput(f"{folder} has no whole checkpoint to go on from. Start it anew under another --name; "
                            "`--set checkpoint.every=N` decides how often a run saves.")

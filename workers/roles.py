@@ -19,6 +19,7 @@ from distflow.schema.run import Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
+from workers.engines import attention
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
@@ -35,6 +36,8 @@ class Role:
         trained = spec.dag.roles[name].trained
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.config, self.seed, self.step = model.config, spec.run.seed, 0
+        if mesh.device_type == "cpu":
+            model.set_attn_implementation(attention.NAME)
         self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
         self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained)
         self._version_in_rollout = -1

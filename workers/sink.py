@@ -28,19 +28,18 @@ class Sink:
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.folder = RunFolder(path, resumed_at) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
-        self.accuracy: dict[str, list[float]] = {}
-        self.tokens, self.seconds, self.began = 0.0, 0.0, 0.0
+        self.resumed, self.began = resumed_at is not None, 0.0
 
     def start(self, step: int) -> None:
-        """Before the first step: how good is the model?"""
-        self._validate(step)
+        """Before the first step: how good is the model? A run that goes on knows already."""
+        if not self.resumed:
+            self._validate(step)
         self.began = time.perf_counter()
 
     def finish(self, step: int, buffer: Databuffer) -> None:
         """After a step, on every rank: `step` counts from 0."""
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
-        self.seconds, self.tokens = self.seconds + seconds, self.tokens + values.get("tokens", 0.0)
         values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
         done = step + 1
         if self.folder:
@@ -59,7 +58,7 @@ class Sink:
         for name, role in trained.items():
             role.save_pretrained(self.path / ("model" if len(trained) == 1 else f"model-{name}"))
         if self.folder:
-            self.folder.close(self._summary())
+            self.folder.close({"plan": self.plan.digest, "ranks": self.plan.ranks, "seed": self.run.seed})
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
 
@@ -68,18 +67,10 @@ class Sink:
             return
         start = time.perf_counter()
         for name, value in self.validator.run().items():
-            self.accuracy.setdefault(name.removeprefix("validation/"), []).append(value)
             if self.folder:
                 self.folder.write_metrics(step, {name: value})
                 self.progress.say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
                                   f"({time.perf_counter() - start:.1f} s)")
-
-    def _summary(self) -> dict[str, Any]:
-        first = next(iter(self.accuracy.values()), [])
-        return {"steps": self.run.steps, "ranks": self.plan.ranks, "seed": self.run.seed, "plan": self.plan.digest,
-                "accuracy_before": first[0] if first else None, "accuracy_after": first[-1] if first else None,
-                "accuracy": self.accuracy, "seconds_in_steps": round(self.seconds, 3),
-                "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None}
 
 
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:

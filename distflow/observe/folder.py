@@ -90,12 +90,29 @@ class RunFolder:
             self.samples.write(json.dumps({"step": step, **_finite(row)}, ensure_ascii=False) + "\n")
         self.samples.flush()
 
-    def close(self, summary: dict[str, Any]) -> None:
-        """Write the summary, which says that the run came to its end."""
-        (self.path / "summary.json").write_text(json.dumps(_finite(summary), indent=1))
+    def close(self, facts: dict[str, Any]) -> None:
+        """Write the summary, which says that the run came to its end: what all steps say, and `facts`."""
         self.metrics.close()
         self.samples.close()
         self.board.close()
+        with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
+            summary = {**summarize([json.loads(line) for line in lines]), **facts}
+        (self.path / "summary.json").write_text(json.dumps(_finite(summary), indent=1))
+
+
+def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A run in a few numbers, from all its metrics lines. The accuracies are those of the first validation set."""
+    steps = [line for line in lines if "seconds" in line]
+    tokens, seconds = (sum(line.get(name) or 0.0 for line in steps) for name in ("tokens", "seconds"))
+    curves: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("validation/"):
+                curves.setdefault(name.removeprefix("validation/"), []).append(value)
+    first = next(iter(curves.values()), [None])
+    return {"steps": steps[-1]["step"] if steps else 0, "accuracy_before": first[0], "accuracy_after": first[-1],
+            "accuracy": curves, "seconds_in_steps": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else None}
 
 
 def _append(path: Path) -> TextIO:

@@ -53,7 +53,8 @@ class FSDPEngine:
         vectors = [p for p in self.policy.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": self.settings.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=tuple(self.settings.betas))
+        return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=tuple(self.settings.betas),
+                                 fused=True)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's part of each parameter, by the model's own names."""

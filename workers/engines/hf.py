@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from distflow.data.batch import Ragged
 from distflow.schema.run import Generation
@@ -14,6 +15,8 @@ from workers.engines.sampling import pick, uniform
 
 _LEAVE_SHARE = 8
 """Finished rows are taken out once they are an eighth of the batch: taking them out copies the cache."""
+_ROOM = 16
+"""Tokens that a row may grow by before its keys and values move to a larger place."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +80,38 @@ class _Decoder:
         output = self.model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True,
                             logits_to_keep=1)
         sample_of = torch.arange(len(prompts), device=device).repeat_interleave(repeats)
-        self.cache = output.past_key_values
-        self.cache.batch_select_indices(sample_of)
+        self.cache = _roomy(output.past_key_values, sample_of)
         self.logits, self.mask, self.position = output.logits[sample_of, -1], mask[sample_of], lengths[sample_of]
 
     def run(self, temperature: float, max_new_tokens: int) -> Samples:
         rows, device = len(self.ids), self.model.device
-        tokens = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(rows, max_new_tokens, device=device)
-        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        noise = uniform(self.key, self.ids, torch.arange(max_new_tokens, device=device)[:, None])
+        tokens = torch.zeros(max_new_tokens, rows, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(max_new_tokens, rows, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
         live = torch.arange(rows, device=device)
-        """Rows of the batch that the model still computes; some of them may be finished already."""
+        """Rows of the batch that the model still computes; what it adds to an ended one is dropped at last."""
         for step in range(max_new_tokens):
-            noise = uniform(self.key, self.ids[live], step)
-            chosen, chosen_logprobs = pick(self.logits, noise, temperature, self.engine.generation.top_k,
+            chosen, tokens_logprobs = pick(self.logits, noise[step, live], temperature, self.engine.generation.top_k,
                                            self.engine.generation.top_p)
-            going = ~finished[live]
-            tokens[live[going], step], logprobs[live[going], step] = chosen[going], chosen_logprobs[going]
-            lengths[live[going]] = step + 1
-            finished[live[going]] = torch.isin(chosen[going], self.engine.end_tokens)
-            going = ~finished[live]
-            count = int(going.sum())
+            tokens[step, live], logprobs[step, live] = chosen, tokens_logprobs
+            ended |= self._is_end(chosen)
+            count = len(live) - int(ended.sum())
             if count == 0 or step == max_new_tokens - 1:
                 break
             if (len(live) - count) * _LEAVE_SHARE >= len(live):
-                kept = going.nonzero().squeeze(1)
-                live, chosen = live[kept], chosen[kept]
+                kept = (~ended).nonzero().squeeze(1)
+                live, chosen, ended = live[kept], chosen[kept], ended[kept]
                 self._leave(kept)
             self._advance(chosen)
-        lengths = lengths.cpu()
-        ragged = Ragged.from_padded(tokens.cpu(), lengths)
-        return Samples(ragged, Ragged.from_padded(logprobs.cpu(), lengths), finished.cpu())
+        ends = self._is_end(tokens)
+        finished = ends.any(0)
+        lengths = torch.where(finished, ends.int().argmax(0) + 1, max_new_tokens).cpu()
+        ragged = Ragged.from_padded(tokens.T.cpu(), lengths)
+        return Samples(ragged, Ragged.from_padded(logprobs.T.cpu(), lengths), finished.cpu())
+
+    def _is_end(self, tokens: Tensor) -> Tensor:
+        return (tokens[..., None] == self.engine.end_tokens).any(-1)
 
     def _leave(self, kept: Tensor) -> None:
         self.cache.batch_select_indices(kept)
@@ -119,3 +122,39 @@ class _Decoder:
         output = self.model(chosen[:, None], attention_mask=self.mask, position_ids=self.position[:, None],
                             past_key_values=self.cache, use_cache=True)
         self.logits, self.position = output.logits[:, -1], self.position + 1
+
+
+class _Roomy(DynamicLayer):
+    """Keys and values of a layer with room for more, so that a new token does not copy all old ones."""
+
+    def __init__(self, layer: DynamicLayer, rows: Tensor):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self._keep(layer.keys, layer.values, rows)
+
+    def _keep(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
+        used = keys.shape[2]
+        self.room = keys.new_empty(2, len(rows), keys.shape[1], used + _ROOM, keys.shape[3])
+        for room, old in zip(self.room, (keys, values)):
+            room[:, :, :used] = old[rows]
+        self.keys, self.values = self.room[0, :, :, :used], self.room[1, :, :, :used]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        used, now = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if now > self.room.shape[3]:
+            self._keep(self.keys, self.values, torch.arange(len(self.keys), device=self.keys.device))
+        self.room[0, :, :, used:now], self.room[1, :, :, used:now] = key_states, value_states
+        self.keys, self.values = self.room[0, :, :, :now], self.room[1, :, :, :now]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._keep(self.keys, self.values, indices)
+
+
+def _roomy(cache: Cache, rows: Tensor) -> Cache:
+    """The cache with each of `rows`, with room to grow where its layers are plain ones."""
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        cache.batch_select_indices(rows)
+    else:
+        cache.layers = [_Roomy(layer, rows) for layer in cache.layers]
+    return cache

@@ -17,13 +17,16 @@ def _signed(value: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
-_POSITION = 0xD1B54A32D192ED03
+_POSITION = _signed(0xD1B54A32D192ED03)
 
 
-def uniform(key: int, ids: Tensor, position: int) -> Tensor:
-    """[B] float64 in [0, 1) for rows `ids` [B] int64; SplitMix64 (Steele et al. 2014) as a counter-based generator."""
+def uniform(key: int, ids: Tensor, position: int | Tensor) -> Tensor:
+    """float64 in [0, 1) for rows `ids` [B] at `position`, which broadcast.
+
+    SplitMix64 (Steele et al. 2014) as a counter-based generator.
+    """
     state = _mix(ids * _GOLDEN + _mix(torch.tensor(key)).to(ids.device))
-    bits = _mix(state + _signed(position * _POSITION))
+    bits = _mix(state + torch.as_tensor(position, device=ids.device) * _POSITION)
     return _shift(bits, 11).double() * 2.0**-53
 
 

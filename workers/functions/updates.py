@@ -42,7 +42,8 @@ def policy_update(
     for _ in range(epochs):
         for part in range(mini_batches):
             chosen = rows if mini_batches == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
-            _optimize(engine, _weighted(engine, chosen, aggregate, fixed_length), loss)
+            chosen = _weighted(engine, chosen, aggregate, fixed_length)
+            _optimize(engine, chosen if kl else _telling(chosen), loss)
 
 
 @node(type="MODEL_TRAIN", default_for="student")
@@ -69,6 +70,15 @@ def _weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | Non
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
     return rows.with_columns({"weights": mask.with_values(weights)})
+
+
+def _telling(rows: Batch) -> Batch:
+    """The rows that have a gradient: without a KL term a row whose advantages are all 0 has none."""
+    advantages = rows["advantages"]
+    tells = torch.zeros(len(rows), dtype=torch.bool)
+    tells[advantages.row_of[advantages.values != 0]] = True
+    current().mean("policy/rows_without_gradient", (~tells).sum(), len(tells))
+    return rows.select(tells.nonzero().squeeze(1))
 
 
 def _optimize(engine: Role, rows: Batch, loss, temperature: float | None = None) -> None:

@@ -1,0 +1,273 @@
+"""GRPO end to end: completion tokens per second of distflow and of TRL's GRPOTrainer, and their reward curves.
+
+Both train the same model folder on the same prompts in the same order, with two processes under torchrun, one thread
+each, on the CPU, in float32: 32 prompts an update, 8 samples a prompt at temperature 1, one optimizer step an update,
+token-mean loss, group-normalised advantages, AdamW. Both call distflow's `math` reward, the same source file. The two
+take turns; repeat `i` uses seed `i` on both sides.
+
+Choices, each of them the cheaper one for TRL where it matters:
+- No KL term (TRL's default, `beta=0`): TRL keeps no reference model then, and distflow runs `grpo.yaml` without its
+  reference node. Both compute the policy's log-probabilities and entropies once, in the training pass.
+- One micro-batch an update (`per_device_train_batch_size` 128), no gradient checkpointing, no logging, saving or
+  progress bar in TRL; distflow keeps its own: metrics, samples and TensorBoard events of every update, and timed.
+- `ddp_find_unused_parameters=False` and `dataloader_pin_memory=False`, which are not TRL's defaults and faster here.
+- Prompts are rendered by the chat template before TRL starts; TRL would do it for every completion of every update.
+- Plain `generate` with its dynamic cache. Of TRL's accelerators of generation, vLLM wants a GPU, and transformers'
+  continuous batching took 1.7 times as long per update on two CPU cores (and all memory, unless it is told a size).
+- TRL's warm-up is made to start above zero, as distflow's does, so that both have the same rate in every update.
+
+Time runs from the end of one update to the end of another, as the parent process reads of them, over the updates after
+the first `--skip`. Tokens are those of the completions up to and including their end.
+
+The curves agree if zero lies in the 95% interval (Student's t over the seeds, two standard errors if there are many) of
+the difference in mean reward over the last third of the updates; three repeats are the least that says anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from argparse import Namespace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.ratio import conclude, interleaved, options, parsed, ratios  # noqa: E402 - needs the path above
+from distflow.data.dataloader import Dataloader  # noqa: E402
+from distflow.data.records import open_records  # noqa: E402
+from distflow.schema.shipped import SHIPPED  # noqa: E402
+from distflow.schema.source import read  # noqa: E402
+from distflow.schema.spec import Spec, load  # noqa: E402
+
+RANKS, GOAL = 2, 2.0
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+_STEP = re.compile(r"\bstep (\d+)/\d+\b")
+
+
+_STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""How many standard errors either way hold 95%, by the number of seeds."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training run, update by update: when it ended, its completion tokens, its mean reward."""
+
+    ends: list[float]
+    tokens: list[float]
+    rewards: list[float]
+
+    def tokens_per_second(self, skip: int) -> float:
+        """Over the updates after the first `skip`."""
+        return sum(self.tokens[skip:]) / (self.ends[-1] - self.ends[skip - 1])
+
+    def seconds_per_update(self, skip: int) -> float:
+        return (self.ends[-1] - self.ends[skip - 1]) / (len(self.ends) - skip)
+
+
+class Contest:
+    """The two sides; what they share is read from distflow's own DAG and run file."""
+
+    def __init__(self, given: Namespace, scratch: Path):
+        self.given, self.scratch = given, scratch
+        self.dag = scratch / "grpo.yaml"
+        self.dag.write_text(yaml.safe_dump(without_reference(read(SHIPPED / "grpo.yaml", "grpo.yaml").data)))
+        self.peer = given.peer_python or peer_python()
+        self.model = given.start_model.resolve() if given.start_model else self._start_model()
+
+    def distflow(self, seed: int) -> Curve:
+        overrides = [part for value in self._overrides(seed) for part in ("--set", value)]
+        name = f"grpo-{seed}"
+        ends = timed(sys.executable, "distflow/launch.py", "--dag", str(self.dag), "--run-file", self.given.run_file,
+                     "--name", name, *overrides)
+        steps = [json.loads(line) for line in (self.scratch / name / "metrics.jsonl").read_text().splitlines()]
+        return self._said("distflow", seed, Curve(ends, [step["tokens"] for step in steps],
+                                                  [step["reward/mean"] for step in steps]))
+
+    def trl(self, seed: int) -> Curve:
+        spec = load(str(self.dag), self.given.run_file, self._overrides(seed))
+        output = self.scratch / f"trl-{seed}"
+        output.mkdir()
+        records = output / "records.jsonl"
+        records.write_text("".join(json.dumps(record) + "\n" for record in drawn(spec)))
+        config = output / "config.json"
+        config.write_text(json.dumps(peer_config(spec) | {"model": str(self.model), "records": str(records),
+                                                          "output": str(output)}))
+        ends = timed(self.peer, "benchmarks/peers/trl_grpo.py", str(config))
+        ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+        tokens = [sum(part["tokens"] for part in parts) for parts in zip(*ranks)]
+        rewards = [sum(part["reward"] for part in parts) / sum(part["rows"] for part in parts) for parts in zip(*ranks)]
+        return self._said("TRL", seed, Curve(ends, tokens, rewards))
+
+    def _said(self, side: str, seed: int, curve: Curve) -> Curve:
+        if not len(curve.ends) == len(curve.tokens) == len(curve.rewards) == self.given.updates:
+            raise SystemExit(f"{side} reported {len(curve.ends)} ends, {len(curve.tokens)} token counts and "
+                             f"{len(curve.rewards)} rewards of {self.given.updates} updates")
+        skip = self.given.skip
+        speed = f"{curve.tokens_per_second(skip):8.0f} tokens/s {1000 * curve.seconds_per_update(skip):6.0f} ms/update"
+        reward = f"reward {statistics.mean(curve.rewards[:skip]):.3f} → {last_third(curve):.3f}"
+        print(f"seed {seed}  {side:9}{speed}  {reward}", flush=True)
+        return curve
+
+    def _overrides(self, seed: int) -> list[str]:
+        return [f"seed={seed}", f"steps={self.given.updates}", f"ranks={RANKS}", f"output={self.scratch}",
+                f"roles.actor.model={self.model}", "roles.actor.schedule=constant", "roles.actor.dtype=float32",
+                "checkpoint.every=0", "validation=null"]
+
+    def _start_model(self) -> Path:
+        """What distflow's supervised fine-tuning makes of a random model."""
+        print(f"training the start model: sft.yaml with {self.given.sft_run_file}", flush=True)
+        quick = ("--set", "steps=2") if self.given.quick else ()
+        timed(sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file", self.given.sft_run_file,
+              "--name", "sft", "--set", f"output={self.scratch}", "--set", f"ranks={RANKS}",
+              "--set", "checkpoint.every=0", "--set", "validation=null", *quick)
+        return self.scratch / "sft" / "model"
+
+
+def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
+    """The DAG without its reference role, the nodes of that role, and the KL term."""
+    gone = {name for name, node in dag["nodes"].items() if node["role"] == "reference"}
+    nodes = {name: dict(node) for name, node in dag["nodes"].items() if name not in gone}
+    for node in nodes.values():
+        if "dependencies" in node:
+            node["dependencies"] = [other for other in node["dependencies"] if other not in gone]
+        if "kl" in node.get("with", {}):
+            node["with"] = node["with"] | {"kl": 0.0}
+    roles = {name: role for name, role in dag["roles"].items() if name != "reference"}
+    return dag | {"roles": roles, "nodes": nodes}
+
+
+def drawn(spec: Spec) -> list[dict[str, str]]:
+    """The questions and answers that distflow trains on, in its order."""
+    taken: list[dict[str, str]] = []
+    fields = {"question": spec.run.data.question, "answer": spec.run.data.answer}
+
+    def keep(records: list[dict[str, Any]]) -> dict:
+        taken.extend({name: record[field] for name, field in fields.items()} for record in records)
+        return {}
+
+    records = open_records(spec.data_path(spec.run.data.train))
+    loader = Dataloader(records, keep, spec.run.data.batch, spec.run.seed, share=0, shares=1)
+    for _ in range(spec.run.steps):
+        loader.next()
+    return taken
+
+
+def peer_config(spec: Spec) -> dict[str, Any]:
+    """distflow's settings by TRL's names."""
+    actor, nodes = spec.run.roles["actor"], spec.dag.nodes
+    update = nodes["update"].settings
+    if set(update) - {"clip", "kl"}:
+        raise SystemExit(f"grpo.yaml's update has settings that this benchmark does not hand to TRL: {sorted(update)}")
+    return {"seed": spec.run.seed, "max_steps": spec.run.steps, "prompts": spec.run.data.batch,
+            "num_generations": nodes["rollout"].settings["group_size"], "temperature": actor.generation.temperature,
+            "max_completion_length": actor.generation.max_new_tokens, "learning_rate": actor.learning_rate,
+            "warmup_steps": actor.warmup_steps, "weight_decay": actor.weight_decay, "adam_beta1": actor.betas[0],
+            "adam_beta2": actor.betas[1], "max_grad_norm": actor.max_grad_norm, "epsilon": update.get("clip", 0.2),
+            "reward": nodes["reward"].settings.get("reward", "math"), "extra": {}}
+
+
+def timed(python: str | Path, *script: str) -> list[float]:
+    """Run a script under torchrun and return when it reported the end of each step.
+
+    Raises:
+        SystemExit: it failed; shows its last lines.
+    """
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *script]
+    ends: dict[int, float] = {}
+    tail: deque[str] = deque(maxlen=100)
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENVIRONMENT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        for line in process.stdout:
+            found = _STEP.search(line)
+            if found:
+                ends.setdefault(int(found[1]), time.perf_counter())
+            tail.append(line)
+    if process.returncode:
+        raise SystemExit(f"{''.join(tail)}\nthis command failed: {' '.join(command)}")
+    return list(ends.values())
+
+
+def peer_python() -> Path:
+    """TRL's own environment, made when it is missing or its list of packages has changed."""
+    folder, wanted = ROOT / ".venv-trl", ROOT / "benchmarks" / "peers" / "trl.txt"
+    python, mark = folder / "bin" / "python", folder / "installed"
+    if not mark.is_file() or mark.read_text() != wanted.read_text():
+        print(f"installing TRL in {folder.name}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wanted]
+        subprocess.run(install, check=True)
+        mark.write_text(wanted.read_text())
+    return python
+
+
+def last_third(curve: Curve) -> float:
+    return statistics.mean(curve.rewards[-max(1, len(curve.rewards) // 3):])
+
+
+def difference(pairs: Sequence[dict[str, Curve]]) -> tuple[float, float | None]:
+    """distflow's reward minus TRL's over the last third: mean over seeds, half its 95% interval (None: too few)."""
+    each = [last_third(pair["distflow"]) - last_third(pair["trl"]) for pair in pairs]
+    if len(each) < 3:
+        return statistics.mean(each), None
+    quantile = _STUDENT.get(len(each), 2.2 if len(each) < 20 else 2.0)
+    return statistics.mean(each), quantile * statistics.stdev(each) / len(each) ** 0.5
+
+
+def show_curves(pairs: Sequence[dict[str, Curve]]) -> None:
+    """Mean reward over the seeds, at about ten updates."""
+    updates = len(pairs[0]["trl"].rewards)
+    shown = sorted({max(1, round(updates * part / 10)) for part in range(1, 11)})
+    print("update   " + "".join(f"{update:7}" for update in shown))
+    for side in pairs[0]:
+        means = [statistics.mean(pair[side].rewards[update - 1] for pair in pairs) for update in shown]
+        print(f"{side:9}" + "".join(f"{mean:7.3f}" for mean in means))
+
+
+def conclude_from(pairs: Sequence[dict[str, Curve]], skip: int) -> None:
+    """Print the curves, whether they agree, and the ratios."""
+    show_curves(pairs)
+    gap, half = difference(pairs)
+    agree = half is None or abs(gap) <= half
+    verdict = "too few seeds to judge" if half is None else f"± {half:.3f}: {'the same' if agree else 'NOT the same'}"
+    print(f"reward over the last third, distflow minus TRL: {gap:+.3f} {verdict}")
+    updates = ratios(pairs, "distflow", "trl", lambda curve: 1 / curve.seconds_per_update(skip))
+    print(f"updates per second, distflow over TRL: {updates}")
+    speed = ratios(pairs, "distflow", "trl", lambda curve: curve.tokens_per_second(skip))
+    conclude("GRPO end to end, completion tokens per second, distflow over TRL 1.16", speed, GOAL, holds=agree)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--updates", type=int, help="of each run; default 60, with --quick 6")
+    parser.add_argument("--skip", type=int, help="first updates, which are not timed; default 5, with --quick 2")
+    parser.add_argument("--peer-python", type=Path, help="with TRL; default: that of .venv-trl, made if missing")
+    parser.add_argument("--start-model", type=Path, help="a model folder; default: distflow trains one first")
+    parser.add_argument("--run-file", default="embedded.yaml", help="distflow's run file, whose settings TRL gets too")
+    parser.add_argument("--sft-run-file", default="embedded_sft.yaml", help="for the start model")
+    given = parsed(parser)
+    given.updates = given.updates or (6 if given.quick else 60)
+    given.skip = given.skip or (2 if given.quick else 5)
+    if given.updates <= given.skip:
+        parser.error(f"--updates {given.updates} leaves nothing to time after the first {given.skip}")
+    with tempfile.TemporaryDirectory(prefix="end-to-end-vs-trl-") as scratch:
+        contest = Contest(given, Path(scratch))
+        pairs = interleaved({"trl": contest.trl, "distflow": contest.distflow}, given.repeats)
+    conclude_from(pairs, given.skip)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What benchmarks share: sides measured turn by turn in one run, and the last line that says what came out.
+
+Seconds depend on the machine and on its mood; a ratio of neighbouring runs hardly does. So every figure here is the
+median of such ratios, and the last line of a benchmark's output is one JSON object:
+`{"claim", "value", "unit", "low", "high", "goal", "met"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def options(description: str, repeats: int = 7) -> argparse.ArgumentParser:
+    """The flags of every benchmark; `quick` is for seeing that it runs, not for figures."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="under a minute: shows that the benchmark works, no more")
+    parser.add_argument("--repeats", type=int, help=f"how often each side runs; default {repeats}, with --quick 1")
+    parser.set_defaults(usual_repeats=repeats)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags with `repeats` filled in."""
+    result = parser.parse_args(arguments)
+    if result.repeats is None:
+        result.repeats = 1 if result.quick else result.usual_repeats
+    if result.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return result
+
+
+def interleaved(sides: dict[str, Callable[[int], T]], repeats: int) -> list[dict[str, T]]:
+    """Call every side with 0, then every side with 1, and so on: what disturbs the machine meets all sides alike."""
+    return [{name: measure(repeat) for name, measure in sides.items()} for repeat in range(repeats)]
+
+
+def ratios(pairs: Sequence[dict[str, T]], over: str, under: str, value: Callable[[T], float]) -> Spread:
+    """`over` divided by `under`, for each repeat on its own."""
+    return Spread.of([value(pair[over]) / value(pair[under]) for pair in pairs])
+
+
+def conclude(claim: str, measured: Spread, goal: float, *, unit: str = "x", holds: bool = True,
+             at_least: bool = True) -> bool:
+    """Print the last line, and return whether the goal is met.
+
+    Args:
+        holds: False if something beside the figure spoils the claim; say what before.
+        at_least: False for a figure that should stay below its goal.
+    """
+    met = holds and (measured.median >= goal if at_least else measured.median <= goal)
+    print(json.dumps({"claim": claim, "value": _rounded(measured.median), "unit": unit, "low": _rounded(measured.low),
+                      "high": _rounded(measured.high), "goal": goal, "met": met}), flush=True)
+    return met
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
