@@ -7,14 +7,15 @@ on nothing else. Train and held-out never share a (template, operands) pair, so 
 another name or another fruit.
 """
 import argparse
+import itertools
 import json
 import operator
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
-NAMES = "Ada Ben Cem Dia Eli Fay Gus Hana Ivo Jun Kai Lea".split()
-ITEMS = "apples pears plums nuts shells stamps coins cards pens beads books stones".split()
+NAMES = ("Ada", "Ben", "Cem", "Dia", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun", "Kai", "Lea")
+ITEMS = ("apples", "pears", "plums", "nuts", "shells", "stamps", "coins", "cards", "cups", "beads", "books", "stones")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 LARGEST = 99  # every number of a problem, intermediate ones included, has at most two digits
 
@@ -33,32 +34,32 @@ class Template:
     steps: tuple[str, ...]
 
 
-BIG, MIDDLE, SMALL, FACTOR = (10, 60), (5, 40), (2, 20), (2, 9)
+BIG, MIDDLE, SMALL, FACTOR = (6, 20), (5, 15), (2, 9), (2, 5)
 TEMPLATES = (
     Template(1, "{name} has {a} {items} and finds {b} more. How many {items} now?",
-             {"a": BIG, "b": MIDDLE}, ("a + b",)),
+             {"a": BIG, "b": SMALL}, ("a + b",)),
     Template(1, "{name} has {a} {items} and gives away {b}. How many are left?",
-             {"a": BIG, "b": MIDDLE}, ("a - b",)),
+             {"a": BIG, "b": SMALL}, ("a - b",)),
     Template(1, "{name} has {a} {items} and {other} has {b}. How many together?",
-             {"a": BIG, "b": MIDDLE}, ("a + b",)),
+             {"a": BIG, "b": SMALL}, ("a + b",)),
     Template(1, "{name} has {a} {items}, {other} has {b}. How many more has {name}?",
-             {"a": BIG, "b": MIDDLE}, ("a - b",)),
+             {"a": BIG, "b": SMALL}, ("a - b",)),
     Template(2, "{name} has {a} {items}, buys {b} and loses {c}. How many are left?",
-             {"a": BIG, "b": MIDDLE, "c": SMALL}, ("a + b", "_ - c")),
+             {"a": MIDDLE, "b": SMALL, "c": SMALL}, ("a + b", "_ - c")),
     Template(2, "A bus has {a} people. {b} get off and {c} get on. How many now?",
-             {"a": BIG, "b": MIDDLE, "c": SMALL}, ("a - b", "_ + c")),
+             {"a": MIDDLE, "b": SMALL, "c": SMALL}, ("a - b", "_ + c")),
     Template(2, "{name} bakes {a} cakes, sells {b} and eats {c}. How many are left?",
-             {"a": BIG, "b": SMALL, "c": FACTOR}, ("a - b", "_ - c")),
+             {"a": MIDDLE, "b": SMALL, "c": SMALL}, ("a - b", "_ - c")),
     Template(2, "{name} has {a} red, {b} green and {c} blue {items}. How many in all?",
              {"a": MIDDLE, "b": SMALL, "c": SMALL}, ("a + b", "_ + c")),
-    Template(3, "{name} fills {a} bags with {b} {items} each. How many {items}?",
-             {"a": FACTOR, "b": (2, 12)}, ("a * b",)),
+    Template(3, "{name} fills {a} bags with {b} pens and {c} {items} each. How many things?",
+             {"a": FACTOR, "b": FACTOR, "c": FACTOR}, ("b + c", "a * _")),
     Template(3, "{name} has {a} boxes of {b} {items} and {c} more. How many {items}?",
              {"a": FACTOR, "b": FACTOR, "c": SMALL}, ("a * b", "_ + c")),
     Template(3, "{name} buys {a} packs of {b} {items} and uses {c}. How many are left?",
              {"a": FACTOR, "b": FACTOR, "c": SMALL}, ("a * b", "_ - c")),
     Template(3, "{name} reads {a} pages a day for {b} days. The book has {c}. How many are left?",
-             {"a": FACTOR, "b": FACTOR, "c": (20, 99)}, ("a * b", "c - _")),
+             {"a": FACTOR, "b": FACTOR, "c": (10, 25)}, ("a * b", "c - _")),
 )
 
 
@@ -76,45 +77,52 @@ def work_out(template: Template, operands: dict[str, int]) -> str | None:
     return f"{', '.join(lines)} #### {known['_']}"
 
 
-def draw(rng: random.Random) -> tuple[tuple, dict]:
-    """Return a (template, operands) key and the row made from it."""
-    while True:
-        index = rng.randrange(len(TEMPLATES))
-        template = TEMPLATES[index]
-        operands = {letter: rng.randint(*bounds) for letter, bounds in template.ranges.items()}
-        answer = work_out(template, operands)
-        if answer is not None:
-            break
+def problems(template: Template) -> list[tuple[dict[str, int], str]]:
+    """List every (operands, answer) that the template allows."""
+    choices = itertools.product(*(range(low, high + 1) for low, high in template.ranges.values()))
+    every = (dict(zip(template.ranges, values, strict=True)) for values in choices)
+    return [(operands, answer) for operands in every if (answer := work_out(template, operands))]
+
+
+def tell(rng: random.Random, template: Template, operands: dict[str, int], answer: str) -> dict:
+    """Dress a problem in names and items and return it as a row."""
     name, other = rng.sample(NAMES, 2)
     question = template.text.format(name=name, other=other, items=rng.choice(ITEMS), **operands)
-    return (index, *operands.values()), {"question": question, "answer": answer, "level": template.level}
+    return {"question": question, "answer": answer, "level": template.level}
 
 
-def make(train_rows: int, heldout_rows: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Return (train, held-out) rows. A key appears once in the held-out rows and in train only if not held out."""
+def make(train_rows: int, heldout_per_template: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Return (train, held-out) rows in random order.
+
+    Every template holds out up to `heldout_per_template` of its problems, but never more than a fifth of them: a small
+    template has to keep enough to be learned from. Train draws templates evenly and asks no question twice.
+    """
     rng = random.Random(seed)
-    heldout: dict[tuple, dict] = {}
-    while len(heldout) < heldout_rows:
-        key, row = draw(rng)
-        heldout.setdefault(key, row)
+    heldout, pools = [], []
+    for template in TEMPLATES:
+        pool = problems(template)
+        rng.shuffle(pool)
+        held = min(heldout_per_template, len(pool) // 5)
+        heldout += [tell(rng, template, *problem) for problem in pool[:held]]
+        pools.append((template, pool[held:]))
     train: dict[str, dict] = {}
     while len(train) < train_rows:
-        key, row = draw(rng)
-        if key not in heldout:
-            train.setdefault(row["question"], row)
-    return list(train.values()), list(heldout.values())
+        template, pool = rng.choice(pools)
+        row = tell(rng, template, *rng.choice(pool))
+        train.setdefault(row["question"], row)
+    rng.shuffle(heldout)
+    return list(train.values()), heldout
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=int, default=6000, help="rows to train on")
-    parser.add_argument("--heldout", type=int, default=384, help="rows to validate on")
+    parser.add_argument("--heldout", type=int, default=24, help="most problems that one template holds out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "arithmetic")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    train, heldout = make(options.train, options.heldout, options.seed)
-    for name, rows in (("train", train), ("heldout", heldout)):
+    for name, rows in zip(("train", "heldout"), make(options.train, options.heldout, options.seed), strict=True):
         path = options.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{path}: {len(rows)} rows")

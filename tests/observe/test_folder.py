@@ -136,5 +136,6 @@ def test_the_summary_counts_the_steps_before_a_resume_too(tmp_path):
     again.write_metrics(2, {"validation/heldout": 0.75})
     again.close({"seed": 7})
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75, "accuracy": {"heldout": [0.25, 0.75]},
+    assert summary == {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75,
+                       "accuracy": {"heldout": [0.25, 0.75]},
                        "seconds_in_steps": 4.0, "tokens_per_second": 10.0, "seed": 7}
