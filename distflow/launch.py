@@ -10,8 +10,8 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import sys
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
     target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
     target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
-    target.add_argument("--cluster", metavar="FILE", help="machines to plan for, as h200.yaml")
+    target.add_argument("--cluster", metavar="FILE", help="a description of the machines to plan for")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def report(error: DistflowError, rank: int) -> None:
     """One message from rank 0. The others find the same mistake; they wait for torchrun to end them, and speak only
     if rank 0 did not find it."""
     if rank > 0 and isinstance(error, InvalidInput):
-        signal.sigtimedwait([], _PATIENCE)
+        threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
 
 

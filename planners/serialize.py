@@ -36,7 +36,8 @@ def plan(spec: Spec, ranks: int) -> Plan:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(chain, flows, layouts)
     tasks = tuple(_task(spec, node, bound[node], flows, layouts, source) for node in chain)
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, _notes(spec, bound), _inputs(spec))
+    notes = _notes(spec, bound, flows)
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, notes, _inputs(spec))
 
 
 def _place(mistake: Mistake) -> tuple[str, int]:
@@ -70,8 +71,10 @@ def _inputs(spec: Spec) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _notes(spec: Spec, bound: dict[str, Contract]) -> tuple[str, ...]:
-    notes = []
+def _notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, columns.Flow]) -> tuple[str, ...]:
+    notes = [f"node `{node}` writes `{column}`, which no node reads" for node, flow in flows.items()
+             for column in flow.writes if column.endswith("_logprobs") and not any(
+                 column == read.name for other in flows.values() for read in other.reads)]
     for role in sorted(_generating(spec, bound)):
         model = spec.model_of(role)
         if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:

@@ -28,14 +28,17 @@ def test_one_and_two_ranks_draw_the_same_samples_and_losses(launch, workspace):
         assert two[step]["mismatch/logprob_max"] < 1e-4
 
 
-def test_killed_and_resumed_equals_never_killed(launch, workspace):
+@pytest.mark.parametrize("dag", ["sft.yaml", "grpo.yaml"])
+def test_killed_and_resumed_equals_never_killed(launch, workspace, dag):
     """Ten records in batches of four: steps 3 and 5 cross an epoch's end."""
-    dag = ("--dag", "sft.yaml", "--run-file", "tiny.yaml", "--set", "steps=6")
+    dag = ("--dag", dag, "--run-file", "tiny.yaml", "--set", "steps=6")
     launch(2, *dag, "--name", "whole")
     _kill_after(workspace, 3, *dag, "--name", "killed")
     launch(2, "--resume", "runs/killed")
     whole, killed = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "killed"))
     assert [whole[step]["loss"] for step in range(1, 7)] == [killed[step]["loss"] for step in range(1, 7)]
+    assert [whole[step].get("response/fingerprint") for step in whole] == [
+        killed[step].get("response/fingerprint") for step in killed]
     weights = [(workspace / f"runs/{name}/model/model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
     launch(1, "--resume", "runs/killed", "--set", "steps=8")
@@ -70,6 +73,14 @@ def test_rows_move_when_the_data_parallel_size_changes(launch, workspace):
         assert moved[step]["response/fingerprint"] == still[step]["response/fingerprint"]
         assert moved[step]["loss"] == pytest.approx(still[step]["loss"], abs=1e-6)
         assert moved[step]["grad_norm"] == pytest.approx(still[step]["grad_norm"], rel=1e-4, abs=1e-6)
+
+
+def test_ranks_without_rows_take_part(launch, workspace):
+    """One prompt on two ranks, and a rollout that only one of them runs."""
+    launch(2, *GRPO, "--name", "few", "--set", "steps=2", "--set", "data.batch=1")
+    launch(2, *GRPO, "--name", "one", "--set", "steps=2", "--set", "layouts.rollout.dp=1")
+    for name in ("few", "one"):
+        assert all(line["tokens"] > 0 for line in metrics_of(workspace / "runs" / name).values())
 
 
 def test_what_a_run_leaves(launch, workspace):
@@ -115,3 +126,13 @@ def test_ranks_with_different_plans_stop_with_an_explanation(workspace):
         assert process.returncode == 1, errors
         assert "the ranks do not have the same plan: rank 1 has" in errors
     assert not (workspace / "runs").exists()
+
+
+def test_a_run_stops_when_it_is_good_enough(launch, workspace):
+    """Any accuracy is at least 0: the first validation ends the run, with its checkpoint and its summary."""
+    launch(1, "--dag", "sft.yaml", "--run-file", "tiny.yaml", "--name", "stopped", "--set",
+           "validation={data: {heldout: train.jsonl}, every: 3, stop_at: 0.0}", "--set", "steps=9")
+    folder = workspace / "runs/stopped"
+    assert set(metrics_of(folder)) == {1, 2, 3}
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert "step-00000003" in os.listdir(folder / "checkpoints")

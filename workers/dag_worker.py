@@ -31,11 +31,12 @@ from workers.validation import Validator
 class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
-    def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], folder: Path, resume: bool):
+    def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
+                 folder: Path, resume: bool):
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
         self.functions = functions
-        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (plan.ranks,))
+        mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
         self.buffer = Databuffer(plan, self.rank, current())
@@ -54,7 +55,8 @@ class DagWorker:
                 with _Culprit(task, step, self.rank):
                     inputs = self.buffer.take(task)
                     self.buffer.put(task, *self.execute(task, inputs))
-            self.sink.finish(step, self.buffer)
+            if self.sink.finish(step, self.buffer):
+                break
         self.sink.close(self.trained)
         dist.barrier()  # a rank that leaves early tears the group down under the others
 

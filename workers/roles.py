@@ -35,7 +35,8 @@ class Role:
                  mesh: DeviceMesh, spec: Spec, samples: bool):
         trained = spec.dag.roles[name].trained
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.config, self.seed, self.step = model.config, spec.run.seed, 0
+        self.config, self.generation_config = model.config, model.generation_config
+        self.seed, self.step = spec.run.seed, 0
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
@@ -73,19 +74,23 @@ class Role:
 
     def decode(self, tokens: Ragged) -> list[str]:
         """The text of each row, without special tokens."""
-        return self.tokenizer.batch_decode([row.tolist() for row in tokens.rows], skip_special_tokens=True)
+        return [self.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face model folder. Every rank calls it, the first writes."""
-        whole = {name: torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-                 for name, shard in self.engine.shards().items()}
+        whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in self.engine.shards().items()}
         gather_into(self.engine.shards(), whole)
-        if dist.get_rank() == 0:
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-            model.load_state_dict(whole, strict=False)
-            model.tie_weights()
-            model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+        if dist.get_rank() > 0:
+            return
+        model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        expected = {name for name, _ in model.named_parameters()}
+        if expected != set(whole):
+            raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(whole))[:5]}")
+        model.load_state_dict(whole, strict=False)  # what else it has are buffers and tied weights
+        model.tie_weights()
+        model.generation_config = self.generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
@@ -120,7 +125,10 @@ def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setting
              mesh: DeviceMesh) -> HFRollout:
     device = torch.device(mesh.device_type)
     half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and device.type == "cuda")
-    whole = copy.deepcopy(model).to(device, torch.bfloat16 if half else torch.float32)
+    whole = copy.deepcopy(model).to(device)
+    if half:
+        for parameter in whole.parameters():  # buffers stay float32: rounded rotary frequencies are another model
+            parameter.data = parameter.data.to(torch.bfloat16)
     ends = model.generation_config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or [])
     return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}))

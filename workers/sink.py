@@ -32,12 +32,15 @@ class Sink:
 
     def start(self, step: int) -> None:
         """Before the first step: how good is the model? A run that goes on knows already."""
+        if self.folder:
+            for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
+                self.progress.say(line)
         if not self.resumed:
             self._validate(step)
         self.began = time.perf_counter()
 
-    def finish(self, step: int, buffer: Databuffer) -> None:
-        """After a step, on every rank: `step` counts from 0."""
+    def finish(self, step: int, buffer: Databuffer) -> bool:
+        """After a step, on every rank: `step` counts from 0. True if it was the last one."""
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
         values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
@@ -46,12 +49,14 @@ class Sink:
             self.folder.write_metrics(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
+        last = done == self.run.steps
+        if self.run.validation and (last or done % self.run.validation.every == 0):
+            last |= self._validate(done)  # before the save, after which a resume would not do it again
         every = self.run.checkpoint.every
-        if every and (done % every == 0 or done == self.run.steps):
+        if every and (last or done % every == 0):
             self.save(done)
-        if self.run.validation and (done % self.run.validation.every == 0 or done == self.run.steps):
-            self._validate(done)
         self.began = time.perf_counter()
+        return last
 
     def close(self, trained: dict[str, Role]) -> None:
         """After the last step: the models as Hugging Face folders, and the summary."""
@@ -62,15 +67,19 @@ class Sink:
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
 
-    def _validate(self, step: int) -> None:
+    def _validate(self, step: int) -> bool:
+        """True if the model is as good as the run wants it; the same on every rank."""
         if self.validator is None:
-            return
+            return False
         start = time.perf_counter()
-        for name, value in self.validator.run().items():
+        values = self.validator.run()
+        for name, value in values.items():
             if self.folder:
                 self.folder.write_metrics(step, {name: value})
                 self.progress.say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
                                   f"({time.perf_counter() - start:.1f} s)")
+        wanted = self.run.validation.stop_at
+        return wanted is not None and next(iter(values.values())) >= wanted
 
 
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:

@@ -33,19 +33,27 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool) -> None:
     board = Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     functions = _load_functions(spec, plan)
+    device = _device(board)
     path = Path(board.tell("folder", str(folder)))
     if board.rank == 0 and not resume:
         RunFolder.create(path, spec, plan, search=[place for place in sys.path if place])
-    cuda = torch.cuda.is_available()
-    if cuda:
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.PrefixStore("group", board.store),
-                            rank=board.rank, world_size=board.ranks,
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
+                            store=dist.PrefixStore("group", board.store), world_size=board.ranks,
                             timeout=datetime.timedelta(seconds=spec.run.wait_limit))
-    try:
-        DagWorker(spec, plan, functions, path, resume).run()
-    finally:
-        dist.destroy_process_group()
+    DagWorker(spec, plan, functions, device, path, resume).run()
+    dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
+
+
+def _device(board: Board) -> str:
+    """cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = "cuda" if gpus >= here else "cpu"
+    board.agree("device", device, "Some machines have fewer GPUs than ranks.")
+    if gpus and device == "cpu" and board.rank == 0:
+        print(f"{here} ranks on {gpus} GPU: everything computes on the CPU. Start {gpus} to use it.", flush=True)
+    return device
 
 
 def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:

@@ -35,4 +35,5 @@ class Validator:
             earned = [self.reward(text, record[self.answer_field])
                       for text, record in zip(self.role.decode(samples.tokens), mine)]
             metrics.mean(f"validation/{name}", sum(earned), len(earned))
-        return metrics.collect(gather)
+        values = metrics.collect(gather)
+        return {f"validation/{name}": values[f"validation/{name}"] for name in self.sets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 from distflow.launch import INVALID
@@ -30,3 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(error, file=sys.stderr)
         return INVALID
+    except BrokenPipeError:  # the reader of our output has gone, as in `distflow nodes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130

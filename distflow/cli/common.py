@@ -11,6 +11,7 @@ from pathlib import Path
 
 from distflow import launch
 from distflow.launch import ROOT
+from distflow.schema.errors import InvalidInput
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
 
@@ -30,6 +31,8 @@ def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
     """The spec and the plan that the options ask for; every mistake is raised at once."""
     from planners import plan
 
+    if options.dag and options.dag_file:
+        raise InvalidInput(f"which DAG, `{options.dag_file}` or `{options.dag}`? Name one.")
     options.dag = options.dag or options.dag_file
     options.resume = getattr(options, "resume", None)
     spec = launch.load_spec(options)

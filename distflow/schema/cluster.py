@@ -12,5 +12,4 @@ class Cluster(Document):
 
     name: str = "local"
     ranks: PositiveInt | None = None
-    ranks_per_machine: PositiveInt | None = None
     memory_gib: PositiveFloat | None = None

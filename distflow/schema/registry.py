@@ -65,15 +65,23 @@ def node(
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]
-        NODES[function.__name__] = function
-        return function
+        return _register(NODES, function)
 
     return register
 
 
 def reward(function: F) -> F:
     """Make `function(completion, answer) -> float` usable as `reward:` of a `score` node, by its name."""
-    REWARDS[function.__name__] = function
+    return _register(REWARDS, function)
+
+
+def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
+    """Raises InvalidInput if another module has registered a function of the same name."""
+    other = registry.get(function.__name__)
+    if other is not None and other.__module__ != function.__module__:
+        raise InvalidInput(f"`{function.__name__}` of module `{function.__module__}` has the name of a function of "
+                           f"module `{other.__module__}`. Give it another.")
+    registry[function.__name__] = function
     return function
 
 

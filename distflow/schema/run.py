@@ -86,6 +86,8 @@ class Validation(Document):
     data: dict[str, str] = Field(min_length=1)
     every: PositiveInt = 20
     reward: str = "math"
+    stop_at: float | None = None
+    """End the run as soon as the first set's mean reward reaches this."""
 
 
 class Checkpoint(Document):

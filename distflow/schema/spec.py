@@ -21,6 +21,8 @@ from distflow.schema.source import Source, parse_value, read
 
 _DAG_KEYS = {"nodes", "imports"}
 _DAG_ROLE_KEYS = {"trained", "copy_of"}
+_MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
+                "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
 T = TypeVar("T")
 
@@ -150,21 +152,29 @@ def _check_models(spec: Spec) -> None:
         if model.path is None:
             spec.shapes[role] = shape_of_embedded(model)
             continue
-        where = spec.run_source.spot(("roles", role, "model"))
-        folder = find(model.path, "models", spec.folder)
-        config = folder / "config.json" if folder else None
-        if config is None or not config.is_file():
-            what = f"role `{role}`: there is no model folder `{model.path}`" if folder is None else \
-                f"role `{role}`: `{shown(folder)}` is no model folder: it has no config.json"
-            hint = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
-                    "nothing is downloaded.")
-            spec.mistakes.append(Mistake(what, where, hint))
-            continue
-        try:
-            spec.shapes[role] = read_shape(config)
-        except ValueError as error:
-            what = f"role `{role}`: {shown(config)} is not the configuration of a language model: {error}"
-            spec.mistakes.append(Mistake(what, where))
+        what, hint = _check_folder(spec, role, model.path)
+        if what:
+            where = spec.run_source.spot(("roles", role, "model"))
+            spec.mistakes.append(Mistake(f"role `{role}`: {what}", where, hint))
+
+
+def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
+    """Note the shape of the model in a folder; what is wrong with it and the remedy, both empty if nothing is."""
+    folder = find(path, "models", spec.folder)
+    remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
+              "nothing is downloaded.")
+    if folder is None:
+        return f"there is no model folder `{path}`", remedy
+    if not (folder / "config.json").is_file():
+        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+    try:
+        spec.shapes[role] = read_shape(folder / "config.json")
+    except ValueError as error:
+        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", ""
+    for kind, patterns in _MODEL_FILES.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
+    return "", ""
 
 
 def _check_data(spec: Spec) -> None:

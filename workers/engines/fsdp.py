@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch, Ragged
+from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from workers.engines.policy import Policy, inputs_of
 
@@ -91,11 +92,15 @@ class FSDPEngine:
                 else logprobs.sum() * 0.0
             (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(norm):
+            raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
+                              "the rewards and log-probabilities of this step, or lower learning_rate.")
         rate = self._set_rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.version += 1
-        return {"grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), "learning_rate": rate}
+        return {"grad_norm": norm, "learning_rate": rate}
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device)
@@ -128,6 +133,8 @@ class FSDPEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
+        for group, decay in zip(self.optimizer.param_groups, (self.settings.weight_decay, 0.0)):
+            group.update(betas=tuple(self.settings.betas), weight_decay=decay)  # a resume may override them
         self.version += 1
 
 

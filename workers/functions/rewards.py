@@ -47,9 +47,12 @@ def find_reward(name: str):
 def math(completion: str, answer: str) -> float:
     """1.0 if the completion's final answer equals the reference's, else 0.0.
 
-    The final answer is what follows the last `####` (GSM8K), or the whole text if there is none in the reference.
+    The final answer is what follows the last `####` (GSM8K); in a completion without it, what stands in `\\boxed{}`;
+    and if the reference has no `####` either, the whole text.
     Plain numbers are compared exactly; anything else by math-verify (LaTeX, sets, equations, units).
     """
+    if "####" not in completion and "\\boxed" in completion:
+        return float(_equal(_final(answer), completion))
     if "####" in answer and "####" not in completion:
         return 0.0
     return float(_equal(_final(answer), _final(completion)))
@@ -65,7 +68,7 @@ def _equal(expected: str, given: str) -> bool:
         return _number(expected) == _number(given)
     from math_verify import parse, verify  # loads sympy: only answers that are no plain numbers pay for it
 
-    return bool(verify(parse(f"${expected}$"), parse(f"${given}$")))
+    return bool(verify(parse(f"${expected}$"), parse(given if "\\boxed" in given else f"${given}$")))
 
 
 def _number(text: str) -> Fraction:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, node
 from distflow.observe.metrics import current
+from distflow.schema.errors import InvalidInput
 from workers.functions.aggregation import local_totals, token_weights, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import clipped_policy_loss, negative_log_likelihood
 from workers.roles import Role
+
+_ALWAYS = 4
 
 
 @node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group")
@@ -29,6 +32,8 @@ def policy_update(
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
     `mini_batches` divides a step by prompt, the same way on any number of ranks; each makes one optimizer step.
     """
+    if min(mini_batches, epochs) < 1:
+        raise InvalidInput(f"mini_batches ({mini_batches}) and epochs ({epochs}) must be at least 1")
     old = rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else responses.with_values(
         advantages[responses.row_of].float())
@@ -38,12 +43,14 @@ def policy_update(
         columns["reference"] = reference_logprobs
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows = Batch(group, {**columns, "mask": mask})
-    loss = _PolicyLoss(clip, clip if clip_high is None else clip_high, dual_clip, kl, kl_kind)
+    share = 1 / (epochs * mini_batches)
+    loss = _PolicyLoss(clip, clip if clip_high is None else clip_high, dual_clip, kl, kl_kind, share)
     for _ in range(epochs):
         for part in range(mini_batches):
             chosen = rows if mini_batches == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
             chosen = _weighted(engine, chosen, aggregate, fixed_length)
             _optimize(engine, chosen if kl else _telling(chosen), loss)
+            loss.first = False
 
 
 @node(type="MODEL_TRAIN", default_for="student")
@@ -73,11 +80,15 @@ def _weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | Non
 
 
 def _telling(rows: Batch) -> Batch:
-    """The rows that have a gradient: without a KL term a row whose advantages are all 0 has none."""
+    """The rows that have a gradient: without a KL term a row whose advantages are all 0 has none.
+
+    The first few stay in any case, so that no step goes without its comparison of trainer and rollout.
+    """
     advantages = rows["advantages"]
     tells = torch.zeros(len(rows), dtype=torch.bool)
     tells[advantages.row_of[advantages.values != 0]] = True
     current().mean("policy/rows_without_gradient", (~tells).sum(), len(tells))
+    tells[:_ALWAYS] = True
     return rows.select(tells.nonzero().squeeze(1))
 
 
@@ -90,9 +101,12 @@ def _optimize(engine: Role, rows: Batch, loss, temperature: float | None = None)
 class _PolicyLoss:
     """The loss of a micro-batch: the sum of its tokens' weighted losses. Reports what it sees on the way."""
 
-    def __init__(self, clip_low: float, clip_high: float, dual_clip: float | None, kl: float, kl_kind: str):
+    def __init__(self, clip_low: float, clip_high: float, dual_clip: float | None, kl: float, kl_kind: str,
+                 share: float):
         self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
-        self.kl, self.kl_kind = kl, kl_kind
+        self.kl, self.kl_kind, self.share = kl, kl_kind, share
+        self.first = True
+        """Until the step's first optimizer step the trainer's policy is still the rollout's: they are compared then."""
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         columns = {name: micro[name].values.to(logprobs_T.device) for name in micro.columns}
@@ -107,13 +121,14 @@ class _PolicyLoss:
         self._report(total, logprobs_T, ratio_T, clipped_T, entropy_T, mask_T, columns["behaviour"])
         return total
 
-    @staticmethod
-    def _report(total, logprobs_T, ratio_T, clipped_T, entropy_T, mask_T, behaviour_T) -> None:
+    def _report(self, total, logprobs_T, ratio_T, clipped_T, entropy_T, mask_T, behaviour_T) -> None:
         metrics = current()
-        metrics.add("loss", total.detach())
+        metrics.add("loss", total.detach() * self.share)
         metrics.mean_of("policy/ratio", ratio_T.detach()[mask_T])
         metrics.mean_of("policy/clipped", clipped_T[mask_T])
         metrics.mean_of("policy/entropy", entropy_T[mask_T])
+        if not self.first:
+            return
         difference_T = (logprobs_T.detach() - behaviour_T)[mask_T].abs()
         metrics.mean_of("mismatch/logprob_mean", difference_T)
         metrics.maximum("mismatch/logprob_max", difference_T.max() if len(difference_T) else 0.0)

@@ -18,6 +18,8 @@ from workers.functions.rewards import find_reward, math, score
     ("#### -7", "#### 7", 0.0),
     ("#### 12 12", "#### 12", 0.0),
     (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
+    (r"so it is $\boxed{18}$.", "x #### 18", 1.0),
+    (r"so it is $\boxed{17}$.", "x #### 18", 0.0),
     (r"#### x^2 + 2x + 1", r"#### (x+1)^2", 1.0),
 ])
 def test_math_compares_final_answers(completion, answer, expected):
