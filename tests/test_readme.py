@@ -6,6 +6,9 @@ import re
 
 from harness import ROOT, metrics_of
 
+from distflow.schema.spec import load
+from planners import plan
+
 TEXT = (ROOT / "README.md").read_text()
 
 
@@ -24,6 +27,19 @@ def test_the_custom_function_runs_and_is_short(launch, workspace):
     launch(1, "--dag", "mine.yaml", "--run-file", "tiny.yaml", "--name", "mine", "--set", "steps=2")
     metrics = metrics_of(workspace / "runs/mine")
     assert metrics[1]["grad_norm"] > 0
+
+
+def test_the_run_file_is_right_but_for_its_paths(workspace):
+    model = workspace / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, '
+                                       '"vocab_size": 300, "num_attention_heads": 2, "intermediate_size": 128}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).touch()
+    text = block("yaml", "my_run.yaml").replace("path/to/Qwen3-0.6B", str(model))
+    text = re.sub(r"path/to/\S+?\.jsonl", str(workspace / "train.jsonl"), text)
+    (workspace / "my_run.yaml").write_text(text)
+    assert plan(load("grpo", str(workspace / "my_run.yaml")), 8).ranks == 8
 
 
 def test_every_file_of_the_map_is_there():
