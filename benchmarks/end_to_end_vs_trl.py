@@ -14,6 +14,8 @@ Choices, each of them the cheaper one for TRL where it matters:
 - Prompts are rendered by the chat template before TRL starts; TRL would do it for every completion of every update.
 - Plain `generate` with its dynamic cache. Of TRL's accelerators of generation, vLLM wants a GPU, and transformers'
   continuous batching took 1.7 times as long per update on two CPU cores (and all memory, unless it is told a size).
+- distflow leaves rows out of the backward pass whose advantages are all zero (a group of equal rewards): without a KL
+  term they have no gradient. TRL computes them. This is part of what is measured.
 - TRL's warm-up is made to start above zero, as distflow's does, so that both have the same rate in every update.
 
 Time runs from the end of one update to the end of another, as the parent process reads of them, over the updates after
