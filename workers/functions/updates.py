@@ -16,6 +16,7 @@ from workers.functions.losses import clipped_policy_loss, negative_log_likelihoo
 from workers.roles import Role
 
 _ALWAYS = 4
+"""Rows that every step trains whatever their advantages, so that trainer and rollout are always compared."""
 
 
 @node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group")
