@@ -1,10 +1,14 @@
 """Write the embedded task: arithmetic word problems in the shape of GSM8K, small enough to learn on two CPU cores.
 
-    python dags/data/make_arithmetic.py            # rewrites dags/data/arithmetic/{train,heldout}.jsonl
+    python dags/data/make_arithmetic.py     # rewrites dags/data/arithmetic/{train,demonstrations,heldout}.jsonl
 
 One row is {"question": str, "answer": "<working> #### <number>", "level": 1 | 2 | 3}. The files depend on the seed and
 on nothing else. Train and held-out never share a (template, operands) pair, so a problem cannot be remembered under
 another name or another fruit.
+
+`demonstrations` are the questions of `train`, answered by a hasty teacher who mostly stops after the first of two steps.
+Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find by itself
+that the longer answers are the right ones.
 """
 import argparse
 import itertools
@@ -17,6 +21,7 @@ from pathlib import Path
 NAMES = ("Ada", "Ben", "Cem", "Dia", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun", "Kai", "Lea")
 ITEMS = ("apples", "pears", "plums", "nuts", "shells", "stamps", "coins", "cards", "cups", "beads", "books", "stones")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+HASTE = 0.8  # share of the two-step problems that the hasty teacher leaves after one step
 LARGEST = 99  # every number of a problem, intermediate ones included, has at most two digits
 
 
@@ -34,7 +39,7 @@ class Template:
     steps: tuple[str, ...]
 
 
-BIG, MIDDLE, SMALL, FACTOR = (6, 20), (5, 15), (2, 9), (2, 5)
+BIG, MIDDLE, SMALL, FACTOR = (6, 20), (5, 15), (2, 9), (2, 6)
 TEMPLATES = (
     Template(1, "{name} has {a} {items} and finds {b} more. How many {items} now?",
              {"a": BIG, "b": SMALL}, ("a + b",)),
@@ -114,15 +119,26 @@ def make(train_rows: int, heldout_per_template: int, seed: int) -> tuple[list[di
     return list(train.values()), heldout
 
 
+def demonstrate(rng: random.Random, row: dict) -> dict:
+    """Return the row as the hasty teacher answers it."""
+    first, comma, _ = row["answer"].partition(", ")
+    if not comma or rng.random() >= HASTE:
+        return row
+    return row | {"answer": f"{first} #### {first.split(' = ')[1]}"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=int, default=6000, help="rows to train on")
-    parser.add_argument("--heldout", type=int, default=24, help="most problems that one template holds out")
+    parser.add_argument("--heldout", type=int, default=20, help="most problems that one template holds out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "arithmetic")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "heldout"), make(options.train, options.heldout, options.seed), strict=True):
+    train, heldout = make(options.train, options.heldout, options.seed)
+    rng = random.Random(options.seed)
+    demonstrations = [demonstrate(rng, row) for row in train]
+    for name, rows in {"train": train, "demonstrations": demonstrations, "heldout": heldout}.items():
         path = options.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{path}: {len(rows)} rows")

@@ -9,7 +9,7 @@ from harness import ROOT
 
 DATA = ROOT / "dags/data"
 SETS = {name: [json.loads(line) for line in (DATA / f"arithmetic/{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "heldout")}
+        for name in ("train", "demonstrations", "heldout")}
 
 
 def test_the_script_makes_the_shipped_files(tmp_path):
@@ -20,13 +20,25 @@ def test_the_script_makes_the_shipped_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_working_is_right(name):
+def test_every_step_of_a_working_is_right(name):
     for problem in SETS[name]:
         working, _, final = problem["answer"].partition(" #### ")
-        left, result = working.split(", ")[-1].split(" = ")
-        first, sign, second = left.split()
-        expected = {"+": int(first) + int(second), "-": int(first) - int(second), "*": int(first) * int(second)}[sign]
-        assert int(result) == int(final) == expected, problem
+        for step in working.split(", "):
+            left, result = step.split(" = ")
+            first, sign, second = left.split()
+            expected = {"+": int(first) + int(second), "-": int(first) - int(second), "*": int(first) * int(second)}
+            assert int(result) == expected[sign], problem
+        assert final == result
+
+
+def test_the_teacher_is_hasty_and_only_where_there_are_two_steps():
+    pairs = list(zip(SETS["train"], SETS["demonstrations"], strict=True))
+    assert all(right["question"] == shown["question"] for right, shown in pairs)
+    assert all(right == shown for right, shown in pairs if right["level"] == 1)
+    hasty = [", " not in shown["answer"] for right, shown in pairs if right["level"] > 1]
+    assert 0.75 < sum(hasty) / len(hasty) < 0.85
+    assert all(shown == right or right["answer"].startswith(shown["answer"].split(" #### ")[0] + ", ")
+               for right, shown in pairs)
 
 
 def test_no_held_out_question_is_trained():
