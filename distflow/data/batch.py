@@ -17,24 +17,27 @@ from distflow.schema.errors import ColumnError
 class Ragged:
     """`values` [T, …] holds all rows back to back, `lengths` [B] (int64) says how many elements each row has.
 
+    The elements may be ragged themselves, as the tokens of each turn of a conversation or the pixels of each image:
+    `values` is then a Ragged of T rows.
+
     Raises:
         ColumnError: the lengths are not whole numbers, or do not add up to T.
     """
 
-    values: Tensor
+    values: Tensor | Ragged
     lengths: Tensor
 
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
             raise ColumnError(f"lengths of a ragged column must be [rows] of int64, not {list(self.lengths.shape)} of "
-                              f"{_name(self.lengths.dtype)}")
+                              f"{dtype_name(self.lengths.dtype)}")
         if int(self.lengths.sum()) != len(self.values):
             raise ColumnError(f"the lengths of a ragged column add up to {int(self.lengths.sum())}, "
                               f"but it has {len(self.values)} values")
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
-        """From one tensor [length, …] a row; `dtype` is what a column without rows gets."""
+    def from_rows(cls, rows: Sequence[Tensor | Ragged], dtype: torch.dtype = torch.int64) -> Ragged:
+        """From one tensor [length, …] or one Ragged a row; `dtype` is what a column without rows gets."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return cls(_join(rows) if rows else torch.empty(0, dtype=dtype), lengths)
 
@@ -53,9 +56,12 @@ class Ragged:
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
-    def rows(self) -> list[Tensor]:
+    def rows(self) -> list[Tensor | Ragged]:
         """Each row as a view."""
-        return list(self.values.split(self.lengths.tolist()))
+        if isinstance(self.values, Tensor):
+            return list(self.values.split(self.lengths.tolist()))
+        ends = self.offsets.tolist()
+        return [self.values.slice(start, end) for start, end in zip(ends, ends[1:])]
 
     @property
     def row_of(self) -> Tensor:
@@ -65,17 +71,23 @@ class Ragged:
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start…stop (counted from 0, stop excluded, both within the column) as views."""
         begin, end = self.offsets[start].item(), self.offsets[stop].item()
-        return Ragged(self.values[begin:end], self.lengths[start:stop])
+        return Ragged(_slice(self.values, begin, end), self.lengths[start:stop])
 
     def select(self, index: Tensor) -> Ragged:
         """Rows in the order of `index`; copies those rows and nothing else."""
         lengths = self.lengths[index]
         before = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         shift = torch.repeat_interleave(self.offsets[:-1][index] - before, lengths)
-        return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], lengths)
+        return Ragged(_select(self.values, torch.arange(len(shift), device=shift.device) + shift), lengths)
 
     def padded(self, fill: float = 0, side: Literal["left", "right"] = "right") -> Tensor:
-        """[B, longest row, …], rows pushed to the left end (`side="right"` pads on the right) or to the right end."""
+        """[B, longest row, …], rows pushed to the left end (`side="right"` pads on the right) or to the right end.
+
+        Raises:
+            ColumnError: the elements are ragged themselves.
+        """
+        if isinstance(self.values, Ragged):
+            raise ColumnError("a nested ragged column has no padded form; pad its `values`, one level at a time")
         width = int(self.lengths.max()) if len(self) else 0
         result = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
         column = torch.arange(len(self.values), device=self.lengths.device) - self.offsets[:-1][self.row_of]
@@ -84,7 +96,7 @@ class Ragged:
         result[self.row_of, column] = self.values
         return result
 
-    def with_values(self, values: Tensor) -> Ragged:
+    def with_values(self, values: Tensor | Ragged) -> Ragged:
         """The same row lengths with other values [T, …]."""
         return Ragged(values, self.lengths)
 
@@ -106,9 +118,9 @@ def decode_text(column: Ragged) -> list[str]:
     Raises:
         ColumnError: the column does not hold text.
     """
-    if column.values.dtype != torch.uint8 or column.values.ndim != 1:
-        raise ColumnError(f"a column of text holds bytes (uint8), not {_name(column.values.dtype)}. "
-                          "Is another column meant?")
+    if isinstance(column.values, Ragged) or column.values.dtype != torch.uint8 or column.values.ndim != 1:
+        held = "rows of rows" if isinstance(column.values, Ragged) else dtype_name(column.values.dtype)
+        raise ColumnError(f"a column of text holds bytes (uint8), not {held}. Is another column meant?")
     data, ends = column.values.numpy().tobytes(), column.offsets.tolist()
     try:
         return [data[start:end].decode(errors="surrogatepass") for start, end in zip(ends, ends[1:])]
@@ -140,14 +152,6 @@ class Batch:
             raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns)) or 'none'}")
         return self.columns[name]
 
-    @property
-    def nbytes(self) -> int:
-        """What its tensors hold, ids and lengths included."""
-        tensors = [self.ids]
-        for column in self.columns.values():
-            tensors += [column.values, column.lengths] if isinstance(column, Ragged) else [column]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     def only(self, names: Iterable[str]) -> Batch:
         return Batch(self.ids, {name: self[name] for name in names})
 
@@ -156,15 +160,11 @@ class Batch:
 
     def slice(self, start: int, stop: int) -> Batch:
         """Rows start…stop (counted from 0, stop excluded, both within the batch) as views."""
-        parts = {name: column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
-                 for name, column in self.columns.items()}
-        return Batch(self.ids[start:stop], parts)
+        return Batch(self.ids[start:stop], {name: _slice(column, start, stop) for name, column in self.columns.items()})
 
     def select(self, index: Tensor) -> Batch:
         """Rows in the order of `index` [any length]; copies those rows and nothing else."""
-        parts = {name: column.select(index) if isinstance(column, Ragged) else column[index]
-                 for name, column in self.columns.items()}
-        return Batch(self.ids[index], parts)
+        return Batch(self.ids[index], {name: _select(column, index) for name, column in self.columns.items()})
 
     def repeat(self, times: int) -> Batch:
         """Each row `times` times in succession, with the ids that `times` repetitions have."""
@@ -188,27 +188,42 @@ class Batch:
                      {name: _concat(name, [batch[name] for batch in batches]) for name in names})
 
 
+def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
+    """The lengths of each level of raggedness, outermost first, and the elements themselves [T, …]."""
+    lengths = []
+    while isinstance(column, Ragged):
+        lengths.append(column.lengths)
+        column = column.values
+    return lengths, column
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _concat(name: str, columns: list[ColumnData]) -> ColumnData:
     filled = [column for column in columns if len(column)] or columns[:1]  # a rank without rows only guesses the form
-    forms = {type(column).__name__ for column in filled}
-    shapes = {tuple(_values(column).shape[1:]) for column in filled if len(_values(column))}
-    if len(forms) > 1 or len(shapes) > 1:
-        raise ColumnError(f"the parts of column `{name}` do not fit together: {' and '.join(sorted(forms))} with "
-                          f"elements of shape {' and '.join(str(list(shape)) for shape in sorted(shapes))}")
-    joined = _join([_values(column) for column in filled])
-    if isinstance(filled[0], Ragged):
-        return Ragged(joined, torch.cat([column.lengths for column in filled]))
-    return joined
+    parts = [levels(column) for column in filled]
+    depths = sorted({len(lengths) for lengths, _ in parts})
+    shapes = sorted({tuple(values.shape[1:]) for _, values in parts if len(values)})
+    if len(depths) > 1 or len(shapes) > 1:
+        kinds = ["Tensor" if depth == 0 else "Ragged" if depth == 1 else f"{depth}-fold Ragged" for depth in depths]
+        raise ColumnError(f"the parts of column `{name}` do not fit together: {' and '.join(sorted(kinds))} with "
+                          f"elements of shape {' and '.join(str(list(shape)) for shape in shapes)}")
+    return _join(filled)
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[ColumnData]) -> ColumnData:
     """One after the other. An empty part has no say in the result's type: `torch.tensor([])` is float32."""
-    return torch.cat([tensor for tensor in tensors if len(tensor)] or [tensors[0]])
+    parts = [part for part in parts if len(part)] or [parts[0]]
+    if isinstance(parts[0], Ragged):
+        return Ragged(_join([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+    return torch.cat(parts)
 
 
-def _values(column: ColumnData) -> Tensor:
-    return column.values if isinstance(column, Ragged) else column
+def _slice(column: ColumnData, start: int, stop: int) -> ColumnData:
+    return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _select(column: ColumnData, index: Tensor) -> ColumnData:
+    return column.select(index) if isinstance(column, Ragged) else column[index]

@@ -5,8 +5,8 @@
     4       4      n, the length of the header
     8       4      CRC-32 of the header
     12      4      zero
-    16      n      header: rows and, for each column, name, whether it is ragged, dtype, shape of its values
-    …              ids; for each column its lengths if it is ragged, and its values
+    16      n      header: rows and, for each column, name, levels of raggedness, dtype, shape of its elements
+    …              ids; for each column the lengths of each level, outermost first, and its elements
 
 Every part starts at a multiple of 8, and numbers are little-endian. The buffers carry no checksum: the transports
 below have their own, and a second one would cost as much as the copy.
@@ -23,22 +23,21 @@ import msgpack
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.batch import Batch, ColumnData, Ragged, dtype_name, levels
 from distflow.schema.errors import ColumnError
 
 _MAGIC = b"DFB1"
 _HEAD = struct.Struct("<4sIII")
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def to_wire(batch: Batch) -> Tensor:
     """[bytes] uint8 on the CPU, a multiple of 8 long."""
     header, buffers = [], [_raw(batch.ids)]
     for name, column in batch.columns.items():
-        ragged = isinstance(column, Ragged)
-        values = column.values if ragged else column
-        header.append([name, ragged, str(values.dtype).removeprefix("torch."), list(values.shape)])
-        buffers += [_raw(column.lengths), _raw(values)] if ragged else [_raw(values)]
+        lengths, values = levels(column)
+        header.append([name, len(lengths), dtype_name(values.dtype), list(values.shape)])
+        buffers += [_raw(part) for part in (*lengths, values)]
     packed = msgpack.packb([len(batch), header])
     head = _HEAD.pack(_MAGIC, len(packed), zlib.crc32(packed), 0) + packed
     return torch.cat([_filled(torch.frombuffer(bytearray(head), dtype=torch.uint8)), *buffers])
@@ -60,19 +59,23 @@ def from_wire(wire: Tensor) -> Batch:
     reader = _Reader(wire, _HEAD.size + size + -size % 8)
     ids = reader.take("ids", "int64", [rows])
     columns: dict[str, ColumnData] = {}
-    for name, ragged, dtype, shape in header:
-        lengths = reader.take(name, "int64", [rows]) if ragged else None
-        values = reader.take(name, dtype, shape)
-        columns[name] = values if lengths is None else _ragged(name, values, lengths)
+    for name, depth, dtype, shape in header:
+        lengths: list[Tensor] = []
+        for _ in range(depth):
+            lengths.append(_checked(name, reader.take(name, "int64", [int(lengths[-1].sum()) if lengths else rows])))
+        column: ColumnData = reader.take(name, dtype, shape)
+        for level in reversed(lengths):
+            column = Ragged(column, level)
+        columns[name] = column
     if reader.position != len(wire):
         raise ColumnError(f"a batch of {reader.position} bytes came as {len(wire)} bytes")
     return Batch(ids, columns)
 
 
-def _ragged(name: str, values: Tensor, lengths: Tensor) -> Ragged:
+def _checked(name: str, lengths: Tensor) -> Tensor:
     if len(lengths) and int(lengths.min()) < 0:
         raise ColumnError(f"column `{name}` arrived with a row of negative length; its bytes were changed on the way")
-    return Ragged(values, lengths)
+    return lengths
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -186,4 +186,36 @@ def test_columns_are_chosen_and_added_without_a_copy():
     whole = batch([2, 1])
     assert whole.only(["image"])["image"] is whole["image"]
     assert set(whole.with_columns({"scores": torch.zeros(2)}).columns) == {"tokens", "image", "scores"}
-    assert whole.nbytes == 8 * (2 + 2 + 3 + 12)
+
+
+def nested(rows: list[list[int]]) -> Ragged:
+    """For each row the lengths of its turns; every element different."""
+    inner = ragged([turn for row in rows for turn in row])
+    return Ragged(inner, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+
+NESTED = st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=6)
+
+
+@QUIET
+@given(NESTED, st.data())
+def test_turns_stay_within_their_rows(rows, data):
+    """Slices, selections and joins of a column whose elements are ragged are those of its list of lists."""
+    column = nested(rows)
+    plain = [[turn.tolist() for turn in row.rows] for row in column.rows]
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    index = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
+    parts = [column.slice(start, stop), column.select(torch.tensor(index, dtype=torch.int64))]
+    assert [[turn.tolist() for turn in row.rows] for row in parts[0].rows] == plain[start:stop]
+    assert [[turn.tolist() for turn in row.rows] for row in parts[1].rows] == [plain[row] for row in index]
+    joined = Batch.concat([Batch(torch.arange(len(part)), {"turns": part}) for part in parts])["turns"]
+    assert [[turn.tolist() for turn in row.rows] for row in joined.rows] == \
+        plain[start:stop] + [plain[row] for row in index]
+
+
+def test_a_nested_column_has_no_padded_form_and_is_no_text():
+    with pytest.raises(ColumnError, match="one level at a time"):
+        nested([[1, 2]]).padded()
+    with pytest.raises(ColumnError, match="rows of rows"):
+        decode_text(nested([[1, 2]]))

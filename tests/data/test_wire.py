@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged, encode_text
+from distflow.data.batch import Batch, Ragged, encode_text, levels
 from distflow.data.wire import from_wire, to_wire
 from distflow.schema.errors import ColumnError
 
@@ -30,7 +30,13 @@ def batches(draw) -> Batch:
     columns = {}
     for number in range(draw(st.integers(0, 4))):
         dtype, trailing = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 3), max_size=2))
-        if draw(st.booleans()):
+        kind = draw(st.sampled_from(["dense", "ragged", "nested"]))
+        if kind == "nested":
+            turns = draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows))
+            lengths = draw(st.lists(st.integers(0, 3), min_size=sum(turns), max_size=sum(turns)))
+            inner = Ragged(tensor([sum(lengths), *trailing], dtype, number), torch.tensor(lengths, dtype=torch.int64))
+            columns[f"turns{number}"] = Ragged(inner, torch.tensor(turns, dtype=torch.int64))
+        elif kind == "ragged":
             lengths = draw(st.lists(st.integers(0, 6), min_size=rows, max_size=rows))
             values = tensor([sum(lengths), *trailing], dtype, number)
             columns[f"столбец {number}"] = Ragged(values, torch.tensor(lengths, dtype=torch.int64))
@@ -40,9 +46,9 @@ def batches(draw) -> Batch:
 
 
 def bits(column: torch.Tensor | Ragged) -> tuple:
-    values = column.values if isinstance(column, Ragged) else column
+    lengths, values = levels(column)
     raw = values.contiguous().flatten().view(torch.uint8).tolist()
-    return type(column), values.dtype, values.shape, raw, column.lengths.tolist() if isinstance(column, Ragged) else ()
+    return values.dtype, values.shape, raw, [level.tolist() for level in lengths]
 
 
 @QUIET
