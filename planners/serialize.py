@@ -49,7 +49,7 @@ def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], lay
     item, flow = spec.dag.nodes[node], flows[node]
     moved = transfers.derive(spec, node, flow, flows, layouts, source)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
-                moved, flow.repeats, flow.fan, flow.out_fan)
+                moved, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None)
 
 
 def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:

@@ -66,9 +66,19 @@ def _results(used: list[tuple[multiprocessing.Process, Connection]]) -> list[Any
                 process.join()
                 raise RankFailed(f"rank {rank} died with exit code {process.exitcode}") from None
             if not good:
-                raise RankFailed(f"rank {rank}:\n{value}")
+                raise RankFailed(_first_cause(used, rank, value))
             results[rank] = value
     return [results[rank] for rank in range(len(used))]
+
+
+def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: int, error: str) -> str:
+    """The error of a rank, or of another one if this one only lost its connection."""
+    for number, (_, line) in enumerate(used):
+        with contextlib.suppress(EOFError):
+            good, value = line.recv() if number != rank and line.poll(2.0) else (True, None)
+            if not good and "Connection" in error.splitlines()[-1] and "Connection" not in value.splitlines()[-1]:
+                rank, error = number, value
+    return f"rank {rank}:\n{error}"
 
 
 def _start() -> tuple[multiprocessing.Process, Connection]:

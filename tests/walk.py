@@ -5,20 +5,24 @@ A row's contents follow from its column, step and id.
 
 from __future__ import annotations
 
+import math
+import os
+
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-import distflow.data.databuffer as module
-from distflow.data.batch import Batch, ColumnData, Ragged, encode_text
+from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
-from distflow.data.exchange import exchange, gather
+from distflow.data.exchange import gather
+from distflow.data.homes import Fans
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import ROW, SOURCE, Column, Layout, Plan, Task, Transfer
 
-FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged"}
-"""By a column's first letter: token ids, a number a row, text, ragged pixels (float16, three to an element)."""
+FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged", "n": "Ragged", "m": "Tensor"}
+"""By a column's first letter: token ids, a number a row, text, ragged pixels (float16, three to an element), turns of
+tokens, an image of one size (bfloat16)."""
 
 
 def contents(name: str, step: int, ids: list[int]) -> ColumnData:
@@ -27,14 +31,19 @@ def contents(name: str, step: int, ids: list[int]) -> ColumnData:
         return torch.tensor([7 * row + salt for row in ids], dtype=torch.float64)
     if kind == "t":
         return encode_text("é" * (row % 3) + f"{name}/{step}/{row}" * (row % 4 > 0) for row in ids)
+    if kind == "m":
+        return (torch.tensor(ids, dtype=torch.float32)[:, None, None] % 7 + torch.arange(300.0).view(2, 150)).bfloat16()
+    if kind == "n":
+        return Ragged.from_rows([Ragged.from_rows([torch.arange((row + turn) % 3) + row for turn in range(row % 4)])
+                                 for row in ids])
     rows = [torch.arange((3 * row + salt) % 5) + 1000 * row + salt for row in ids]
     column = Ragged.from_rows(rows)
     return column if kind == "r" else column.with_values(column.values[:, None].half().expand(-1, 3))
 
 
 def bits(column: ColumnData) -> tuple:
-    values = column.values if isinstance(column, Ragged) else column
-    return values.dtype, values.tolist(), column.lengths.tolist() if isinstance(column, Ragged) else None
+    lengths, values = levels(column)
+    return values.dtype, values.tolist(), [level.tolist() for level in lengths]
 
 
 class Drawn:
@@ -54,7 +63,8 @@ class Builder:
         self.ranks, self.source, self.tasks = ranks, source, {}
         self.writers = dict.fromkeys(columns.split(), SOURCE)
 
-    def node(self, name: str, reads: str, writes: str, layout: Layout, repeats: int = 1) -> Builder:
+    def node(self, name: str, reads: str, writes: str, layout: Layout, repeats: int = 1,
+             together: bool = False) -> Builder:
         wanted = reads.split()
         producers = dict.fromkeys(self.writers[column] for column in wanted)
         transfers = []
@@ -66,7 +76,7 @@ class Builder:
         columns = [Column(column, column, self.writers[column], FORMS[column[0]]) for column in wanted]
         self.tasks[name] = Task(name, "role", "COMPUTE", "function", {}, (*columns, Column(ROW, ROW, SOURCE, "Tensor")),
                                 tuple(writes.split()), layout, tuple(transfers), repeats, fan,
-                                (*fan, name) if repeats > 1 else fan)
+                                (*fan, name) if repeats > 1 else fan, together)
         self.writers |= dict.fromkeys(writes.split(), name)
         return self
 
@@ -117,37 +127,49 @@ class Walk:
 
     def times(self, task: Task, producer: str) -> int:
         result = 1
-        for node in task.fan[len(self.buffer._fan(producer)) :]:
-            result *= self.buffer.tasks[node].repeats
+        for node in task.fan[len(self.buffer.fans.of(producer)) :]:
+            result *= self.buffer.fans.tasks[node].repeats
         return result
 
 
-def walk(plan: Plan, batch: int, steps: int = 2) -> tuple[list, list, list]:
-    """What a rank saw, its metrics, and how many all-to-alls each step took."""
-    counted, walker, metrics, exchanges = [], Walk(plan, batch), [], []
-    module.exchange = lambda *arguments: counted.append(1) or exchange(*arguments)
-    try:
-        for _ in range(steps):
-            walker.run_step()
-            exchanges.append(len(counted) - sum(exchanges))
-            metrics.append(walker.metrics.collect(gather))
-    finally:
-        module.exchange = exchange
-    return walker.seen, metrics, exchanges
+def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> tuple[list, list, list]:
+    """What a rank saw, its metrics, and how many redistributions each step took.
+
+    Args:
+        machines: a letter for each rank; those with the same one share memory. "-" is a rank that shares none. Without
+            it they are as they are.
+    """
+    if machines:
+        os.environ["DISTFLOW_MACHINE"] = machines[dist.get_rank()].strip("-")
+    else:
+        os.environ.pop("DISTFLOW_MACHINE", None)
+    counted, walker, metrics, moves = [], Walk(plan, batch), [], []
+    move = walker.buffer.redistributor.move
+    walker.buffer.redistributor.move = lambda *arguments: counted.append(1) or move(*arguments)
+    for _ in range(steps):
+        walker.run_step()
+        moves.append(len(counted) - sum(moves))
+        metrics.append(walker.metrics.collect(gather))
+    return walker.seen, metrics, moves
 
 
-def check_run(plan: Plan, batch: int, steps: int = 2) -> list[tuple]:
-    """Run on real ranks; then each row was at each node on exactly one rank, all rows of a prompt on the same."""
-    results = run_ranks(plan.ranks, walk, plan, batch, steps)
+def check_run(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> list[tuple]:
+    """Run on real ranks; then each row was at each node on exactly one rank, all rows of a unit on the same."""
+    results = run_ranks(plan.ranks, walk, plan, batch, steps, machines)
     for step in range(steps):
         for task in plan.tasks:
             held = [next(ids for when, node, ids in seen if (when, node) == (step, task.node)) for seen, *_ in results]
+            for rank, ids in enumerate(held):
+                share, leader = task.layout.share(rank), (rank - task.layout.first) // task.layout.tp * task.layout.tp
+                assert ids == (held[task.layout.first + leader] if share is not None else []), (task.node, held)
+            held = [ids for rank, ids in enumerate(held) if task.layout.leads(rank)]
             fan = 1
             for node in task.fan:
                 fan *= next(other.repeats for other in plan.tasks if other.node == node)
             rows = sorted(row for ids in held for row in ids)
             assert rows == list(range(step * batch * fan, (step + 1) * batch * fan)), (task.node, held)
-            prompts = [{row // fan for row in ids} for ids in held]
-            assert sum(map(len, prompts)) == batch, (task.node, held)
-            assert not any(ids for rank, ids in enumerate(held) if task.layout.share(rank) is None)
+            coarse = Fans(plan).unit(task.layout)
+            units = fan // math.prod(other.repeats for other in plan.tasks if other.node in coarse)
+            kept = [{row // units for row in ids} for ids in held]
+            assert sum(map(len, kept)) == batch * fan // units, (task.node, held)
     return results

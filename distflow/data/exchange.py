@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_LEAST = 4096
 
-def exchange(outgoing: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Send `outgoing[i]` ([bytes] uint8) to rank `i` and return what each rank sent here.
 
-    Two collectives: the sizes, then all bytes in one `all_to_all_single`. Every rank of the group must call it.
+def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i`, for each rank in turn, and return what
+    the ranks sent here, `arriving[i]` bytes from rank `i`.
+
+    One collective; every rank of the group must call it.
     """
-    sizes = torch.tensor([len(part) for part in outgoing])
-    arriving = torch.empty_like(sizes)
-    dist.all_to_all_single(arriving, sizes, group=group)
-    received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, torch.cat(outgoing), arriving.tolist(), sizes.tolist(), group=group)
-    return list(received.split(arriving.tolist()))
+    received = torch.empty(sum(arriving), dtype=torch.uint8)
+    dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
+    return received
+
+
+_room: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Bytes that each rank's payload gets in a group's next gather; the same on all its ranks."""
 
 
 def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank."""
-    ranks = dist.get_world_size(group)
-    sizes = torch.zeros(ranks, dtype=torch.int64)
-    sizes[dist.get_rank(group)] = len(payload)
-    dist.all_reduce(sizes, group=group)
-    longest = max(int(sizes.max()), 1)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(payload)] = torch.frombuffer(bytearray(payload) or bytearray(1), dtype=torch.uint8)[: len(payload)]
-    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
+    """Every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank.
+
+    One collective if the payloads are about as long as they were last time, two if one is longer.
+    """
+    group = group or dist.group.WORLD
+    room = _room.get(group, _LEAST)
+    parts = _gathered(len(payload).to_bytes(8, "little") + payload[: room - 8], room, group)
+    sizes = [int.from_bytes(part[:8], "little") for part in parts]
+    longest = max(sizes) + 8
+    if longest > room:
+        rest = _gathered(payload[room - 8 :], longest - room, group)
+        parts = [part + more for part, more in zip(parts, rest)]
+    _room[group] = max(_LEAST, longest + longest // 4)
+    return [part[8 : 8 + size] for part, size in zip(parts, sizes)]
+
+
+def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes.tolist())]
+    return [part.numpy().tobytes() for part in everyone]
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank of the group has come here, on the CPU."""
+    dist.all_reduce(torch.zeros(1), group=group)

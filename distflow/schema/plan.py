@@ -19,15 +19,20 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks hold which rows. Data-parallel share `i` of `dp` is at rank `first + i`."""
+    """Which ranks hold which rows. Data-parallel share `i` of `dp` is at the `tp` ranks from `first + i * tp` on."""
 
     dp: int
     first: int = 0
+    tp: int = 1
 
     def share(self, rank: int) -> int | None:
         """The data-parallel index of a rank, or None for a rank that holds no rows in this layout."""
-        index = rank - self.first
+        index = (rank - self.first) // self.tp
         return index if 0 <= index < self.dp else None
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank is the first of its share: the one that puts the share's rows."""
+        return self.share(rank) is not None and (rank - self.first) % self.tp == 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Task:
     """The nodes that repeated the rows which it reads, outermost first."""
     out_fan: tuple[str, ...] = ()
     """The same for the rows that it writes."""
+    keep_together: bool = False
+    """Whether all rows that stem from one prompt must be on the same rank."""
 
 
 @dataclass(frozen=True)

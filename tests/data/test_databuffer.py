@@ -96,24 +96,25 @@ def test_there_and_back_within_a_step_returns_what_is_new():
 
 @st.composite
 def plans(draw) -> Plan:
-    """Any chain of nodes in any layouts of three ranks; each reads some columns whose rows can be matched."""
-    layout = st.integers(1, 3).flatmap(lambda dp: st.builds(Layout, st.just(dp), st.integers(0, 3 - dp)))
-    builder = Builder(3, draw(layout), "r_x t_x d_x")
+    """Any chain of nodes in any layouts of four ranks; each reads some columns whose rows can be matched."""
+    layout = st.sampled_from([Layout(dp, first, tp) for tp in (1, 2) for dp in range(1, 5) for first in range(4)
+                              if first + dp * tp <= 4])
+    builder = Builder(4, draw(layout), "r_x t_x d_x n_x")
     for number in range(draw(st.integers(1, 5))):
         fans = {column: builder.fan(producer) for column, producer in builder.writers.items()}
         fan = draw(st.sampled_from(sorted(set(fans.values()))))
         fitting = [column for column, other in fans.items() if fan[: len(other)] == other]
         reads = draw(st.lists(st.sampled_from(fitting), min_size=1, max_size=3, unique=True))
-        kinds = draw(st.lists(st.sampled_from("rdti"), max_size=2, unique=True))
+        kinds = draw(st.lists(st.sampled_from("rdtinm"), max_size=2, unique=True))
         builder.node(f"n{number}", " ".join(reads), " ".join(f"{kind}_{number}" for kind in kinds), draw(layout),
-                     draw(st.sampled_from([1, 1, 2, 3])))
+                     draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()))
     return builder.plan()
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(plans(), st.integers(1, 7))
-def test_any_plan_on_three_ranks(plan, batch):
-    check_run(plan, batch)
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(plans(), st.integers(1, 7), st.sampled_from(["", "", "aabb", "abab", "abcd", "----", "aa--"]))
+def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines):
+    check_run(plan, batch, machines=machines)
 
 
 def balanced(plan: Plan) -> tuple[list[int], dict[str, float]]:
@@ -175,14 +176,24 @@ def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
 
 @pytest.mark.parametrize(("reads", "lost", "expected"), [
     ("d_here d_there", "there", "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` owes"),
-    ("r_prompt r_reply", "rollout", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, "
-                                    "but its other inputs lack them"),
 ])
 def test_missing_rows_are_named(reads, lost, expected):
     plan = (Builder(2, ONE)
             .node("here", "r_prompt", "d_here", ONE).node("there", "d_here", "d_there", ONE)
             .node("rollout", "r_prompt", "r_reply", ONE, repeats=2).node("join", reads, "", LAST)).plan()
     assert run_ranks(2, take_after_a_loss, plan, "join", f"{lost} ids") == ["", expected]
+
+
+@pytest.mark.parametrize(("together", "here", "there"), [
+    (True, "", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, but its other inputs lack "
+               "them"),
+    (False, *["rows [0] lost all 2 rows that a node made of each; no rank has one"] * 2),
+])
+def test_a_prompt_whose_samples_are_lost_is_named(together, here, there):
+    plan = (Builder(2, ONE)
+            .node("rollout", "r_prompt", "r_reply", ONE, repeats=2)
+            .node("join", "r_prompt r_reply", "", LAST, together=together)).plan()
+    assert run_ranks(2, take_after_a_loss, plan, "join", "rollout ids") == [here, there]
 
 
 def test_missing_columns_are_named():

@@ -13,21 +13,24 @@ def payload(sender: int, receiver: int) -> list[int]:
 
 def everyone_to_everyone() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    arrived = exchange([torch.tensor(payload(rank, peer), dtype=torch.uint8) for peer in range(ranks)])
-    assert [part.tolist() for part in arrived] == [payload(peer, rank) for peer in range(ranks)]
-    nothing = exchange([torch.empty(0, dtype=torch.uint8)] * ranks)
-    assert [len(part) for part in nothing] == [0] * ranks
+    arriving = [len(payload(peer, rank)) for peer in range(ranks)]
+    outgoing = [payload(rank, peer) for peer in range(ranks)]
+    arrived = exchange(torch.tensor(sum(outgoing, []), dtype=torch.uint8), list(map(len, outgoing)), arriving)
+    assert [part.tolist() for part in arrived.split(arriving)] == [payload(peer, rank) for peer in range(ranks)]
+    assert len(exchange(torch.empty(0, dtype=torch.uint8), [0] * ranks, [0] * ranks)) == 0
     assert gather(b"x" * rank) == [b"x" * peer for peer in range(ranks)]
     assert gather(b"") == [b""] * ranks
     assert gather(bytes(range(256))) == [bytes(range(256))] * ranks
+    for size in (4087, 4088, 4089, 100_000, 3, 200_000):  # below, at and above the room that a payload has
+        assert gather(bytes([rank]) * (size + rank)) == [bytes([peer]) * (size + peer) for peer in range(ranks)]
 
 
 def within_a_group() -> None:
     everyone_to_everyone()
     rank, group = dist.get_rank(), dist.new_group([1, 2])
     if rank > 0:
-        arrived = exchange([torch.tensor([rank, peer], dtype=torch.uint8) for peer in (1, 2)], group)
-        assert [part.tolist() for part in arrived] == [[1, rank], [2, rank]]
+        arrived = exchange(torch.tensor([rank, 1, rank, 2], dtype=torch.uint8), [2, 2], [2, 2], group)
+        assert arrived.tolist() == [1, rank, 2, rank]
         assert gather(bytes([rank]), group) == [b"\x01", b"\x02"]
 
 

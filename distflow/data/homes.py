@@ -1,0 +1,163 @@
+"""Which share of a layout holds which rows in a step, so that all shares have about as many tokens.
+
+Rows are assigned in units: all rows that stem from one prompt, if a task of the layout asks for that or reads rows of
+prompts; otherwise each row as fine as the tasks read them. The first transfer to a layout decides, for the step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distflow.data.balance import assign, imbalance
+from distflow.data.batch import Batch, Ragged, levels
+from distflow.data.routing import Destinations
+from distflow.schema.errors import ColumnError
+from distflow.schema.plan import SOURCE, Layout, Plan
+
+Fan = tuple[str, ...]
+_SHOWN = 5
+
+
+class Fans:
+    """The repetitions of a plan: which rows stem from which."""
+
+    def __init__(self, plan: Plan):
+        self.tasks = {task.node: task for task in plan.tasks}
+        self.source = plan.source
+
+    def of(self, producer: str) -> Fan:
+        """The nodes that repeated the rows of a producer, outermost first."""
+        return () if producer == SOURCE else self.tasks[producer].out_fan
+
+    def times(self, fan: Iterable[str]) -> int:
+        """How many rows the repetitions of `fan` make of one."""
+        return math.prod(self.tasks[node].repeats for node in fan)
+
+    def unit(self, layout: Layout) -> Fan:
+        """The fan of what `layout` keeps together: the longest that all rows in it share; none if prompts must stay
+        whole."""
+        tasks = [task for task in self.tasks.values() if task.layout == layout]
+        if layout == self.source or any(task.keep_together for task in tasks):
+            return ()
+        return os.path.commonprefix([task.fan for task in tasks])
+
+
+class Homes(NamedTuple):
+    """The share [units] of each unit, by its id [units], ascending."""
+
+    units: np.ndarray
+    shares: np.ndarray
+
+    def destinations(self, fans: Fans, producer: str, layout: Layout) -> Destinations:
+        """Where the rows of a producer go."""
+        fan, unit = fans.of(producer), fans.unit(layout)
+        if len(fan) < len(unit):
+            times = fans.times(unit[len(fan) :])
+            return lambda ids: self.of_coarser(ids, times)
+        times = fans.times(fan[len(unit) :])
+        return lambda ids: self.of_finer(ids, times)
+
+    def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, share) of each of the rows `ids`, of which `times` stem from one unit.
+
+        Raises:
+            ColumnError: a row stems from a unit that no rank had.
+        """
+        index = np.searchsorted(self.units, ids // times)
+        found = index < len(self.units)
+        found[found] = self.units[index[found]] == (ids // times)[found]
+        if not found.all():
+            raise ColumnError(f"some rank has rows {ids[~found][:_SHOWN].tolist()}, which stem from rows that no rank "
+                              "had when this layout was filled")
+        return np.arange(len(ids)), self.shares[index]
+
+    def of_coarser(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, share) for each share that has units of the rows `ids`, each of which has `times` units.
+
+        Raises:
+            ColumnError: no rank has a unit of a row.
+        """
+        childless = ids[~np.isin(ids, self.units // times)]
+        if len(childless):
+            raise ColumnError(f"rows {childless[:_SHOWN].tolist()} lost all {times} rows that a node made of each; no "
+                              "rank has one")
+        wanted = np.unique(np.stack([self.units // times, self.shares]), axis=1)
+        order = np.argsort(ids, kind="stable")
+        first = np.searchsorted(ids, wanted[0], sorter=order)
+        last = np.searchsorted(ids, wanted[0], side="right", sorter=order)
+        row = order[np.concatenate([np.arange(*ends) for ends in zip(first, last)])] if len(first) else order[:0]
+        return row, np.repeat(wanted[1], last - first)
+
+
+class Census:
+    """This rank's rows, counted for a layout: what each rank says before the homes are found."""
+
+    def __init__(self, fans: Fans, layout: Layout):
+        self.fans, self.layout, self.unit = fans, layout, fans.unit(layout)
+        reads = [column for task in fans.tasks.values() if task.layout == layout for column in task.reads]
+        tokens = {(column.producer, column.name) for column in reads if "Ragged" in column.form}
+        text = {(column.producer, column.name) for column in reads if column.form == "list[str]"}
+        self.counted = tokens or text
+        self.tables: list[np.ndarray] = []
+
+    def add(self, producer: str, batch: Batch, share: int | None, origin: bool) -> None:
+        """Count rows of a producer.
+
+        Args:
+            share: of the layout, if these rows are in it already: later columns must join them.
+            origin: whether the rows are where they were made; elsewhere they have been counted.
+        """
+        fan, ids = self.fans.of(producer), batch.ids.numpy()
+        level = min(len(fan), len(self.unit))
+        if fan[:level] != self.unit[:level]:
+            return  # rows of another branch
+        weight = np.full(len(ids), int(origin and level == len(self.unit)))
+        for name, column in batch.columns.items():
+            if origin and (producer, name) in self.counted and isinstance(column, Ragged):
+                weight += _elements(column)
+        owner = -1 if share is None or level < len(self.unit) else share
+        unit = ids // self.fans.times(fan[level:])
+        self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
+
+    def to_bytes(self) -> bytes:
+        """Each unit of this rank once, and rows that are coarser than units."""
+        return _merged(np.concatenate([*self.tables, np.empty((4, 0), dtype=np.int64)], axis=1)).tobytes()
+
+    def settle(self, census: list[bytes]) -> tuple[Homes, float | None]:
+        """The homes, from what every rank counted; and the heaviest share's load over the mean, None if all were
+        settled before."""
+        table = _merged(np.concatenate([np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in census], axis=1))
+        _, units, weights, owners = table[:, table[0] == len(self.unit)]
+        for level in range(len(self.unit)):
+            _, ids, tokens, _ = table[:, table[0] == level]
+            parent = units // self.fans.times(self.unit[level:])
+            index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
+            weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights
+        loads, settled = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
+        shares = assign(loads, self.layout.dp, settled)
+        free = bool((settled < 0).any())
+        return Homes(units, shares.numpy()), imbalance(loads, shares, self.layout.dp) if free else None
+
+
+def _elements(column: Ragged) -> np.ndarray:
+    """[rows]: the elements of each row, at the innermost level."""
+    ends = np.arange(len(column) + 1)
+    for lengths in levels(column)[0]:
+        ends = np.concatenate([[0], lengths.numpy().cumsum()])[ends]
+    return np.diff(ends)
+
+
+def _merged(table: np.ndarray) -> np.ndarray:
+    """Each (level, id) once, ascending, with its tokens in all and the share that any of its rows has."""
+    order = np.lexsort((table[1], table[0]))
+    table = table[:, order]
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)])) if len(order) else order
+    if not len(first):
+        return table
+    return np.stack([*table[:2, first], np.add.reduceat(table[2], first), np.maximum.reduceat(table[3], first)])

@@ -1,0 +1,153 @@
+"""Where each row goes when a layout changes: computed from what the ranks announce, the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+
+from distflow.data.batch import Batch, dtype_name, levels
+from distflow.data.strips import Form, Strip, strips_of
+from distflow.data.warehouse import Stock
+from distflow.schema.errors import ColumnError
+
+_ALIGNED = 64
+_SHOWN = 5
+
+Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""From the ids of all rows [rows] to pairs (row [pairs], share [pairs]): a row may go to several shares, or to none."""
+
+
+class Notice(NamedTuple):
+    """What a rank announces: its rows' ids [rows], and per column its form and its rows' counts, one [rows] a strip."""
+
+    ids: np.ndarray
+    forms: dict[str, Form]
+    counts: dict[str, list[np.ndarray]]
+    stock: Stock
+
+
+def announce(batch: Batch, stock: Stock) -> tuple[bytes, dict[str, list[Strip]]]:
+    """A rank's notice as bytes, and the strips that it speaks of."""
+    strips = {name: strips_of(column) for name, column in batch.columns.items()}
+    forms, numbers = [], [batch.ids.numpy()]
+    for name, column in batch.columns.items():
+        lengths, values = levels(column)
+        forms.append((name, len(lengths), dtype_name(values.dtype), tuple(values.shape[1:])))
+        numbers += [strip.counts for strip in strips[name]] if lengths else []  # each dense row has one element
+    header = msgpack.packb([len(batch), forms, stock])
+    header += b"\0" * (-len(header) % 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *(part.tobytes() for part in numbers)]), strips
+
+
+def read_notice(raw: bytes) -> Notice:
+    """What `announce` packed."""
+    size = int.from_bytes(raw[:8], "little")
+    reader = msgpack.Unpacker()
+    reader.feed(raw[8 : 8 + size])
+    rows, forms, stock = reader.unpack()
+    numbers = iter(np.frombuffer(raw, dtype=np.int64, offset=8 + size).reshape(-1, rows) if rows else ())
+    nothing = np.empty(0, dtype=np.int64)
+    ids, counts = next(numbers, nothing), {}
+    described = {name: Form(depth, dtype, tuple(shape)) for name, depth, dtype, shape in forms}
+    for name, form in described.items():
+        counts[name] = [next(numbers, nothing) if form.depth else np.ones(rows, dtype=np.int64) for _ in form.widths]
+    return Notice(ids, described, counts, Stock.unpack(stock))
+
+
+def agree(notices: Sequence[Notice]) -> dict[str, Form]:
+    """The form of each column. A rank without rows, or with empty ones only, has no say if another has elements.
+
+    Raises:
+        ColumnError: the ranks' elements differ in type or shape, or their columns are not the same.
+    """
+    holders = [rank for rank, notice in enumerate(notices) if len(notice.ids)] or [0]
+    names = notices[holders[0]].forms
+    for rank in holders:
+        if notices[rank].forms.keys() != names.keys():
+            odd = ", ".join(sorted(notices[rank].forms.keys() ^ names.keys()))
+            raise ColumnError(f"rank {holders[0]} and rank {rank} do not have the same columns: only one has {odd}")
+    return {name: _agree(name, notices, holders) for name in names}
+
+
+def _agree(name: str, notices: Sequence[Notice], holders: list[int]) -> Form:
+    said = {rank: notices[rank].forms[name] for rank in holders}
+    full = [rank for rank in holders if notices[rank].counts[name][-1].any()] or holders[:1]
+    first = said[full[0]]
+    for rank in holders:
+        if said[rank].depth != first.depth or (rank in full and said[rank] != first):
+            raise ColumnError(f"the parts of column `{name}` do not fit together: rank {full[0]} has {first}, rank "
+                              f"{rank} has {said[rank]}")
+    return first
+
+
+class Part(NamedTuple):
+    """One strip of the rows that arrive. Per pair: `counts` elements, from element `at` of its share's strip.
+
+    Share `i`'s strip lies at byte `starts[i]` of its memory and has `sizes[i]` bytes, in elements of `width` bytes.
+    """
+
+    width: int
+    counts: np.ndarray
+    at: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+
+class Route:
+    """The rows' way: pairs of a row and a share, by share and then by id.
+
+    holder, position, ids: [pairs]: the rank that has the row, where in its batch, its id. `bounds` [shares + 1]: share
+    `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`. `totals` [shares]: bytes of a share's memory.
+
+    Raises:
+        ColumnError: a share would get a row twice.
+    """
+
+    def __init__(self, notices: Sequence[Notice], forms: dict[str, Form], destinations: Destinations, shares: int):
+        ids = np.concatenate([notice.ids for notice in notices])
+        rows = np.array([len(notice.ids) for notice in notices])
+        row, share = destinations(ids)
+        order = np.lexsort((ids[row], share))
+        row, share = row[order], share[order]
+        self.holder = np.repeat(np.arange(len(notices)), rows)[row]
+        self.position = row - (rows.cumsum() - rows)[self.holder]
+        self.ids, self.share = ids[row], share
+        self.bounds = np.searchsorted(share, np.arange(shares + 1))
+        twice = (np.diff(self.ids) == 0) & (np.diff(share) == 0)
+        if twice.any():
+            one, other = self.holder[:-1][twice][0], self.holder[1:][twice][0]
+            raise ColumnError(f"rows {self.ids[1:][twice][:_SHOWN].tolist()} of columns {', '.join(forms)} exist "
+                              f"twice, on rank {one} and rank {other}")
+        self.totals = np.zeros(shares, dtype=np.int64)
+        holders = [notice for notice in notices if len(notice.ids)]
+        self.parts = {name: [self._part(np.concatenate([notice.counts[name][level] for notice in holders])[row], width)
+                             for level, width in enumerate(form.widths)] if holders else []
+                      for name, form in forms.items()}
+
+    def _part(self, counts: np.ndarray, width: int) -> Part:
+        ends = np.concatenate([[0], counts.cumsum()])
+        elements = np.diff(ends[self.bounds])
+        starts = self.totals
+        self.totals = starts + -(-elements * width // _ALIGNED) * _ALIGNED
+        return Part(width, counts, ends[:-1] - ends[self.bounds[self.share]], starts, elements * width)
+
+    def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
+        """The pairs of a share, or those of them whose rows a rank has; by id."""
+        every = np.arange(self.bounds[share], self.bounds[share + 1])
+        return every if holder is None else every[self.holder[every] == holder]
+
+    def bytes_of(self, pairs: np.ndarray) -> int:
+        return sum(int(part.counts[pairs].sum()) * part.width for parts in self.parts.values() for part in parts)
+
+    def traffic(self, ranks: int) -> np.ndarray:
+        """[ranks, shares]: bytes of rows that a rank has and a share gets."""
+        shares = len(self.totals)
+        total = np.zeros(ranks * shares, dtype=np.int64)
+        for parts in self.parts.values():
+            for part in parts:
+                total += np.bincount(self.holder * shares + self.share, part.counts * part.width,
+                                     ranks * shares).astype(np.int64)
+        return total.reshape(ranks, shares)

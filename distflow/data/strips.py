@@ -1,0 +1,95 @@
+"""Columns as strips of bytes, and the copying of rows between strips.
+
+Each level of a column is a strip: its rows' bytes lie back to back, so many elements for each row. A dense column is
+one strip; a ragged one too, since its lengths are the strip's counts; each further level of raggedness adds one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.batch import ColumnData, Ragged, levels
+
+_MANY_BYTES = 256
+"""Below this, rows are copied by index, all at once; above, one by one."""
+
+
+class Form(NamedTuple):
+    """What all rows of a column have in common. `shape` is that of an element, `depth` the levels of raggedness."""
+
+    depth: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of an element of each strip: inner lengths, then the elements themselves."""
+        return [8] * (self.depth - 1) + [math.prod(self.shape) * getattr(torch, self.dtype).itemsize]
+
+    def __str__(self) -> str:
+        return f"{'ragged ' * self.depth}{self.dtype} {list(self.shape)}"
+
+
+class Strip(NamedTuple):
+    """`data` [bytes] uint8 and `counts` [rows] int64: the elements of each row."""
+
+    data: np.ndarray
+    counts: np.ndarray
+
+
+def strips_of(column: ColumnData) -> list[Strip]:
+    """The strips of a column; a level that is contiguous and on the CPU is not copied."""
+    lengths, values = levels(column)
+    if not lengths:
+        return [Strip(_raw(values), np.ones(len(values), dtype=np.int64))]
+    ends, strips = np.arange(len(column) + 1), []
+    for level, data in zip(lengths, [*lengths[1:], values]):
+        ends = np.concatenate([[0], level.numpy().cumsum()])[ends]
+        strips.append(Strip(_raw(data), np.diff(ends)))
+    return strips
+
+
+def column_of(form: Form, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
+    """The column whose strips are these ([bytes] uint8, counts [rows]); views, not copies."""
+    values = [data.view(torch.int64) for data, _ in strips[:-1]]
+    values.append(strips[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
+                  if math.prod(form.shape) else torch.empty(int(strips[-1][1].sum()), *form.shape,
+                                                            dtype=getattr(torch, form.dtype)))
+    if not form.depth:
+        return values[0]
+    column: ColumnData = values[-1]
+    for level in [*reversed(values[:-1]), torch.from_numpy(strips[0][1])]:
+        column = Ragged(column, level)
+    return column
+
+
+def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
+              counts: np.ndarray, width: int) -> None:
+    """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
+    `target` ([bytes] uint8). Rows that follow one another in both are one copy."""
+    some = counts > 0
+    source_at, target_at, counts = source_at[some], target_at[some], counts[some]
+    if not len(counts) or not width:
+        return
+    if width <= _MANY_BYTES and len(counts) > 1 and bool((counts == 1).all()):
+        kind = np.dtype(f"V{width}")
+        target[: len(target) // width * width].view(kind)[target_at] = \
+            source[: len(source) // width * width].view(kind)[source_at]
+        return
+    follows = (np.diff(source_at) == counts[:-1]) & (np.diff(target_at) == counts[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    runs = zip((source_at[first] * width).tolist(), (target_at[first] * width).tolist(),
+               (np.add.reduceat(counts, first) * width).tolist())
+    here, there = memoryview(source), memoryview(target)
+    for begin, at, size in runs:
+        there[at : at + size] = here[begin : begin + size]
+
+
+def _raw(tensor: Tensor) -> np.ndarray:
+    """[bytes] uint8: a view where possible."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
