@@ -134,7 +134,8 @@ def report(error: DistflowError, rank: int) -> None:
     if rank 0 did not find it."""
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
-    print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr, flush=True)
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    print(f"{'' if rank == 0 else f'[rank {rank}] '}{text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

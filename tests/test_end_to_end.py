@@ -136,3 +136,26 @@ def test_a_run_stops_when_it_is_good_enough(launch, workspace):
     assert set(metrics_of(folder)) == {1, 2, 3}
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
     assert "step-00000003" in os.listdir(folder / "checkpoints")
+
+
+BLOCKING = """
+import os, threading
+from distflow import reward
+
+@reward
+def stuck(completion: str, answer: str) -> float:
+    if os.environ["RANK"] == "1":
+        threading.Event().wait()
+    return 1.0
+"""
+
+
+def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
+    (workspace / "stuck_reward.py").write_text(BLOCKING)
+    changes = ("imports=[stuck_reward]", "nodes.reward.with.reward=stuck", "wait_limit=8")
+    result = subprocess.run(command(2, *GRPO, *(word for change in changes for word in ("--set", change))), cwd=workspace,
+                             env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "a rank did not come within the wait limit" in result.stderr
+    assert "in node `reference` (function workers.functions.inference:logprobs), step 0, rank 0" in result.stderr
+    assert "missing: rank 1 is in step 0, computing node `reward`, for" in result.stderr

@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
+from distflow.data.exchange import attended
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
+from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import ColumnError
+from distflow.schema.errors import ColumnError, RankMissing
 from distflow.schema.plan import Plan, Task
 from distflow.schema.spec import Spec
 from workers.encode import encoder
@@ -32,7 +34,8 @@ class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
-                 folder: Path, resume: bool):
+                 folder: Path, resume: bool, presence: Presence):
+        self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
         self.functions = functions
@@ -52,8 +55,9 @@ class DagWorker:
         for step in self.steps():
             self.buffer.start(self.source.next())
             for task in self.chain:
-                with _Culprit(task, step, self.rank):
+                with _Culprit(task, step, self.presence), attended():
                     inputs = self.buffer.take(task)
+                    self.presence.now(f"is in step {step}, computing node `{task.node}`")
                     self.buffer.put(task, *self.execute(task, inputs))
             if self.sink.finish(step, self.buffer):
                 break
@@ -110,16 +114,20 @@ class DagWorker:
 
 
 class _Culprit:
-    """Adds to an error that passes through which node, step and rank it comes from."""
+    """Adds to an error that passes through which node, step and rank it comes from, and who is missing."""
 
-    def __init__(self, task: Task, step: int, rank: int):
-        self.note = f"in node `{task.node}` (function {task.function}), step {step}, rank {rank}"
+    def __init__(self, task: Task, step: int, presence: Presence):
+        self.note = f"in node `{task.node}` (function {task.function}), step {step}, rank {presence.rank}"
+        self.presence = presence
+        presence.now(f"is in step {step}, waiting for the inputs of node `{task.node}`")
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             error.add_note(self.note)
+        if isinstance(error, RankMissing) and (missing := self.presence.missing()):
+            error.add_note(f"missing: {missing}")
 
 
 def _as_form(column: ColumnData, form: str) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distflow.observe.folder import RunFolder
 from distflow.robust.board import Board
+from distflow.robust.presence import Presence
 from distflow.schema.contract import load_function
 from distflow.schema.plan import Plan
 from distflow.schema.registry import load_module
@@ -42,7 +43,8 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
                             store=dist.PrefixStore("group", board.store), world_size=board.ranks,
                             timeout=datetime.timedelta(seconds=spec.run.wait_limit))
-    DagWorker(spec, plan, functions, device, path, resume).run()
+    presence = Presence(board.store, board.rank, board.ranks)
+    DagWorker(spec, plan, functions, device, path, resume, presence).run()
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 

@@ -20,7 +20,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_t
 from distflow.data.homes import Census, Fan, Fans, Homes
 from distflow.data.redistribute import Redistributor
 from distflow.observe.metrics import Metrics
-from distflow.schema.errors import ColumnError
+from distflow.schema.errors import ColumnError, RankMissing
 from distflow.schema.plan import ROW, SOURCE, Layout, Plan, Task, Transfer
 
 _TEXT = "list[str]"
@@ -59,6 +59,7 @@ class Databuffer:
 
         Raises:
             ColumnError: rows or columns that a producer owes are not there.
+            RankMissing: a rank that owes rows, or takes some, ended or did not come.
         """
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
         fans = [self.fans.of(transfer.producer) for transfer in task.transfers]
@@ -111,11 +112,15 @@ class Databuffer:
     def _redistribute(self, producer: str, names: list[str], task: Task) -> None:
         layout, origin = task.layout, self._origin(producer)
         held = self._held(producer, origin, names)
-        moved = self.redistributor.move(
-            held if origin.leads(self.rank) else held.slice(0, 0), layout,
-            b"" if layout in self.homes else self._census(layout).to_bytes(),
-            lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
-            f"{producer}/{task.node}")
+        try:
+            moved = self.redistributor.move(
+                held if origin.leads(self.rank) else held.slice(0, 0), layout,
+                b"" if layout in self.homes else self._census(layout).to_bytes(),
+                lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
+                f"{producer}/{task.node}")
+        except RankMissing as error:
+            raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of node "
+                              f"`{producer}`, on rank {origin.first} to {origin.last}: {error}") from error
         earlier = self.shelves.get((producer, layout))
         self.shelves[producer, layout] = moved.with_columns(earlier.columns) if earlier else moved
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.schema.errors import RankMissing
+
 _LEAST = 4096
+_FAILURES = ("gloo", "nccl", "closed by peer", "reset by peer", "process group")
+"""What stands in the messages of a collective that failed; their type says no more than RuntimeError."""
 
 
 def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -16,9 +22,13 @@ def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dis
     the ranks sent here, `arriving[i]` bytes from rank `i`.
 
     One collective; every rank of the group must call it.
+
+    Raises:
+        RankMissing: a rank ended, or did not come within the group's time limit. So do the two below.
     """
     received = torch.empty(sum(arriving), dtype=torch.uint8)
-    dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
+    with attended():
+        dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
     return received
 
 
@@ -46,10 +56,26 @@ def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes
 def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
     mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    with attended():
+        dist.all_gather(everyone, mine, group=group)
     return [part.numpy().tobytes() for part in everyone]
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank of the group has come here, on the CPU."""
-    dist.all_reduce(torch.zeros(1), group=group)
+    with attended():
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+@contextlib.contextmanager
+def attended() -> Iterator[None]:
+    """Errors of collectives become RankMissing; others pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        if not any(mark in text for mark in _FAILURES):
+            raise
+        late = "timed out" in text or "timeout" in text
+        what = "a rank did not come within the wait limit" if late else "a rank ended while others waited for it"
+        raise RankMissing(f"{what} ({str(error).splitlines()[0]})") from error

@@ -99,6 +99,10 @@ class Disagreement(DistflowError):
     """Ranks that must be alike are not. The usual cause: files or versions differ between machines."""
 
 
+class RankMissing(DistflowError):
+    """A rank ended, or did not come within the wait limit, while others waited for it. Its own output says why."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The one of `known` that was probably meant."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_ALIKE)

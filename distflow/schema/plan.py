@@ -30,6 +30,11 @@ class Layout:
         index = (rank - self.first) // self.tp
         return index if 0 <= index < self.dp else None
 
+    @property
+    def last(self) -> int:
+        """The last rank that holds rows."""
+        return self.first + self.dp * self.tp - 1
+
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first of its share: the one that puts the share's rows."""
         return self.share(rank) is not None and (rank - self.first) % self.tp == 0

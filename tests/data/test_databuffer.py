@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from distflow.data.batch import Batch, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.observe.metrics import Metrics
-from distflow.schema.errors import ColumnError
+from distflow.robust.presence import Presence
+from distflow.schema.errors import ColumnError, RankMissing
 from distflow.schema.plan import Layout, Plan
 
 ONE, TWO, LAST = Layout(1), Layout(2), Layout(1, 1)
@@ -200,6 +203,33 @@ def test_missing_columns_are_named():
     plan = Builder(1, ONE).node("a", "r_prompt", "d_a", ONE).node("b", "d_a", "", ONE).plan()
     error, = run_ranks(1, take_after_a_loss, plan, "b", "a columns")
     assert error == "node `a` has 4 rows on rank 0, but not their column d_a; it has none"
+
+
+def wait_in_vain(plan: Plan) -> str:
+    """Rank 2 says that it computes and never takes; the error that the others get."""
+    ranks, store = range(3), dist.distributed_c10d._get_default_store()
+    group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=3))
+    presence = Presence(store, dist.get_rank(), 3)
+    buffer = Databuffer(plan, dist.get_rank(), Metrics(), group)
+    buffer.start(Batch(torch.arange(0)))
+    presence.now("is in step 4, " + ("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`"))
+    if dist.get_rank() == 2:
+        store.wait(["gave up 0", "gave up 1"])
+        return ""
+    buffer.put(plan.tasks[0], {}, torch.arange(0))
+    with pytest.raises(RankMissing) as caught:
+        buffer.take(plan.tasks[1])
+    store.set(f"gave up {dist.get_rank()}", "")
+    return f"{caught.value}\n{presence.missing()}"
+
+
+def test_who_is_waited_for_is_named():
+    plan = Builder(3, Layout(3)).node("a", "r_prompt", "r_a d_a", Layout(3)).node("b", "r_a d_a", "", ONE).plan()
+    first, second, _ = run_ranks(3, wait_in_vain, plan)
+    for rank, text in enumerate((first, second)):
+        assert f"node `b` on rank {rank} waits for columns r_a, d_a of node `a`, on rank 0 to 2: a rank " in text
+        assert "rank 2 is in step 4, computing node `a`, for " in text.splitlines()[-1]
+    assert "did not come within the wait limit" in first + second
 
 
 def test_rows_as_a_person_reads_them():
