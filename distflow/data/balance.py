@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_TOLERANCE = 1.01
+"""A share may be this much heavier if its rows need not cross to another machine for it."""
 
 
 def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tensor:
@@ -18,20 +22,66 @@ def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tenso
     Args:
         settled: [units]: the share of a unit that has one already, -1 for one that is free.
     """
-    result = torch.full_like(weights, -1) if settled is None else settled.clone()
-    loads, counts = [0] * shares, [0] * shares
+    result, loads, counts = _begin(weights, shares, settled)
     sizes = weights.tolist()
-    for unit in (result >= 0).nonzero().squeeze(1).tolist():
-        loads[result[unit]] += sizes[unit]
-        counts[result[unit]] += 1
     heap = list(zip(loads, counts, range(shares)))
     heapq.heapify(heap)
     for unit in torch.sort(weights, descending=True, stable=True).indices.tolist():
         if result[unit] < 0:
-            load, count, share = heapq.heappop(heap)
+            load, count, share = heap[0]
             result[unit] = share
-            heapq.heappush(heap, (load + sizes[unit], count + 1, share))
-    return result
+            heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
+    return torch.tensor(result, dtype=torch.int64)
+
+
+def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: Tensor | None = None) -> Tensor:
+    """The same, at most 1% heavier, with as many units as that allows left on the machine that they are on.
+
+    Each unit goes to the lightest share of its machine as long as the load stays within what `assign` reaches for its
+    heaviest share, and 1% more; those that do not fit go to the lightest share of all. If that ends heavier, `assign`
+    it is.
+
+    Args:
+        machines: [shares]: the machine of each share.
+        at: [units]: the machine of each unit; -1 if it does not matter.
+    """
+    shares = len(machines)
+    anywhere = assign(weights, shares, settled)
+    if len(set(machines)) == 1:
+        return anywhere
+    bound = int(_heaviest(weights, anywhere, shares) * _TOLERANCE)
+    result, loads, counts = _begin(weights, shares, settled)
+    sizes, home, moved = weights.tolist(), at.tolist(), []
+    heaps: dict[int, list[tuple[int, int, int]]] = {machine: [] for machine in set(machines)}
+    for share, machine in enumerate(machines):
+        heapq.heappush(heaps[machine], (loads[share], counts[share], share))
+    for unit in torch.sort(weights, descending=True, stable=True).indices.tolist():
+        heap = heaps.get(home[unit])
+        if result[unit] >= 0:
+            continue
+        if not heap or heap[0][0] + sizes[unit] > bound:
+            moved.append(unit)
+            continue
+        load, count, share = heap[0]
+        result[unit] = share
+        heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
+    rest = assign(weights, shares, torch.tensor(result, dtype=torch.int64)) if moved else torch.tensor(result)
+    return rest if _heaviest(weights, rest, shares) <= bound else anywhere
+
+
+def _begin(weights: Tensor, shares: int, settled: Tensor | None) -> tuple[list[int], list[int], list[int]]:
+    """The share of each unit, -1 if free, and each share's load and units so far."""
+    result = [-1] * len(weights) if settled is None else settled.tolist()
+    loads, counts = [0] * shares, [0] * shares
+    for share, size in zip(result, weights.tolist()):
+        if share >= 0:
+            loads[share] += size
+            counts[share] += 1
+    return result, loads, counts
+
+
+def _heaviest(weights: Tensor, shares_of: Tensor, shares: int) -> int:
+    return int(torch.zeros(shares, dtype=torch.int64).index_add_(0, shares_of, weights).max())
 
 
 def imbalance(weights: Tensor, shares_of: Tensor, shares: int) -> float:

@@ -115,7 +115,7 @@ class Databuffer:
         try:
             moved = self.redistributor.move(
                 held if origin.leads(self.rank) else held.slice(0, 0), layout,
-                b"" if layout in self.homes else self._census(layout).to_bytes(),
+                b"" if layout in self.homes else self._census(layout),
                 lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
                 f"{producer}/{task.node}")
         except RankMissing as error:
@@ -124,13 +124,13 @@ class Databuffer:
         earlier = self.shelves.get((producer, layout))
         self.shelves[producer, layout] = moved.with_columns(earlier.columns) if earlier else moved
 
-    def _census(self, layout: Layout) -> Census:
+    def _census(self, layout: Layout) -> bytes:
         census = Census(self.fans, layout)
         for (producer, place), batch in self.shelves.items():
             if place.leads(self.rank):
                 share = layout.share(self.rank) if place == layout else None
                 census.add(producer, batch, share, origin=place == self._origin(producer))
-        return census
+        return census.to_bytes(self.redistributor.warehouse.machine)
 
     def _home(self, layout: Layout, census: list[bytes]) -> Homes:
         if layout not in self.homes:

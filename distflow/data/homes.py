@@ -14,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distflow.data.balance import assign, imbalance
+from distflow.data.balance import assign_near, imbalance
 from distflow.data.batch import Batch, Ragged, levels
 from distflow.data.routing import Destinations
 from distflow.schema.errors import ColumnError
 from distflow.schema.plan import SOURCE, Layout, Plan
 
 Fan = tuple[str, ...]
+_NOTHING = np.empty((4, 0), dtype=np.int64)
 _SHOWN = 5
 
 
@@ -125,24 +126,31 @@ class Census:
         unit = ids // self.fans.times(fan[level:])
         self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
 
-    def to_bytes(self) -> bytes:
-        """Each unit of this rank once, and rows that are coarser than units."""
-        return _merged(np.concatenate([*self.tables, np.empty((4, 0), dtype=np.int64)], axis=1)).tobytes()
+    def to_bytes(self, machine: str) -> bytes:
+        """This rank's machine, each unit that it has once, and its rows that are coarser than units."""
+        return machine.encode() + b"\n" + _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
 
     def settle(self, census: list[bytes]) -> tuple[Homes, float | None]:
         """The homes, from what every rank counted; and the heaviest share's load over the mean, None if all were
-        settled before."""
-        table = _merged(np.concatenate([np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in census], axis=1))
-        _, units, weights, owners = table[:, table[0] == len(self.unit)]
+        settled before. Units stay on their machine where that costs no balance."""
+        said = [raw.partition(b"\n") for raw in census]
+        names = [name or str(rank).encode() for rank, (name, _, _) in enumerate(said)]
+        machine_of = [names.index(name) for name in names]
+        tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for _, _, raw in said]
+        table = _merged(np.concatenate([np.vstack([table, np.full_like(table[:1], machine)])
+                                        for table, machine in zip(tables, machine_of)], axis=1))
+        _, units, weights, owners, at = table[:, table[0] == len(self.unit)]
         for level in range(len(self.unit)):
-            _, ids, tokens, _ = table[:, table[0] == level]
+            _, ids, tokens, *_ = table[:, table[0] == level]
             parent = units // self.fans.times(self.unit[level:])
             index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
             weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights
+        first, shares = self.layout.first, self.layout.dp
+        machines = [machine_of[first + share * self.layout.tp] for share in range(shares)]
         loads, settled = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
-        shares = assign(loads, self.layout.dp, settled)
+        homes = assign_near(loads, machines, torch.from_numpy(at.copy()), settled)
         free = bool((settled < 0).any())
-        return Homes(units, shares.numpy()), imbalance(loads, shares, self.layout.dp) if free else None
+        return Homes(units, homes.numpy()), imbalance(loads, homes, shares) if free else None
 
 
 def _elements(column: Ragged) -> np.ndarray:
@@ -154,10 +162,11 @@ def _elements(column: Ragged) -> np.ndarray:
 
 
 def _merged(table: np.ndarray) -> np.ndarray:
-    """Each (level, id) once, ascending, with its tokens in all and the share that any of its rows has."""
-    order = np.lexsort((table[1], table[0]))
-    table = table[:, order]
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)])) if len(order) else order
-    if not len(first):
+    """Each (level, id) once, ascending, with its tokens in all and the largest of what else is said of it: the share
+    that any of its rows has, its machine."""
+    table = table[:, np.lexsort((table[1], table[0]))]
+    if not table.shape[1]:
         return table
-    return np.stack([*table[:2, first], np.add.reduceat(table[2], first), np.maximum.reduceat(table[3], first)])
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)]))
+    most = np.maximum.reduceat(table[3:], first, axis=1)
+    return np.vstack([table[:2, first], np.add.reduceat(table[2], first), most])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.balance import assign, imbalance
+from distflow.data.balance import assign, assign_near, imbalance
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -55,6 +55,27 @@ def test_what_is_settled_stays_and_counts(units):
 
 def test_free_units_go_where_settled_ones_are_light():
     assert assign(torch.tensor([10, 3, 3, 3]), 2, torch.tensor([0, -1, -1, -1])).tolist() == [0, 1, 1, 1]
+
+
+@QUIET
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.sampled_from([-1, -1, 0, 3])), min_size=1,
+                max_size=30))
+def test_staying_near_costs_no_balance(units):
+    weights, at, settled = (torch.tensor(part) for part in zip(*units))
+    near = assign_near(weights, [0, 0, 1, 1], at, settled)
+    far = assign(weights, 4, settled)
+    assert torch.equal(near[settled >= 0], settled[settled >= 0])
+    assert imbalance(weights, near, 4) <= 1.01 * imbalance(weights, far, 4)
+
+
+def test_rows_stay_on_their_machine_unless_it_has_too_many():
+    """Four machines of four shares; even rows need not cross, and of a machine with half of all rows, half must."""
+    weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
+    machines = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    for at, expected in ((torch.arange(2000) % 4, 0.02), (torch.arange(2000).clamp(max=1999) // 333 % 6 % 4, 0.18)):
+        here = torch.tensor(machines)[assign_near(weights, machines, at)]
+        assert float(weights[here != at].sum() / weights.sum()) < expected
+        assert float(weights[torch.tensor(machines)[assign(weights, 16)] != at].sum() / weights.sum()) > 0.7
 
 
 @pytest.mark.parametrize(("weights", "shares_of", "expected"), [([3, 1], [0, 0], 2.0), ([2, 2], [0, 1], 1.0),
