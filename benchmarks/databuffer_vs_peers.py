@@ -1,0 +1,274 @@
+"""Rows from one data-parallel size to another: distflow's databuffer beside verl, TransferQueue and a rank 0.
+
+The same rows (`rows.py`: seven columns of a reinforcement-learning batch, and an id each) go from `P` producers to `C`
+consumers by every contender, each in processes of its own that stay from repeat to repeat, one contender at a time:
+
+- databuffer      distflow's: `start` with the rows, `take` in the other layout, on real gloo ranks.
+- rank0           our own gather and scatter by way of rank 0, raw tensors by gloo (`rank0.py`): the architecture alone.
+- rank0-padded    the same with ragged rows carried padded; only in ragged cases.
+- verl            0.9.1: RayWorkerGroup → DataProto in the driver → RayWorkerGroup, as its trainer does. Always padded.
+- verl-numpy      the same with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy, which is not its default; on request.
+- transfer_queue  0.1.11: SimpleStorage with two units, `kv_batch_put`, `kv_batch_get`. Ragged rows as jagged tensors.
+
+Time runs from rows in the producers' memory to tensors in every consumer's, by the slowest. Ours and rank 0 have a
+barrier before; with Ray the driver's first call is the begin, since all others wait for it. A first round, not
+measured, warms pools and connections. In every round the ids are compared with what was sent: each row once. In the
+first and the last round all contents are compared too. None of this is timed.
+
+Layouts: 4→2, 2→4 and 8→2 go from ranks 0 … P - 1 to ranks 0 … C - 1 of the same processes, so for the contenders that
+look where a row is, some rows may stay. 4→4 goes from ranks 0 … 3 to ranks 4 … 7: every row moves. verl's two groups
+are always separate processes. Who gets which rows is each contender's choice (databuffer: balanced by tokens; the
+others: even, contiguous shares), since each does what its users get.
+
+Memory is the growth of the resident set of the busiest process over what it had without any rows, with the rows that it
+produces, at its peak in a round; the databuffer's shared memory counts wherever it is mapped. `through` is what the
+busiest process sent and received. Both are given in MiB and relative to the ideal share: the rows, unpadded, that the
+busiest rank has at first plus those that it gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.contender import Contender, await_calm  # noqa: E402 - needs the path above
+from benchmarks.peer_environment import peer_python  # noqa: E402
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
+from benchmarks.rows import PADDED, RAGGED, Case  # noqa: E402
+
+OURS = "databuffer"
+GOALS = {"verl": 20.0, "transfer_queue": 10.0, "rank0": 2.0, "rank0-padded": 2.0}
+FURTHER = 2.0
+"""By how much the goals are higher for ragged rows, except over `rank0`, which carries no padding either."""
+CLOSE = 1.2
+"""Of the ideal share: what the busiest process may hold, and what may go through it."""
+GOAL_MIB = 160
+LARGE = 256
+"""MiB of a case after which all contenders start afresh: what they keep of it would leave too little for the next."""
+SCRIPTS = {"databuffer": "gloo_ranks.py", "rank0": "gloo_ranks.py", "rank0-padded": "gloo_ranks.py",
+           "verl": "peers/verl_dataproto.py", "verl-numpy": "peers/verl_dataproto.py",
+           "transfer_queue": "peers/simple_storage.py"}
+PEERS = ("verl", "verl-numpy", "transfer_queue")
+ON_REQUEST = ("verl-numpy",)
+LAYOUTS = ("4-2", "2-4", "4-4", "8-2")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One redistribution: seconds, and bytes of the busiest process."""
+
+    seconds: float
+    peak: int
+    through: int
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One claim, what was measured of it, and what it should be."""
+
+    claim: str
+    measured: Spread
+    unit: str
+    goal: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.measured.median >= self.goal if self.at_least else self.measured.median <= self.goal
+
+
+Results = dict[Case, list[dict[str, Round]]]
+
+
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    for layout in given.layouts:
+        producers, consumers = map(int, layout.split("-"))
+        first = producers if producers == consumers else 0
+        for size in given.sizes:
+            for form in given.forms:
+                yield Case(size, producers, consumers, first, form, *given.tokens)
+
+
+def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
+    """The contenders' processes, by name; they end with the stack."""
+    entered = {}
+    store = 512 + 6 * round(max(given.sizes))  # MiB for Ray's objects: with less, they would go to disk
+    for name in given.contenders:
+        python = given.peer_python if name in PEERS else sys.executable
+        environment = {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"} if name == "verl-numpy" else {}
+        argument = store if name in PEERS else name
+        entered[name] = Contender(name, [python, f"benchmarks/{SCRIPTS[name]}", argument], environment)
+        stack.callback(entered[name].close)
+    return entered
+
+
+def leave(entered: dict[str, Contender]) -> dict[str, Contender]:
+    """End the contenders, all at once, as they began."""
+    for contender in entered.values():
+        contender.dismiss()
+    for contender in entered.values():
+        contender.close()
+    return {}
+
+
+def measure(contender: Contender, case: Case, repeats: int, repeat: int) -> Round:
+    """Repeat -1 is the first round, which nobody measures."""
+    number = repeat + 1
+    contender.forget_peaks()
+    said = contender.ask("round", repeat=number)
+    peak = contender.peak()
+    found = contender.ask("check", repeat=number, contents=repeat in (-1, repeats - 1))
+    verify(contender.name, case, number, found["ids"], found["wrong"])
+    return Round(said["seconds"], peak, said["through"])
+
+
+def verify(name: str, case: Case, repeat: int, ids: Sequence[Sequence[int]], wrong: Sequence[str]) -> None:
+    """Compare what consumers have with what producers sent.
+
+    Raises:
+        SystemExit: a row is missing, came twice, is of another repeat, or its contents are not its own.
+    """
+    expected = range(case.first_id(repeat), case.first_id(repeat + 1))
+    arrived = sorted(row for part in ids for row in part)
+    if arrived != list(expected):
+        lost, strange = sorted(set(expected) - set(arrived)), sorted(set(arrived) - set(expected))
+        raise SystemExit(f"{name}, {case.name}, repeat {repeat}: {len(arrived)} rows arrived of {len(expected)}; "
+                         f"lost {lost[:5]}, never sent {strange[:5]}, the others more than once")
+    if wrong:
+        raise SystemExit(f"{name}, {case.name}, repeat {repeat}: {wrong[0]}")
+
+
+def run(case: Case, entered: dict[str, Contender], repeats: int) -> list[dict[str, Round]]:
+    racing = {name: contender for name, contender in entered.items()
+              if not (name == "rank0-padded" and case.form == PADDED)}
+    for contender in racing.values():
+        contender.order("prepare", case=asdict(case))  # all at once: starting takes most of a short run
+    for contender in racing.values():
+        contender.answer()
+    await_calm(list(entered.values()))
+    for contender in racing.values():
+        contender.settle()
+        contender.ask("make")
+        measure(contender, case, repeats, -1)
+    return interleaved({name: partial(measure, contender, case, repeats) for name, contender in racing.items()},
+                       repeats)
+
+
+def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
+    print(f"\n{case.name}: {case.rows} rows, {case.nbytes / 2**20:.0f} MiB without padding, ideal share of the busiest "
+          f"rank {case.share / 2**20:.0f} MiB (load {os.getloadavg()[0]:.1f})")
+    print(f"{'':15}{'ms: median (range)':>26}{'peak MiB':>10}{'of ideal':>9}{'through':>9}{'of ideal':>9}"
+          "  as long as the databuffer")
+    for name in pairs[0]:
+        time = Spread.of([1000 * pair[name].seconds for pair in pairs])
+        peak, through = share(case, pairs, name, "peak"), share(case, pairs, name, "through")
+        print(f"{name:15}{f'{time.median:.1f} ({time.low:.1f} to {time.high:.1f})':>26}"
+              f"{peak.median * case.share / 2**20:10.0f}{peak.median:9.2f}"
+              f"{through.median * case.share / 2**20:9.0f}{through.median:9.2f}"
+              + (f"  {over(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
+
+
+def over(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
+    """How many times as long as the databuffer a contender takes."""
+    return ratios(pairs, name, OURS, lambda part: part.seconds)
+
+
+def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -> Spread:
+    """`peak` or `through`, relative to the ideal share."""
+    return Spread.of([getattr(pair[name], what) / case.share for pair in pairs])
+
+
+def goals(results: Results) -> Iterator[Goal]:
+    """What was to be shown, in the layout that shows it least: verl first, if it is there."""
+    size = GOAL_MIB if any(case.mib == GOAL_MIB for case in results) else max(case.mib for case in results)
+    for form in (PADDED, RAGGED):
+        chosen = {case: pairs for case, pairs in results.items() if case.mib == size and case.form == form}
+        names = {name for pairs in chosen.values() for name in pairs[0]}
+        if OURS not in names:
+            continue
+        for name in (name for name in GOALS if name in names):
+            case, worst = min(((case, over(pairs, name)) for case, pairs in chosen.items()),
+                              key=lambda found: found[1].median)
+            further = FURTHER if form == RAGGED and name != "rank0" else 1.0
+            yield Goal(f"redistribution at {case.name}, databuffer over {name}", worst, "x", GOALS[name] * further)
+        for what, words in (("peak", "peak memory of"), ("through", "bytes through")):
+            case, worst = max(((case, share(case, pairs, OURS, what)) for case, pairs in chosen.items()),
+                              key=lambda found: found[1].median)
+            yield Goal(f"{words} the databuffer's busiest process at {case.name}", worst, "of the ideal share", CLOSE,
+                       at_least=False)
+
+
+def judge(results: Results, left_out: str) -> None:
+    """Print every goal, and the first as the last line; it holds if the others do."""
+    found = list(goals(results))
+    if not found:
+        raise SystemExit(f"without {OURS} and another contender there is nothing to compare")
+    print()
+    for goal in found:
+        print(f"{'met    ' if goal.met else 'NOT met'}  {goal.claim}: {goal.measured} {goal.unit}, "
+              f"goal {'at least' if goal.at_least else 'at most'} {goal.goal:g}")
+    if left_out:
+        print(f"left out: {left_out}")
+    first = found[0]
+    conclude(first.claim, first.measured, first.goal, unit=first.unit, at_least=first.at_least,
+             holds=all(goal.met for goal in found))
+
+
+def options_here() -> argparse.ArgumentParser:
+    parser = options(__doc__)
+    parser.add_argument("--sizes", type=float, nargs="+", metavar="MIB", help="of padded rows; default 40 160 640, "
+                        "with --quick 40")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all, with --quick 4-2")
+    parser.add_argument("--forms", nargs="+", choices=(PADDED, RAGGED), default=(PADDED, RAGGED))
+    parser.add_argument("--contenders", nargs="+", choices=tuple(SCRIPTS), help="default: all but verl-numpy; "
+                        "with --quick, of the peers only those that are installed")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(512, 2048), metavar=("PROMPT", "RESPONSE"),
+                        help="the longest that there may be; default 512 2048")
+    parser.add_argument("--peer-python", type=Path, help="with verl and TransferQueue; default: that of .venv-peers, "
+                        "made if missing")
+    return parser
+
+
+def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+    """The flags with their defaults filled in, and what `--quick` leaves out."""
+    left_out = []
+    if given.quick:
+        left_out.append("every size, layout and form that the tables do not show")
+    given.sizes = sorted(given.sizes or ([40] if given.quick else [40, 160, 640]))
+    given.layouts = given.layouts or (["4-2"] if given.quick else list(LAYOUTS))
+    asked = given.contenders or [name for name in SCRIPTS if name not in ON_REQUEST]
+    if any(name in PEERS for name in asked) and given.peer_python is None:
+        given.peer_python = peer_python(".venv-peers", "dataflow.txt", install=not given.quick)
+    given.contenders = [name for name in asked if given.peer_python or name not in PEERS]
+    if len(given.contenders) < len(asked):
+        left_out.append("verl and TransferQueue, which are not installed (a run without --quick installs them)")
+    return given, "; ".join(left_out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options_here()
+    given, left_out = completed(parsed(parser, arguments))
+    results: Results = {}
+    with ExitStack() as stack:
+        entered: dict[str, Contender] = {}
+        for case in cases(given):
+            entered = entered or enter(stack, given)
+            results[case] = run(case, entered, given.repeats)
+            show(case, results[case])
+            if case.mib > LARGE:
+                entered = leave(entered)
+        leave(entered)
+    judge(results, left_out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import rows
+from benchmarks.contender import ROOT, Contender
+from benchmarks.databuffer_vs_peers import Round, completed, goals, measure, options_here, run, verify
+from benchmarks.rows import PADDED, RAGGED, Case
+
+FAKE = '''
+from benchmarks.contender import serve
+from benchmarks.rows import Case
+
+class Fake:
+    """Says that all rows have arrived, but for what `mistake` does to them."""
+    def prepare(self, case):
+        self.case = Case(**case)
+    def make(self):
+        print("noise, which is no answer")
+    def round(self, repeat):
+        return {"seconds": 0.5, "through": 7}
+    def check(self, repeat, contents):
+        ids = list(range(self.case.first_id(repeat), self.case.first_id(repeat + 1)))
+        MISTAKE
+        return {"ids": [ids[:3], ids[3:]], "wrong": []}
+
+serve(Fake())
+'''
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A contender that makes a mistake."""
+    made = []
+
+    def make(mistake: str) -> Contender:
+        script = tmp_path / "fake.py"
+        script.write_text(FAKE.replace("MISTAKE", mistake))
+        made.append(Contender("fake", [sys.executable, script]))
+        return made[-1]
+
+    yield make
+    for contender in made:
+        contender.close()
+
+
+def arrived(case: Case, repeat: int, pad: bool) -> tuple[torch.Tensor, rows.Columns]:
+    ids = case.ids(repeat, 1)
+    return ids, rows.make(case, 1, pad) | {"rewards": rows.rewards(case, repeat, ids)}
+
+
+def test_without_peers_it_runs_and_says_what_came_out():
+    command = [sys.executable, "benchmarks/databuffer_vs_peers.py", "--quick", "--sizes", "0.5", "--tokens", "16", "64",
+               "--contenders", "databuffer", "rank0", "rank0-padded", "--layouts", "4-2", "4-4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("4→2 padded", "4→2 ragged", "4→4 padded", "4→4 ragged", "left out: every size"):
+        assert name in done.stdout
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert set(last) == {"claim", "value", "unit", "low", "high", "goal", "met"}
+    assert "databuffer over rank0" in last["claim"]
+    assert last["value"] > 0
+    assert last["goal"] == 2
+
+
+@pytest.mark.parametrize(("mistake", "expected"), [
+    ("ids.pop()", r"lost \[15\], never sent \[\]"),
+    ("ids[0] = ids[1]", r"lost \[8\]"),
+    ("ids = [number - self.case.rows for number in ids]", r"never sent \[0, 1, 2, 3, 4\]"),
+    ("ids.append(ids[0])", "9 rows arrived of 8"),
+])
+def test_wrong_rows_end_the_benchmark(fake, mistake, expected):
+    case = Case(0, 2, 2, prompt=4, response=4)
+    contender = fake(mistake)
+    contender.ask("prepare", case=dataclasses.asdict(case))
+    contender.settle()
+    with pytest.raises(SystemExit, match=expected):
+        measure(contender, case, 3, 0)
+
+
+def test_right_rows_are_measured(fake):
+    case = Case(0, 2, 2, prompt=4, response=4)
+    pairs = run(case, {"fake": fake("pass")}, 2)
+    assert [pair["fake"].seconds for pair in pairs] == [0.5, 0.5]
+    assert pairs[0]["fake"].through == 7
+
+
+def test_a_contender_that_fails_shows_its_last_words(fake):
+    contender = fake("raise RuntimeError('no luck')")
+    with pytest.raises(SystemExit, match="no luck"):
+        run(Case(0, 2, 2, prompt=4, response=4), {"fake": contender}, 1)
+
+
+def test_wrong_contents_end_the_benchmark():
+    with pytest.raises(SystemExit, match="prompts are not"):
+        verify("fake", Case(0, 2, 2), 0, [range(8)], ["prompts are not those of the rows"])
+
+
+@pytest.mark.parametrize("form", [PADDED, RAGGED])
+@pytest.mark.parametrize("pad", [True, False])
+def test_contents_are_known_by_id_and_repeat(form, pad):
+    case = Case(0.01, 2, 2, form=form, prompt=5, response=9)
+    ids, columns = arrived(case, 3, pad)
+    assert rows.wrong(case, 3, ids, columns) == ""
+    assert "rewards" in rows.wrong(case, 2, ids, columns)
+    assert "rewards" in rows.wrong(case, 3, ids.flip(0), columns)
+    for name in rows.PER_TOKEN:
+        values = columns[name] if pad else columns[name][0]
+        changed = values.clone()
+        changed.view(-1)[-1] = ~changed.view(-1)[-1] if changed.dtype == torch.bool else changed.view(-1)[-1] + 1
+        found = rows.wrong(case, 3, ids, columns | {name: changed if pad else (changed, columns[name][1])})
+        assert name in found
+
+
+def test_sizes_are_those_of_the_rows():
+    padded, ragged = Case(1, 4, 2), Case(1, 4, 2, form=RAGGED)
+    assert padded.rows == ragged.rows
+    assert padded.nbytes == pytest.approx(2**20, rel=0.5)
+    assert 0.2 < ragged.nbytes / padded.nbytes < 0.6
+    assert padded.share == pytest.approx(0.75 * padded.nbytes)
+    assert Case(1, 4, 4, first=4).share == pytest.approx(padded.nbytes / 4)
+
+
+def test_goals_are_those_of_the_layout_that_shows_least():
+    def pair(ours: float, verl: float) -> dict[str, Round]:
+        return {"databuffer": Round(ours, 10, 10), "verl": Round(verl, 10, 10)}
+
+    results = {Case(160, 4, 2): [pair(1, 30)], Case(160, 2, 4): [pair(1, 19)], Case(40, 4, 2): [pair(1, 2)],
+               Case(160, 4, 2, form=RAGGED): [pair(1, 50)]}
+    found = list(goals(results))
+    assert found[0].claim == "redistribution at 160 MiB 2→4 padded, databuffer over verl"
+    assert (found[0].measured.median, found[0].goal, found[0].met) == (19, 20, False)
+    ragged = next(goal for goal in found if "ragged, databuffer over" in goal.claim)
+    assert (ragged.goal, ragged.met) == (40, True)
+    assert all(goal.met for goal in found if not goal.at_least)
+
+
+def test_quick_leaves_out_peers_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr("benchmarks.databuffer_vs_peers.peer_python", lambda *_, install: "python" if install else None)
+    given, left_out = completed(options_here().parse_args(["--quick"]))
+    assert given.contenders == ["databuffer", "rank0", "rank0-padded"]
+    assert "TransferQueue" in left_out
+    given, left_out = completed(options_here().parse_args([]))
+    assert {"verl", "transfer_queue"} < set(given.contenders)
+    assert not left_out
