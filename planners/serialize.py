@@ -35,7 +35,8 @@ def plan(spec: Spec, ranks: int) -> Plan:
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(chain, flows, layouts)
-    tasks = tuple(_task(spec, node, bound[node], flows, layouts, source) for node in chain)
+    moved: transfers.Moved = set()
+    tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in chain)
     notes = _notes(spec, bound, flows)
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, notes, _inputs(spec))
 
@@ -45,11 +46,11 @@ def _place(mistake: Mistake) -> tuple[str, int]:
 
 
 def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], layouts: dict[str, Layout],
-          source: Layout) -> Task:
+          source: Layout, moved: transfers.Moved) -> Task:
     item, flow = spec.dag.nodes[node], flows[node]
-    moved = transfers.derive(spec, node, flow, flows, layouts, source)
+    arriving = transfers.derive(spec, node, flows, layouts, source, moved)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
-                moved, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None)
+                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None)
 
 
 def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:

@@ -1,4 +1,8 @@
-"""How each task's columns reach it: by reference where the layout stays, by all-to-all where it changes."""
+"""How each task's columns reach it: by reference where the layout stays, by all-to-all where it changes.
+
+What moves is estimated as MindSpeed RL does (§3.1, Eq. 2), column by column: rows × the longest row × the bytes of an
+element, for prompts and responses as long as the run allows.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +11,58 @@ from distflow.schema.plan import ROW, SOURCE, Layout, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 
-_ELEMENT = 8
-"""Bytes of an element; an upper estimate for all that columns hold."""
+_TOKEN, _NUMBER, _CHARACTERS = 8, 4, 4
+"""Bytes of a token's id, bytes of a float, bytes of the text of one token."""
+_OF_TOKENS = {"prompts", "responses", "targets", GROUP}
+_LIMITED = {"prompts": "max_prompt_tokens", "questions": "max_prompt_tokens",
+            "targets": "max_target_tokens", "answers": "max_target_tokens"}
+
+Moved = set[tuple[str, str, Layout]]
+"""(producer, column, layout): what earlier tasks of the chain have moved. The databuffer moves nothing twice."""
 
 
-def derive(spec: Spec, node: str, flow: Flow, flows: dict[str, Flow], layouts: dict[str, Layout],
-           source: Layout) -> tuple[Transfer, ...]:
-    """One transfer per producer that `node` reads from, in the order of its parameters."""
+def derive(spec: Spec, node: str, flows: dict[str, Flow], layouts: dict[str, Layout], source: Layout,
+           moved: Moved) -> tuple[Transfer, ...]:
+    """One transfer per producer that `node` reads from, in the order of its parameters; `moved` learns of them."""
     edges: dict[str, list[str]] = {}
-    for column in flow.reads:
+    for column in flows[node].reads:
         names = edges.setdefault(column.producer, []) if column.name != ROW else []
         if column.name not in names:
             names.append(column.name)
     edges = edges or {SOURCE: [GROUP]}  # a node that reads nothing works on the rows of the dataset
-    return tuple(_transfer(spec, flow, producer, names, source if producer == SOURCE else layouts[producer],
-                           layouts[node], flows) for producer, names in edges.items())
+    result, target = [], layouts[node]
+    for producer, names in edges.items():
+        origin = source if producer == SOURCE else layouts[producer]
+        if origin == target:
+            result.append(Transfer(producer, tuple(names), "local"))
+            continue
+        new = [name for name in names if (producer, name, target) not in moved]
+        moved.update((producer, name, target) for name in new)
+        rows = spec.run.data.batch
+        for repeater in () if producer == SOURCE else flows[producer].out_fan:
+            rows *= flows[repeater].repeats
+        size = rows * sum(_row_bytes(spec, name, flows[node].forms.get(name, "Tensor")) for name in new)
+        busiest = max(through_ranks(size, origin, target).values())
+        result.append(Transfer(producer, tuple(names), "all_to_all", size, round(busiest)))
+    return tuple(result)
 
 
-def _transfer(spec: Spec, flow: Flow, producer: str, names: list[str], origin: Layout, target: Layout,
-              flows: dict[str, Flow]) -> Transfer:
-    if origin == target:
-        return Transfer(producer, tuple(names), "local")
-    rows = spec.run.data.batch
-    for repeater in () if producer == SOURCE else flows[producer].out_fan:
-        rows *= flows[repeater].repeats
-    size = rows * sum(_row_bytes(spec, name, flow.forms.get(name, "Tensor")) for name in names)
-    return Transfer(producer, tuple(names), "all_to_all", size)
+def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
+    """Of `size` bytes that change their layout, those that leave or reach each rank, when all shares are alike.
+
+    A rank of both layouts keeps what it has of its own share.
+    """
+    ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
+    has = {rank: origin.leads(rank) / origin.dp for rank in ranks}
+    gets = {rank: target.leads(rank) / target.dp for rank in ranks}
+    return {rank: size * (has[rank] + gets[rank] - 2 * has[rank] * gets[rank]) for rank in ranks}
 
 
 def _row_bytes(spec: Spec, name: str, form: str) -> int:
-    """An upper estimate of one row's size, as long as the run's limits allow."""
+    """One row's size at the run's longest."""
     if form == "Tensor":
-        return _ELEMENT
+        return _TOKEN if name in _OF_TOKENS else _NUMBER
     data = spec.run.data
-    limits = {"prompts": data.max_prompt_tokens, "questions": data.max_prompt_tokens,
-              "targets": data.max_target_tokens, "answers": data.max_target_tokens}
     longest = max((role.generation.max_new_tokens for role in spec.run.roles.values()), default=0)
-    return _ELEMENT * limits.get(name, max(longest, 1))
+    length = getattr(data, _LIMITED[name]) if name in _LIMITED else max(longest, 1)
+    return length * (_CHARACTERS if form == "list[str]" else _TOKEN if name in _OF_TOKENS else _NUMBER)

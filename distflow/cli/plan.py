@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from distflow.cli.common import add_dag_arguments, load_and_plan
-from distflow.schema.plan import Plan, Task
+from distflow.schema.plan import Plan, Task, Transfer
 from distflow.schema.spec import Spec
 
 HELP = "print the chain of each rank, transfers, added dependencies and memory"
@@ -29,7 +29,7 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield from _chain(plan, spec.run.data.batch)
     yield from ("", "transfers")
     rows = [(f"{move.producer} → {task.node}", ", ".join(move.columns), move.kind.replace("_", "-"),
-             f"at most {_size(move.bytes_per_step)} a step" if move.bytes_per_step else "by reference")
+             _moved(move))
             for task in plan.tasks for move in task.transfers]
     yield from _table(rows)
     yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
@@ -37,6 +37,14 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield from _memory(plan)
     for note in plan.notes:
         yield f"\nnote: {note}"
+
+
+def _moved(move: Transfer) -> str:
+    if move.kind == "local":
+        return "by reference"
+    if not move.bytes_per_step:
+        return "moved before"
+    return f"{_size(move.bytes_per_step)} a step, {_size(move.bytes_of_busiest_rank)} through the busiest rank"
 
 
 def _chain(plan: Plan, batch: int) -> Iterator[str]:

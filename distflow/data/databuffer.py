@@ -49,6 +49,7 @@ class Databuffer:
         self.shelves = {(SOURCE, self.source_layout): batch}
         self.homes = {}
         self.moved = set()
+        self.redistributor.moved = 0
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
         """Keep what a task wrote for the rows `ids` [B], ascending."""

@@ -43,6 +43,8 @@ class Redistributor:
     def __init__(self, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None):
         self.rank, self.metrics, self.group = rank, metrics, group
         self.warehouse = Warehouse(rank)
+        self.moved = 0
+        """Bytes of rows that left or reached this rank in this step."""
 
     def move(self, held: Batch, layout: Layout, rider: bytes, settle: Callable[[list[bytes]], Destinations],
              edge: str) -> Batch:
@@ -144,7 +146,8 @@ class Redistributor:
         self.metrics.add("data/bytes_sent", away)
         self.metrics.add("data/bytes_between_machines",
                          sum(size for place, size in sent.items() if machines[place.rank] != machines[self.rank]))
-        self.metrics.maximum("data/bytes_of_busiest_rank", away + arrived)
+        self.moved += away + arrived
+        self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 
 
 def _parts(route: Route, share: int, holder: int) -> Iterator[tuple[Part, np.ndarray]]:

@@ -54,14 +54,16 @@ class Column:
 class Transfer:
     """An edge: columns that come to a task from one producer.
 
-    kind: "local" (same layout, handed over by reference) or "all_to_all" (layouts differ). `bytes_per_step` is the
-    planner's upper estimate of what all ranks together send for it; local transfers move nothing.
+    kind: "local" (same layout, handed over by reference) or "all_to_all" (layouts differ). `bytes_per_step` is what the
+    planner expects of all its rows together, at the run's longest, and `bytes_of_busiest_rank` what leaves and reaches
+    the rank that moves most of it. Ids and lengths are not counted; local transfers move nothing.
     """
 
     producer: str
     columns: tuple[str, ...]
     kind: str
     bytes_per_step: int = 0
+    bytes_of_busiest_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ def test_two_to_one_to_two(plan_of: Callable) -> None:
         (SOURCE, "sample"): ("local", ("prompts",), 0),
         ("sample", "left"): ("local", ("samples",), 0),
         ("sample", "right"): ("local", ("samples",), 0),
-        ("left", "join"): ("all_to_all", ("left",), rows * copies * 8),
-        ("right", "join"): ("all_to_all", ("right",), rows * copies * 8 * longest),
-        (SOURCE, "join"): ("all_to_all", ("questions",), rows * 8 * 30),
+        ("left", "join"): ("all_to_all", ("left",), rows * copies * 4),
+        ("right", "join"): ("all_to_all", ("right",), rows * copies * 4 * longest),
+        (SOURCE, "join"): ("all_to_all", ("questions",), rows * 4 * 30),
         (SOURCE, "learn"): ("local", ("targets",), 0),
-        ("join", "learn"): ("all_to_all", ("joined",), rows * copies * 8),
+        ("join", "learn"): ("all_to_all", ("joined",), rows * copies * 4),
     }
     assert {task.node: task.layout for task in plan.tasks} == {
         "sample": Layout(2), "left": Layout(2), "right": Layout(2), "join": Layout(1), "learn": Layout(2)}

@@ -1,0 +1,84 @@
+"""A process of the dock as a child: started with the token on its standard input, its address on its standard output.
+
+It ends when its standard input closes, that is with whoever started it, and on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.data.dock.errors import DockError
+from distflow.data.dock.layout import Address
+from distflow.data.dock.service import Service
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass
+class Child:
+    """A running process of the dock."""
+
+    process: subprocess.Popen[str]
+    address: Address
+
+    def stop(self) -> None:
+        """Close its standard input and wait until it has ended."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def kill(self) -> None:
+        """End it at once; its rows are gone."""
+        self.process.kill()
+        self.stop()
+
+
+def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int = 1 << 20, max_bytes: int = 16 << 30,
+          snapshot: Path | None = None) -> Child:
+    """Start a process of the dock; the arguments are those of `Service`.
+
+    Raises:
+        DockError: it did not come up; its own message stands on standard error.
+    """
+    command = [sys.executable, "-m", "distflow.data.dock.child", "--host", host, "--port", str(port),
+               "--max-rows", str(max_rows), "--max-bytes", str(max_bytes)]
+    command += ["--snapshot", str(snapshot)] if snapshot else []
+    paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": paths})
+    process.stdin.write(token.hex() + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        process.wait()
+        raise DockError(f"the dock's process at {host}:{port} did not come up (exit code {process.returncode})")
+    host, port = json.loads(line)
+    return Child(process, (host, port))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A warehouse and its controllers; the token, in hex, on stdin.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--max-rows", type=int, default=1 << 20)
+    parser.add_argument("--max-bytes", type=int, default=16 << 30)
+    parser.add_argument("--snapshot", type=Path)
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, and reaches us as a closed input
+    token = bytes.fromhex(sys.stdin.readline().strip())
+    service = Service(token, given.host, given.port, max_rows=given.max_rows, max_bytes=given.max_bytes,
+                      snapshot=given.snapshot)
+    print(json.dumps(service.start()), flush=True)
+    sys.stdin.read()
+    service.close()
+
+
+if __name__ == "__main__":
+    main()

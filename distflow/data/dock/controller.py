@@ -1,0 +1,257 @@
+"""A controller: which rows are ready for one consumer, who has leased which, and which it has committed.
+
+Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `service.py` holds
+its lock around every call. MindSpeed RL §"Distributed Transfer Dock Strategy"; leases and commits are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.data.dock.errors import DockError, LeaseLost
+from distflow.data.dock.intervals import Intervals
+from distflow.data.dock.layout import Consumer, Ids
+from distflow.data.dock.selection import DEALS, Ask, Row, choose
+
+_SHOWN = 8
+_REMEMBERED = 512
+"""Leases that ran out, kept to say who has their rows now."""
+
+
+@dataclass
+class Granted:
+    """A lease. Its rows are dealt into shares, one for each rank of the group that asked."""
+
+    number: int
+    shares: list[list[Row]]
+    step: int | None
+    since: float
+    expires: float
+    request: int
+    holders: set[str] = field(default_factory=set)
+    """Sessions that have asked for a share of it."""
+    last: str = ""
+    """The session that spoke last, for messages."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for share in self.shares for row in share]
+
+
+class Controller:
+    """Of one consumer. `epoch` makes the lease numbers of a restored controller differ from those before."""
+
+    def __init__(self, consumer: Consumer, epoch: int = 1):
+        self.consumer = consumer
+        self.reads = set(consumer.reads)
+        self.rows: dict[int, Row] = {}
+        """All that are known and not committed."""
+        self.ready: dict[int, Row] = {}
+        """Those that can be leased, in the order in which they became so."""
+        self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()
+        """Committed rows, leases and steps."""
+        self.leases: dict[int, Granted] = {}
+        self.expired: dict[int, Granted] = {}
+        self.number = epoch << 32
+        self.discarded = self.returned = self.refused = 0
+        """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
+
+    def learn(self, table: Ids, columns: Iterable[str]) -> None:
+        """Warehouses have got columns of rows (`Warehouse.table`); may be told twice."""
+        names = set(columns)
+        for number, tokens, version, group, priority, turn in table.T.tolist():
+            if number in self.done:
+                continue
+            row = self.rows.get(number)
+            if row is None:
+                row = self.rows[number] = Row(number, set())
+            row.columns |= names
+            row.tokens, row.version, row.group, row.priority, row.turn = tokens, version, group, priority, turn
+            if not row.held and self.reads <= row.columns:
+                self.ready.setdefault(number, row)
+
+    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int) -> list[int]:
+        """A warehouse has listed all that it holds, ahead of `learn`: forget what it has lost, and return those ids.
+
+        Rows that were committed here but whose results a lost warehouse took with it are opened again.
+        """
+        lost = [number for number in self.rows if number % warehouses == warehouse and number not in listed]
+        for number in lost:
+            self.ready.pop(number, None)
+            self.rows.pop(number)
+        for number, names in listed.items():
+            if self.consumer.writes and number in self.done and not set(self.consumer.writes) <= set(names):
+                self.done.remove(number)
+            if number in self.rows:
+                self.rows[number].columns = set(names)
+                if not self.reads <= set(names):
+                    self.ready.pop(number, None)
+        return lost
+
+    def lease(self, ask: Ask, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
+              shares: int = 1, request: int = 0) -> Granted | None:
+        """Hand out up to `ask.count` rows, or None if fewer than `least` are ready.
+
+        Rows in `ask.discarded` afterwards are not wanted by a rule and count as committed.
+
+        Whoever asks for a step that is leased joins that lease: the ranks of a group get their shares of one draw,
+        and a restarted group gets the rows that it had. The same `request` always gets the same lease.
+
+        Raises:
+            DockError: the step is committed, or the group asks with another number of shares than before.
+        """
+        self.expire(now)
+        granted = self._same(step, request)
+        if granted is None:
+            if step is not None and step in self.steps:
+                raise DockError(f"step {step} of `{self.consumer.name}` is committed already. A group that was set "
+                                "back behind it needs the dock's snapshot of the same checkpoint")
+            units = choose(self.ready.values(), self.consumer.rules, ask)
+            self.discarded += len(ask.discarded)
+            self._finish([row.id for row in ask.discarded])
+            if not units or sum(map(len, units)) < least:
+                return None
+            dealt = DEALS[self.consumer.deal](units, shares)
+            self.number += 1
+            granted = Granted(self.number, dealt, step, now, now, request)
+            self.leases[granted.number] = granted
+            self._hold(granted)
+        if len(granted.shares) != shares or share >= shares:
+            raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
+                            f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
+        self._touch(granted, now, session)
+        return granted
+
+    def renew(self, number: int, now: float, session: str) -> float:
+        """A holder is alive: the lease lasts on. One that ran out is revived if nobody has its rows. Returns seconds.
+
+        Raises:
+            LeaseLost: they were given to another.
+        """
+        self.expire(now)
+        granted = self.leases.get(number)
+        if granted is None:
+            granted = self.expired.get(number)
+            if granted is None or any(self._gone(row, number) for row in granted.rows):
+                raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
+            self.leases[number] = self.expired.pop(number)
+            self._hold(granted)
+        self._touch(granted, now, session)
+        return self.consumer.seconds
+
+    def commit(self, number: int, step: int | None, ids: list[int], now: float) -> bool:
+        """The rows are consumed for good; False if this very commit was made before.
+
+        A late commit stands if nobody else was given any of the rows.
+
+        Raises:
+            LeaseLost: somebody was; nothing is committed then.
+        """
+        self.expire(now)
+        if number in self.finished:
+            return False
+        taken = [row for row in ids if row in self.done or self._other(row, number)]
+        if taken or (step is not None and step in self.steps):
+            self.refused += 1
+            raise LeaseLost(self._lost(number, taken or ids, step))
+        self.leases.pop(number, None)
+        self.expired.pop(number, None)
+        self.finished.add(number)
+        if step is not None:
+            self.steps.add(step)
+        self._finish(ids)
+        return True
+
+    def release(self, number: int, now: float) -> None:
+        """The holder gives its rows back before the time."""
+        if number in self.leases:
+            self.leases[number].expires = now
+            self.expire(now)
+
+    def dropped(self, session: str, now: float) -> bool:
+        """A holder's last connection is gone: its leases end, unless another holds them too. True if any ended."""
+        mine = [granted for granted in self.leases.values() if session in granted.holders]
+        for granted in mine:
+            granted.holders.discard(session)
+            if not granted.holders:
+                granted.expires = now
+        return self.expire(now) > 0
+
+    def expire(self, now: float) -> int:
+        """Take back the rows of leases that have run out, ahead of all others; returns how many."""
+        over = [granted for granted in self.leases.values() if granted.expires <= now]
+        back: dict[int, Row] = {}
+        for granted in over:
+            self.expired[granted.number] = self.leases.pop(granted.number)
+            for row in granted.rows:
+                row.held = False
+                if self.rows.get(row.id) is row and self.reads <= row.columns:
+                    back[row.id] = row
+        if over:
+            self.ready = back | self.ready
+        while len(self.expired) > _REMEMBERED:
+            self.expired.pop(next(iter(self.expired)))
+        self.returned += (count := sum(len(granted.rows) for granted in over))
+        return count
+
+    def next_expiry(self) -> float | None:
+        """When the first lease runs out."""
+        return min((granted.expires for granted in self.leases.values()), default=None)
+
+    def finish(self, ids: Iterable[int]) -> None:
+        """These rows are known to be committed, by a warehouse that remembers it."""
+        self._finish([row for row in ids if row not in self.done])
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot keeps: what is committed. Rows are told again by warehouses, and leases are void."""
+        return {name: getattr(self, name).ranges for name in ("done", "finished", "steps")}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name in ("done", "finished", "steps"):
+            setattr(self, name, Intervals(map(tuple, state[name])))
+
+    def _same(self, step: int | None, request: int) -> Granted | None:
+        for granted in self.leases.values():
+            if (step is not None and granted.step == step) or (request and granted.request == request):
+                return granted
+        return None
+
+    def _hold(self, granted: Granted) -> None:
+        for row in granted.rows:
+            row.lease, row.held = granted.number, True
+            self.ready.pop(row.id, None)
+
+    def _touch(self, granted: Granted, now: float, session: str) -> None:
+        granted.expires = now + self.consumer.seconds
+        granted.holders.add(session)
+        granted.last = session
+
+    def _gone(self, row: Row, number: int) -> bool:
+        return row.id in self.done or self._other(row.id, number)
+
+    def _other(self, number: int, lease: int) -> bool:
+        row = self.rows.get(number)
+        return row is not None and row.lease not in (0, lease)
+
+    def _finish(self, ids: Iterable[int]) -> None:
+        for number in ids:
+            self.done.add(number)
+            self.rows.pop(number, None)
+            self.ready.pop(number, None)
+
+    def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
+        leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}
+        done = [row for row in ids if row in self.done]
+        fate = []
+        if leases:
+            fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:_SHOWN]))})")
+        if done:
+            fate.append(f"rows {done[:_SHOWN]} are committed by another")
+        if step is not None and step in self.steps:
+            fate.append(f"step {step} is committed with other rows")
+        return (f"lease {number} of `{self.consumer.name}` is over: its holder's connection ended, or it gave no sign "
+                f"of life for {self.consumer.seconds:g} s. Its rows {ids[:_SHOWN]} "
+                f"{'; '.join(fate) or 'are no longer known'}. Throw away what was made of them; renew leases more "
+                "often if this work takes longer")

@@ -1,0 +1,181 @@
+"""What one process of the dock knows: its warehouse, its controllers, who is connected, and what others must be told.
+
+Everything here runs under one lock, `changed`, which also wakes those who wait for rows or for room.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy
+
+from distflow.data.dock.controller import Controller
+from distflow.data.dock.errors import DockError
+from distflow.data.dock.intervals import Intervals
+from distflow.data.dock.layout import Ids, Layout
+from distflow.data.dock.peers import Outbox, Update
+from distflow.data.dock.warehouse import Warehouse
+
+_GONE_KEPT = 1024
+
+
+@dataclass
+class Person:
+    """A client process: who it is, and what it last said that it is doing."""
+
+    who: str
+    doing: str = ""
+    told: float = 0.0
+    lines: int = 0
+    """Its open connections."""
+
+
+class Desk:
+    """One process's part of the dock. It can hold rows as soon as `meet` has told it the layout."""
+
+    def __init__(self, token: bytes, epoch: int, max_rows: int, max_bytes: int):
+        self.token, self.epoch = token, epoch
+        self.changed = threading.Condition()
+        self.warehouse = Warehouse(0, 1, max_rows, max_bytes)
+        self.controllers: dict[str, Controller] = {}
+        self.layout: Layout | None = None
+        self.outboxes: dict[int, Outbox] = {}
+        self.persons: dict[str, Person] = {}
+        self.sent = self.received = 0
+        """Bytes on connections that have ended."""
+
+    def meet(self, layout: Layout, number: int) -> None:
+        """Take a place in the layout: be its warehouse `number` and the home of those consumers' controllers.
+
+        Raises:
+            DockError: this process has another place already.
+        """
+        if layout == self.layout and number == self.warehouse.number:
+            return
+        house = self.warehouse
+        if self.layout is not None and (house.number, house.count) != (number, len(layout.addresses)):
+            raise DockError(f"this process is warehouse {house.number} of {house.count}; it cannot become {number} of "
+                            f"{len(layout.addresses)}: its rows would be looked for elsewhere")
+        house.number, house.count, self.layout = number, len(layout.addresses), layout
+        for consumer in layout.consumers:
+            if consumer.home == number:
+                known = self.controllers.setdefault(consumer.name, Controller(consumer, self.epoch))
+                known.consumer, known.reads = consumer, set(consumer.reads)
+        self.stop()
+        self.outboxes = {other: self._outbox(other) for other in range(house.count) if other != number}
+        for update in self._everything(number):
+            self.apply(update)
+        for outbox in self.outboxes.values():
+            outbox.start()
+
+    def stop(self) -> None:
+        for outbox in self.outboxes.values():
+            outbox.stop()
+
+    def met(self) -> Layout:
+        if self.layout is None:
+            raise DockError("this warehouse has no place in a dock yet; call Dock.meet with all addresses first")
+        return self.layout
+
+    def controller(self, consumer: str) -> Controller:
+        layout = self.met()
+        if consumer not in self.controllers:
+            home = layout.consumer(consumer).home
+            raise DockError(f"the controller of `{consumer}` lives with warehouse {home}, not {self.warehouse.number}")
+        return self.controllers[consumer]
+
+    def announce(self, ids: Iterable[int], columns: Iterable[str]) -> None:
+        """Tell all controllers that rows have got columns."""
+        table = self.warehouse.table(ids)
+        update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes()}
+        for home in {consumer.home for consumer in self.met().consumers}:
+            self._tell(home, update)
+
+    def retire(self, consumer: str, ids: Iterable[int]) -> None:
+        """Tell the warehouses that a consumer has committed rows."""
+        numbers = numpy.fromiter(ids, numpy.int64)
+        for home, places in self.met().split(numbers):
+            self._tell(home, {"kind": "retire", "consumer": consumer, "ids": numbers[places].tobytes()})
+
+    def apply(self, update: Update) -> None:
+        """An update from a warehouse or a controller, here or elsewhere."""
+        if update["kind"] == "rows":
+            for controller in self.controllers.values():
+                controller.learn(read_table(update["table"]), update["columns"])
+        elif update["kind"] == "retire":
+            self.warehouse.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
+        elif update["kind"] == "listing" and update["consumer"] in self.controllers:
+            self._relearn(self.controllers[update["consumer"]], update)
+        elif update["kind"] == "committed":
+            done = Intervals(map(tuple, update["ranges"]))
+            self.warehouse.retire(update["consumer"], [row for row in self.warehouse.rows if row in done], self._all())
+        self.changed.notify_all()
+
+    def enter(self, session: str, who: str) -> Person:
+        person = self.persons.setdefault(session, Person(who, told=time.monotonic()))
+        person.lines += 1
+        return person
+
+    def leave(self, session: str) -> None:
+        """A connection is gone; with a process's last one its leases end."""
+        person = self.persons[session]
+        person.lines -= 1
+        if person.lines:
+            return
+        ended = [controller.dropped(session, time.monotonic()) for controller in self.controllers.values()]
+        absent = [name for name, other in self.persons.items() if not other.lines]
+        for name in absent[: max(0, len(absent) - _GONE_KEPT)]:
+            del self.persons[name]
+        if any(ended):
+            self.changed.notify_all()
+
+    def _all(self) -> frozenset[str]:
+        return frozenset(consumer.name for consumer in self.met().consumers)
+
+    def _tell(self, home: int, update: Update) -> None:
+        if home == self.warehouse.number:
+            self.apply(update)
+        else:
+            self.outboxes[home].tell(update)
+
+    def _outbox(self, other: int) -> Outbox:
+        return Outbox(self.met().addresses[other], self.token, f"warehouse {self.warehouse.number}", self.changed,
+                      lambda: self._everything(other))
+
+    def _everything(self, other: int) -> list[Update]:
+        """All that process `other` must know of this one."""
+        updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": controller.done.ranges}
+                                 for name, controller in self.controllers.items()]
+        return updates + [self._listing(consumer.name) for consumer in self.met().consumers if consumer.home == other]
+
+    def _listing(self, consumer: str) -> Update:
+        forms: dict[frozenset[str], list[int]] = {}
+        done = []
+        for row, kept in self.warehouse.rows.items():
+            if consumer in kept.consumed:
+                done.append(row)
+            else:
+                forms.setdefault(kept.columns, []).append(row)
+        parts = [[sorted(columns), self.warehouse.table(rows).tobytes()] for columns, rows in forms.items()]
+        return {"kind": "listing", "consumer": consumer, "warehouse": self.warehouse.number, "parts": parts,
+                "done": numpy.array(done, numpy.int64).tobytes()}
+
+    def _relearn(self, controller: Controller, update: Update) -> None:
+        parts = [(columns, read_table(table)) for columns, table in update["parts"]]
+        listed = {row: columns for columns, table in parts for row in table[0].tolist()}
+        controller.finish(read_ids(update["done"]).tolist())
+        controller.relearn(listed, update["warehouse"], self.warehouse.count)
+        for columns, table in parts:
+            controller.learn(table, columns)
+
+
+def read_ids(data: bytes) -> Ids:
+    return numpy.frombuffer(data, numpy.int64)
+
+
+def read_table(data: bytes) -> Ids:
+    """[6, rows], see `Warehouse.table`."""
+    return numpy.frombuffer(data, numpy.int64).reshape(6, -1)

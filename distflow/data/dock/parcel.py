@@ -1,0 +1,180 @@
+"""Rows as buffers: a batch goes onto a line, lies in a warehouse and leaves it again without being rebuilt.
+
+What arrives in one message is a parcel: one buffer, with views of its columns. A request for any of its rows is
+answered by slices of that buffer, which the kernel gathers. The form is that of `distflow.data.wire`, apart from its
+header, which travels in the message's: `[name, levels of raggedness, dtype, shape of an element, elements]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.dock.layout import Ids
+from distflow.schema.errors import ColumnError
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+Span = tuple["Parcel", int, int]
+"""Rows start…stop of a parcel."""
+Heads = list[list[Any]]
+
+
+class Held:
+    """A column as raw bytes: `levels` of (lengths as bytes, offsets), then the elements, `stride` bytes each."""
+
+    def __init__(self, column: ColumnData):
+        lengths, values = levels(column)
+        self.levels = [(raw(part), [0, *part.cumsum(0).tolist()]) for part in lengths]
+        self.data = raw(values)
+        self.dtype, self.shape = str(values.dtype).removeprefix("torch."), list(values.shape[1:])
+        self.stride = values.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return len(self.levels), self.dtype, self.shape
+
+    def cut(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
+        """Append the buffers of rows start…stop to `into`, one list a level; returns how many elements they have."""
+        for part, (lengths, offsets) in zip(into, self.levels):
+            part.append(lengths[8 * start : 8 * stop])
+            start, stop = offsets[start], offsets[stop]
+        into[-1].append(self.data[start * self.stride : stop * self.stride])
+        return stop - start
+
+
+class Parcel:
+    """The rows of one message as they came. `base` is the place of its first row among all rows of its warehouse."""
+
+    def __init__(self, batch: Batch, base: int, nbytes: int):
+        self.batch, self.base, self.nbytes = batch, base, nbytes
+        self.live = len(batch)
+        """Rows that still have a column here."""
+        self.held: dict[str, Held] = {}
+
+    def column(self, name: str) -> Held:
+        if name not in self.held:
+            self.held[name] = Held(self.batch[name])
+        return self.held[name]
+
+
+def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
+    """The lengths of each level of raggedness, outermost first, and the elements."""
+    lengths = []
+    while isinstance(column, Ragged):
+        lengths.append(column.lengths)
+        column = column.values
+    return lengths, column
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; a copy only if it is not on the CPU and contiguous."""
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def tokens_of(batch: Batch) -> Ids:
+    """[rows]: the elements in each row's longest ragged column that is not text; what a row weighs in balancing."""
+    result = torch.zeros(len(batch), dtype=torch.int64)
+    for column in batch.columns.values():
+        lengths, values = levels(column)
+        if not lengths or values.dtype == torch.uint8:
+            continue
+        total = lengths[-1]
+        for outer in reversed(lengths[:-1]):
+            ends = torch.nn.functional.pad(total.cumsum(0), (1, 0))[torch.nn.functional.pad(outer.cumsum(0), (1, 0))]
+            total = ends.diff()
+        result = torch.maximum(result, total)
+    return result.numpy()
+
+
+def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Heads, list[Any]]:
+    """The header and the buffers of a message that has rows `ids`, each column gathered from its spans.
+
+    Raises:
+        ColumnError: the spans of a column do not have one form.
+    """
+    heads: Heads = []
+    buffers: list[Any] = [memoryview(ids).cast("B") if len(ids) else b""]
+    for name, spans in columns:
+        heads.append(_gather(name, spans, buffers))
+    return heads, buffers
+
+
+def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
+    first = spans[0][0].column(name)
+    parts: list[list[memoryview]] = [[] for _ in range(len(first.levels) + 1)]
+    elements = 0
+    for parcel, start, stop in spans:
+        held = parcel.column(name)
+        if held is not first and held.form != first.form:
+            raise ColumnError(f"the rows of column `{name}` do not fit together: some have (levels, dtype, element) "
+                              f"{first.form}, some {held.form}. Their producers differ")
+        elements += held.cut(start, stop, parts)
+    for part in parts:
+        buffers += part
+        buffers.append(bytes(-sum(map(len, part)) % 8))
+    return [name, len(first.levels), first.dtype, first.shape, elements]
+
+
+def unpack(rows: int, heads: Heads, data: Tensor) -> Batch:
+    """The batch of a message; its columns are views of `data` [bytes] uint8.
+
+    Raises:
+        ColumnError: the header and the bytes do not fit together.
+    """
+    take = functools.partial(_take, data, position := [0])
+    ids = take("ids", "int64", [rows])
+    columns: dict[str, ColumnData] = {}
+    for name, depth, dtype, shape, elements in heads:
+        lengths: list[Tensor] = []
+        for _ in range(depth):
+            part = take(name, "int64", [int(lengths[-1].sum()) if lengths else rows])
+            if len(part) and int(part.min()) < 0:
+                raise ColumnError(f"column `{name}` arrived with a row of negative length")
+            lengths.append(part)
+        column: ColumnData = take(name, dtype, [elements, *shape])
+        for level in reversed(lengths):
+            column = Ragged(column, level)
+        columns[name] = column
+    if position[0] != len(data):
+        raise ColumnError(f"a batch of {position[0]} bytes came as {len(data)} bytes")
+    return Batch(ids, columns)
+
+
+def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[int]) -> Tensor:
+    kind = _DTYPES.get(dtype)
+    if kind is None:
+        raise ColumnError(f"column `{name}` is of type {dtype}, which torch {torch.__version__} does not have")
+    if min(shape) < 0:
+        raise ColumnError(f"column `{name}` arrived with the impossible shape {shape}")
+    size = math.prod(shape) * kind.itemsize
+    part = data[position[0] : position[0] + size]
+    if len(part) < size:
+        raise ColumnError(f"a batch of {len(data)} bytes ends within column `{name}`, which has {size} bytes")
+    position[0] += size + -size % 8
+    if part.storage_offset() % kind.itemsize:  # complex128 may lie between two of its own
+        part = part.clone()
+    return part.view(kind).reshape(shape)
+
+
+def spans_of(places: Ids, bases: Sequence[int], parcels: Sequence[Parcel]) -> list[Span]:
+    """Rows at `places` of a warehouse as few spans: neighbours in a parcel are one. `bases`: of each parcel, ascending.
+
+    Between the places of two parcels there is always one that nobody has, so neighbours are in one parcel.
+    """
+    if not len(places):
+        return []
+    edges = numpy.flatnonzero(numpy.diff(places) != 1) + 1
+    begins, ends = [0, *edges.tolist()], [*edges.tolist(), len(places)]
+    spans = []
+    for first, begin, end in zip(places[begins].tolist(), begins, ends):
+        parcel = parcels[bisect_right(bases, first) - 1]
+        spans.append((parcel, first - parcel.base, first - parcel.base + end - begin))
+    return spans

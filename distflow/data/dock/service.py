@@ -1,0 +1,252 @@
+"""One process of the dock: a warehouse and the controllers that live with it, served over TCP, a thread a connection.
+
+`serve` runs it in this process; `child.py` starts one of its own. Every wait has an end, and says what it waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distflow.data.dock.controller import Granted
+from distflow.data.dock.desk import Desk, Person, read_ids
+from distflow.data.dock.diagnosis import crowd, fates, shortage, status
+from distflow.data.dock.errors import DockError, Full, Overdue, Refused
+from distflow.data.dock.layout import Address, Layout
+from distflow.data.dock.line import Closed, Line, check_token, welcome
+from distflow.data.dock.parcel import unpack
+from distflow.data.dock.selection import Ask
+from distflow.data.dock.snapshot import capture, restore, write
+from distflow.data.dock.warehouse import Marks
+from distflow.schema.errors import DistflowError
+
+_log = logging.getLogger("distflow.dock")
+_WAKE = 0.5
+"""Seconds after which a waiter looks again even if nobody woke it: leases of others run out in silence."""
+Header = dict[str, Any]
+Reply = tuple[Header, list[Any]]
+
+
+class Service:
+    """A process's part of the dock, listening.
+
+    Args:
+        token: the run's; at least 16 bytes. Whoever does not know it is refused and logged.
+        host: the address to listen at; only this machine can reach the default. Else that of a private interface.
+        port: 0 lets the system choose.
+        max_rows, max_bytes: what the warehouse takes before producers must wait.
+        snapshot: a file that `Dock.snapshot` wrote, to go on from.
+
+    Raises:
+        CheckpointError: the snapshot is torn.
+        DockError: the port is taken, or the token is too short.
+    """
+
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, max_rows: int = 1 << 20,
+                 max_bytes: int = 16 << 30, snapshot: Path | None = None):
+        check_token(token)
+        self.token = token
+        self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes)
+        self.lines: set[Line] = set()
+        self.over = False
+        try:
+            self.socket = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise DockError(f"cannot listen at {host}:{port}: {error}") from None
+        self.address: Address = (host, self.socket.getsockname()[1])
+        if snapshot is not None:
+            with self.desk.changed:
+                restore(self.desk, snapshot)
+        self.actions: dict[str, Callable[[Line, Person, str, Header, int], Reply]] = {
+            "meet": self.meet, "layout": self.layout, "put": self.put, "fetch": self.fetch, "saved": self.saved,
+            "lease": self.lease, "renew": self.renew, "commit": self.commit, "release": self.release,
+            "updates": self.updates, "where": self.where, "status": self.status, "snapshot": self.snapshot}
+
+    def start(self) -> Address:
+        """Serve in threads of this process; returns where."""
+        threading.Thread(target=self.accept, name="dock", daemon=True).start()
+        return self.address
+
+    def accept(self) -> None:
+        """Serve until `close`."""
+        while not self.over:
+            try:
+                sock, (host, port, *_) = self.socket.accept()
+            except OSError:
+                if not self.over:
+                    raise
+                return
+            threading.Thread(target=self._serve, args=(sock, f"{host}:{port}"), name="dock client", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and hang up; the rows are gone with the process."""
+        self.over = True
+        self.socket.close()
+        with self.desk.changed:
+            self.desk.stop()
+            for line in list(self.lines):
+                line.hang_up()
+            self.desk.changed.notify_all()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        """One connection: its proof, then requests until it ends."""
+        try:
+            line = welcome(sock, peer, self.token)
+            hello, _ = line.receive()
+        except (OSError, Refused, Closed) as error:
+            _log.warning("refused %s: %s", peer, str(error) or type(error).__name__)
+            sock.close()
+            return
+        session = str(hello.get("session", ""))
+        with self.desk.changed:
+            person = self.desk.enter(session, str(hello.get("who", peer)))
+            self.lines.add(line)
+        try:
+            line.send({"epoch": self.desk.epoch})
+            while not self.over:
+                self._answer(line, person, session)
+        except (OSError, Refused, Closed) as error:
+            _log.debug("%s (%s) hung up: %s", person.who, peer, error)
+        finally:
+            with self.desk.changed:
+                self.lines.discard(line)
+                self.desk.sent += line.sent
+                self.desk.received += line.received
+                self.desk.leave(session)
+            line.close()
+
+    def _answer(self, line: Line, person: Person, session: str) -> None:
+        header, size = line.receive()
+        expected = line.received + size
+        if header.get("doing") is not None:
+            person.doing, person.told = str(header["doing"]), time.monotonic()
+        try:
+            action = self.actions[header["op"]]
+            reply, buffers = action(line, person, session, header, size)
+        except DistflowError as error:
+            reply, buffers = {"error": type(error).__name__, "message": str(error),
+                              "report": getattr(error, "report", {})}, []
+        except (KeyError, TypeError, ValueError) as error:
+            _log.exception("%s sent a request that makes no sense", person.who)
+            reply, buffers = {"error": "DockError", "message": f"the request makes no sense to the dock: {error!r}. "
+                              "Do all processes run the same distflow?"}, []
+        line.skip(expected - line.received)
+        line.send(reply, buffers)
+
+    def meet(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            self.desk.meet(Layout.from_plain(header["layout"]), header["number"])
+        return {}, []
+
+    def layout(self, *_: Any) -> Reply:
+        with self.desk.changed:
+            return {"layout": self.desk.met().to_plain(), "number": self.desk.warehouse.number}, []
+
+    def put(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        """Wait for room before anything is received; then keep the rows and tell the controllers."""
+        desk, ids = self.desk, read_ids(header["ids"])
+        deadline = time.monotonic() + header["wait"]
+        with desk.changed:
+            desk.met()
+            while (new := desk.warehouse.reserve(ids, size)) is None:
+                if (left := deadline - time.monotonic()) <= 0 or self.over:
+                    raise Full(crowd(desk, len(ids), size, header["wait"]))
+                desk.changed.wait(min(left, _WAKE))
+        try:
+            batch = unpack(len(ids), header["columns"], line.payload(size))
+        finally:
+            with desk.changed:
+                desk.warehouse.unreserve(new, size)
+        marks = Marks(**{name: read_ids(data) for name, data in header["marks"].items()})
+        with desk.changed:
+            kept = desk.warehouse.put(batch, marks, header["turn"])
+            desk.announce(kept.tolist(), batch.columns if header["turn"] is None else ())
+        return {"kept": len(kept), "dropped": len(ids) - len(kept)}, []
+
+    def fetch(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        ids = read_ids(header["ids"])
+        with self.desk.changed:
+            heads, buffers = self.desk.warehouse.cut(ids, header["columns"])
+        return {"rows": len(ids), "columns": heads}, buffers
+
+    def saved(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            ids, turns, heads, buffers = self.desk.warehouse.saved(read_ids(header["ids"]))
+        return {"rows": len(ids), "columns": heads, "turns": turns.tobytes()}, buffers
+
+    def lease(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        desk = self.desk
+        controller = desk.controller(header["consumer"])
+        now = began = time.monotonic()
+        with desk.changed:
+            while True:
+                ask = Ask(header["count"], header["version"])
+                granted = controller.lease(ask, now, session, least=header["least"], step=header["step"],
+                                           share=header["share"], shares=header["shares"], request=header["request"])
+                if ask.discarded:
+                    desk.retire(controller.consumer.name, [row.id for row in ask.discarded])
+                if granted is not None:
+                    return _granted(granted, header["share"], controller.consumer.seconds), []
+                now = time.monotonic()
+                if (left := began + header["wait"] - now) <= 0 or self.over:
+                    raise Overdue(*shortage(desk, controller, header, now))
+                desk.changed.wait(min(left, _WAKE))
+                now = time.monotonic()
+
+    def renew(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            controller = self.desk.controller(header["consumer"])
+            return {"seconds": controller.renew(header["lease"], time.monotonic(), session)}, []
+
+    def commit(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        ids = read_ids(header["ids"])
+        with self.desk.changed:
+            controller = self.desk.controller(header["consumer"])
+            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic())
+            if new:
+                self.desk.retire(header["consumer"], ids)
+        return {"new": new}, []
+
+    def release(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            self.desk.controller(header["consumer"]).release(header["lease"], time.monotonic())
+            self.desk.changed.notify_all()
+        return {}, []
+
+    def updates(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            self.desk.met()
+            for update in header["updates"]:
+                self.desk.apply(update)
+        return {}, []
+
+    def where(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        """What a consumer's controller knows of rows that it owes; for messages."""
+        with self.desk.changed:
+            controller = self.desk.controller(header["consumer"])
+            return {"fates": fates(self.desk, controller, header["ids"], time.monotonic())}, []
+
+    def status(self, *_: Any) -> Reply:
+        with self.desk.changed:
+            return status(self.desk, list(self.lines), time.monotonic()), []
+
+    def snapshot(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            messages = capture(self.desk)
+        return {"bytes": write(messages, Path(header["folder"]) / f"warehouse-{self.desk.warehouse.number}.dock")}, []
+
+
+def _granted(granted: Granted, share: int, seconds: float) -> Header:
+    rows = granted.shares[share]
+    marks = {name: numpy.array([getattr(row, name) for row in rows], numpy.int64).tobytes()
+             for name in ("id", "tokens", "version", "group", "turn")}
+    return {"lease": granted.number, "marks": marks, "seconds": seconds,
+            "all": numpy.array([row.id for row in granted.rows], numpy.int64).tobytes()}

@@ -1,0 +1,137 @@
+"""A process's part of the dock as a file: whole or absent, and without pickle.
+
+    bytes
+    4     `DFS1`
+    …     messages, each as on a line: lengths (4 and 8 bytes), a msgpack header, buffers
+    4     0xffffffff, then the CRC-32 of all that stands before
+
+The first header holds what is known of rows and what consumers have committed; each other message is one parcel.
+Taking the state is a matter of references, under the lock; writing is not.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgpack
+import numpy
+import torch
+
+from distflow.data.dock.controller import Controller
+from distflow.data.dock.desk import Desk, read_ids, read_table
+from distflow.data.dock.intervals import Intervals
+from distflow.data.dock.layout import Layout
+from distflow.data.dock.parcel import Parcel, pack, unpack
+from distflow.data.dock.warehouse import Kept, Warehouse
+from distflow.schema.errors import CheckpointError
+
+_MAGIC, _LENGTHS, _SUM = b"DFS1", struct.Struct("<IQ"), struct.Struct("<II")
+_END = 0xFFFFFFFF
+Message = tuple[dict[str, Any], list[Any]]
+
+
+def capture(desk: Desk) -> list[Message]:
+    """All messages of a snapshot; their buffers are those of the warehouse, which nobody changes."""
+    house = desk.warehouse
+    consumed: dict[str, list[int]] = {}
+    for row, kept in house.rows.items():
+        for consumer in kept.consumed:
+            consumed.setdefault(consumer, []).append(row)
+    head = {"layout": desk.met().to_plain(), "number": house.number, "table": house.table(house.rows).tobytes(),
+            "gone": house.gone.ranges,
+            "consumed": {name: numpy.array(rows, numpy.int64).tobytes() for name, rows in consumed.items()},
+            "controllers": {name: controller.state() for name, controller in desk.controllers.items()}}
+    return [(head, []), *(message for parcel in house.parcels for message in _parcel(house, parcel))]
+
+
+def _parcel(house: Warehouse, parcel: Parcel) -> Iterator[Message]:
+    """Its living rows: those that are finished, and those that are saved turns."""
+    names = list(parcel.batch.columns)
+    live = house.living(parcel)
+    for turn in (False, True):
+        local = [place for place, (_, found) in live.items() if bool(found) != turn]
+        if local:
+            ids = parcel.batch.ids.numpy()[local]
+            spans = [(parcel, place, place + 1) for place in local]
+            heads, buffers = pack(ids, [(name, spans) for name in names])
+            yield {"rows": len(local), "columns": heads, "turn": turn}, buffers
+
+
+def restore(desk: Desk, path: Path) -> None:
+    """Fill a new desk from a file and take its place in the layout again.
+
+    Raises:
+        CheckpointError: the file is not there, torn, or not a snapshot.
+    """
+    messages = _read(path)
+    head = next(messages)[0]
+    house, layout = desk.warehouse, Layout.from_plain(head["layout"])
+    house.number, house.count = head["number"], len(layout.addresses)
+    house.gone = Intervals(map(tuple, head["gone"]))
+    for row, tokens, version, group, priority, turn in read_table(head["table"]).T.tolist():
+        house.rows[row] = Kept(frozenset(), tokens, version, group, priority, turn)
+    for header, data in messages:
+        house.lay(unpack(header["rows"], header["columns"], data), header["turn"])
+    for consumer, ids in head["consumed"].items():
+        for row in read_ids(ids).tolist():
+            house.rows[row].consumed.add(consumer)
+    for consumer in layout.consumers:
+        if consumer.name in head["controllers"]:
+            desk.controllers[consumer.name] = Controller(consumer, desk.epoch)
+            desk.controllers[consumer.name].restore(head["controllers"][consumer.name])
+    desk.meet(layout, head["number"])
+
+
+def write(messages: list[Message], path: Path) -> int:
+    """Write a snapshot under its name only when all of it is on disk; returns its bytes.
+
+    Raises:
+        CheckpointError: the disk does not take it; what was there before is untouched.
+    """
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            size = _write(messages, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: the dock's snapshot cannot be written: {error}") from None
+    return size
+
+
+def _write(messages: list[Message], file: BinaryIO) -> int:
+    checksum = size = 0
+    parts: list[Any] = [_MAGIC]
+    for header, buffers in messages:
+        packed = msgpack.packb(header)
+        parts += [_LENGTHS.pack(len(packed), sum(map(len, buffers))), packed, *buffers]
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+        size += file.write(part)
+    return size + file.write(_SUM.pack(_END, checksum))
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """The messages, after the whole file was seen to be sound."""
+    try:
+        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: there is no snapshot of a dock that can be read: {error}") from None
+    view = memoryview(data.numpy())
+    end = len(view) - _SUM.size
+    if end < len(_MAGIC) or view[:4] != _MAGIC or _SUM.unpack(view[end:]) != (_END, zlib.crc32(view[:end])):
+        raise CheckpointError(f"{path}: this snapshot of a dock is torn, or is none. Resume from an older checkpoint")
+    position = len(_MAGIC)
+    while position < end:
+        length, size = _LENGTHS.unpack(view[position : position + _LENGTHS.size])
+        start = position + _LENGTHS.size + length
+        header = msgpack.unpackb(view[position + _LENGTHS.size : start], strict_map_key=False)
+        yield header, data[start : start + size].clone()
+        position = start + size

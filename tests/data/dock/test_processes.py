@@ -1,0 +1,189 @@
+"""Real processes, killed for real: by their own process id, and by nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.dock import Consumer, Dock, Overdue, Service, Unreachable
+from distflow.data.dock.child import Child, start
+from distflow.schema.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = 60
+
+CONSUMER = """
+import sys, time
+from pathlib import Path
+from distflow.data.dock import Dock, DockError
+
+address, token, journal = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), sys.argv[3]
+limit = float(sys.argv[4])
+with Dock([address], token, "trainer") as dock, open(journal, "a", buffering=1) as out:
+    while True:
+        try:
+            lease = dock.lease("update", 4, least=1, wait=limit)
+        except DockError:
+            break
+        batch = dock.fetch(lease)
+        assert all(row.tolist() == [id] * (id % 5) for id, row in zip(batch.ids.tolist(), batch["tokens"].rows))
+        print("trains", *lease.ids.tolist(), file=out)
+        time.sleep(0.004)
+        if dock.commit(lease):
+            print("trained", *lease.ids.tolist(), file=out)
+"""
+
+
+def tokens(ids):
+    return Batch(torch.tensor(list(ids)), {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})
+
+
+@pytest.fixture
+def children(token):
+    """`children(**arguments)` starts a process of the dock; all end with the test."""
+    started: list[Child] = []
+
+    def make(**arguments) -> Child:
+        started.append(start(token, **arguments))
+        return started[-1]
+
+    yield make
+    for child in started:
+        if child.process.stdin.closed:
+            continue
+        child.stop()
+        assert child.process.returncode is not None
+
+
+def consumer(address, token, journal, limit=0.5):
+    return subprocess.Popen([sys.executable, "-c", CONSUMER, str(address[1]), token.hex(), str(journal), str(limit)],
+                            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+
+def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, token, tmp_path):
+    """Consumers are killed at random moments, one after the other, until one is left alone to finish."""
+    random.seed(3)
+    address = children().address
+    journal = tmp_path / "journal"
+    journal.touch()
+    with Dock([address], token, "test") as dock:
+        dock.meet((Consumer("update", ("tokens",)),))
+        dock.put(tokens(range(ROWS)))
+        workers = [consumer(address, token, journal) for _ in range(3)]
+        for worker in workers[:2]:
+            seen = len(journal.read_text().splitlines())
+            while len(journal.read_text().splitlines()) < seen + 3:
+                time.sleep(0.002)
+            time.sleep(random.random() * 0.01)
+            worker.kill()
+            worker.wait()
+        assert workers[2].wait(timeout=30) == 0
+        committed = dock.status()[0]["controllers"]["update"]["committed"]
+        with pytest.raises(Overdue):
+            dock.lease("update", 1)
+    lines = [line.split() for line in journal.read_text().splitlines()]
+    trained = [int(row) for kind, *rows in lines if kind == "trained" for row in rows]
+    assert committed == ROWS
+    assert len(trained) == len(set(trained))
+    taken = [int(row) for kind, *rows in lines if kind == "trains" for row in rows]
+    assert set(taken) == set(range(ROWS))
+    assert len(set(range(ROWS)) - set(trained)) <= 8, "killed between a commit and its line, twice at most"
+
+
+def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path):
+    """SIGSTOP closes no connection: only time tells."""
+    address, journal = children().address, tmp_path / "journal"
+    journal.touch()
+    with Dock([address], token, "test") as dock:
+        dock.meet((Consumer("update", ("tokens",), seconds=0.3),))
+        dock.put(tokens(range(4)))
+        worker = consumer(address, token, journal, limit=0.1)
+        while "trains" not in journal.read_text():
+            time.sleep(0.0005)
+        worker.send_signal(signal.SIGSTOP)
+        if "trained" not in journal.read_text():
+            lease = dock.lease("update", 4, wait=10)
+            assert lease.ids.tolist() == [0, 1, 2, 3]
+            assert dock.commit(lease)
+        worker.send_signal(signal.SIGCONT)
+        worker.wait(timeout=30)
+    assert journal.read_text().count("trained") <= 1
+
+
+def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
+    """The half that died comes back with its rows; the living half tells it what was committed since."""
+    first, second = children(), children()
+    consumers = (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"), home=1))
+    with Dock([first.address, second.address], token, "test", patience=20) as dock:
+        dock.meet(consumers)
+        dock.put(tokens(range(16)), version=3, group=torch.arange(16) // 4)
+        dock.put(tokens([17, 19]), turn=2)
+        scored = dock.lease("reward", 16, wait=10)
+        dock.put(Batch(scored.ids, {"rewards": scored.ids * 2}))
+        assert dock.commit(scored)
+        trained = [dock.lease("update", 4, step=0, wait=10)]
+        dock.commit(trained[-1])
+        assert dock.snapshot(tmp_path) > 0
+        trained.append(dock.lease("update", 4, step=1, wait=10))
+        dock.commit(trained[-1])
+        for child, number in ((second, 1), (first, 0)):
+            child.kill()
+            children(port=child.address[1], snapshot=tmp_path / f"warehouse-{number}.dock")
+            trained.append(dock.lease("update", 2, step=3 + number, wait=10))
+            assert trained[-1].versions.tolist() == [3, 3]
+            assert dock.commit(trained[-1])
+        rest = dock.lease("update", 4, step=9, wait=10)
+        assert sorted(row for lease in [*trained, rest] for row in lease.ids.tolist()) == list(range(16))
+        batch = dock.fetch(rest)
+        assert batch["rewards"].tolist() == [2 * row for row in rest.ids.tolist()]
+        assert [row.tolist() for row in batch["tokens"].rows] == [[row] * (row % 5) for row in rest.ids.tolist()]
+        assert dock.commit(rest)
+        unfinished, turns = dock.saved(torch.tensor([17, 19]))
+        assert (unfinished.ids.tolist(), turns.tolist()) == ([17, 19], [2, 2])
+        end = time.monotonic() + 10
+        while sum(part["rows"] for part in dock.status()) > 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert not dock.commit(rest)
+
+
+def test_a_snapshot_is_whole_or_absent(children, token, tmp_path):
+    child = children()
+    with Dock([child.address], token, "test") as dock:
+        dock.meet((Consumer("update", ("tokens",)),))
+        dock.put(tokens(range(5)))
+        dock.snapshot(tmp_path)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            dock.snapshot(tmp_path / "nowhere")
+    path = tmp_path / "warehouse-0.dock"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole[: len(whole) // 2], b"", whole[:50] + bytes([whole[50] ^ 1]) + whole[51:]):
+        path.write_bytes(torn)
+        with pytest.raises(CheckpointError, match="torn|no snapshot"):
+            Service(token, snapshot=path)
+
+
+def test_the_dock_is_gone(children, token):
+    child = children()
+    with Dock([child.address], token, "test", patience=0.3) as dock:
+        dock.meet((Consumer("update", ("tokens",)),))
+        child.kill()
+        with pytest.raises(Unreachable, match="restore it from its snapshot"):
+            dock.put(tokens([1]))
+
+
+def test_it_ends_with_whoever_started_it(token):
+    child = start(token)
+    child.process.stdin.close()
+    assert child.process.wait(timeout=10) == 0
+    child.process.stdout.close()
