@@ -2,7 +2,8 @@
 
 `Contender` is the benchmark's end; `serve` is the other, in whichever environment the contender needs (no import here
 goes beyond the standard library). Memory is read from outside, for every process that the contender started: the peak
-of its resident set since the round began, over what it had before there were any rows. Linux only.
+of its resident set since the round began, over what it had before there were any rows; a page that several processes
+map counts in equal parts. Linux only.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Contender:
 
     def settle(self) -> None:
         """What its processes hold now is what they hold without rows."""
-        self.idle = {pid: _kilobytes(pid, "VmRSS") for pid in _family(self.process.pid)}
+        self.idle = {pid: _kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
 
     def used(self) -> float:
         """Seconds of processor time that its processes have used so far."""
@@ -78,7 +79,7 @@ class Contender:
 
     def peak(self) -> int:
         """Bytes that the busiest of its processes held beside what it holds without rows."""
-        return 1024 * max(_kilobytes(pid, "VmHWM") - idle for pid, idle in self.idle.items())
+        return 1024 * max(_kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
 
     def dismiss(self) -> None:
         """No more orders: it begins to end."""
@@ -152,6 +153,14 @@ def _started(pid: int) -> str:
     """When it was started: a number may be given to another process later."""
     fields = _stat(pid)
     return fields[19] if fields else ""
+
+
+def _shared(pid: int) -> int:
+    """Of the resident kilobytes, those that other processes account for: a page that n of them map counts 1/n each."""
+    with contextlib.suppress(OSError):
+        lines = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        return int(lines["Rss:"]) - int(lines["Pss:"])
+    return 0
 
 
 def _kilobytes(pid: int, name: str) -> int:

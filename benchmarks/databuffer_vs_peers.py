@@ -21,7 +21,7 @@ are always separate processes. Who gets which rows is each contender's choice (d
 others: even, contiguous shares), since each does what its users get.
 
 Memory is the growth of the resident set of the busiest process over what it had without any rows, with the rows that it
-produces, at its peak in a round; the databuffer's shared memory counts wherever it is mapped. `through` is what the
+produces, at its peak in a round; a page that several processes map counts in equal parts. `through` is what the
 busiest process sent and received. Both are given in MiB and relative to the ideal share: the rows, unpadded, that the
 busiest rank has at first plus those that it gets.
 """

@@ -135,13 +135,15 @@ class Host:
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(Case(**case).ranks):
                 ours, theirs = self.context.Pipe()
-                process = self.context.Process(target=work, args=(self.way, case, rank, f"{folder}/store", theirs),
-                                               daemon=True)
+                process = self.start(case, rank, f"{folder}/store", theirs)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
                 self.lines.append(ours)
             self._all()
+
+    def start(self, case: dict[str, Any], rank: int, store: str, line: Connection) -> multiprocessing.Process:
+        return self.context.Process(target=work, args=(self.way, case, rank, store, line), daemon=True)
 
     def make(self) -> None:
         self._all("make")

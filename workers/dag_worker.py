@@ -42,7 +42,7 @@ class DagWorker:
         mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
-        self.buffer = Databuffer(plan, self.rank, current())
+        self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader()
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)

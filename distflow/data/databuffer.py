@@ -30,13 +30,15 @@ class Databuffer:
     """One rank's view of the group's buffer.
 
     A rank outside a layout takes part in its transfers and holds zero rows of it. Of the ranks that share one model
-    (tensor parallel), the first puts rows for all of them. Rows stand in the order of their ids.
+    (tensor parallel), the first puts rows for all of them. Rows stand in the order of their ids. A wait for another
+    rank ends after `limit` seconds.
     """
 
-    def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None):
-        self.rank, self.group, self.metrics = rank, group, metrics
+    def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
+                 limit: float = 600.0):
+        self.rank, self.metrics = rank, metrics
         self.fans = Fans(plan)
-        self.redistributor = Redistributor(rank, metrics, group)
+        self.redistributor = Redistributor(rank, metrics, limit, group)
         self.source_layout = plan.source
         self.shelves: dict[tuple[str, Layout], Batch] = {}
         self.homes: dict[Layout, Homes] = {}
@@ -131,11 +133,12 @@ class Databuffer:
             if place.leads(self.rank):
                 share = layout.share(self.rank) if place == layout else None
                 census.add(producer, batch, share, origin=place == self._origin(producer))
-        return census.to_bytes(self.redistributor.warehouse.machine)
+        return census.to_bytes()
 
     def _home(self, layout: Layout, census: list[bytes]) -> Homes:
         if layout not in self.homes:
-            self.homes[layout], uneven = Census(self.fans, layout).settle(census)
+            self.homes[layout], uneven = Census(self.fans, layout).settle(
+                census, self.redistributor.neighbours.machines)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
         return self.homes[layout]

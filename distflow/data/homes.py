@@ -126,17 +126,14 @@ class Census:
         unit = ids // self.fans.times(fan[level:])
         self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
 
-    def to_bytes(self, machine: str) -> bytes:
-        """This rank's machine, each unit that it has once, and its rows that are coarser than units."""
-        return machine.encode() + b"\n" + _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
+    def to_bytes(self) -> bytes:
+        """Each unit that this rank has, once, and its rows that are coarser than units."""
+        return _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
 
-    def settle(self, census: list[bytes]) -> tuple[Homes, float | None]:
+    def settle(self, census: list[bytes], machine_of: list[int]) -> tuple[Homes, float | None]:
         """The homes, from what every rank counted; and the heaviest share's load over the mean, None if all were
-        settled before. Units stay on their machine where that costs no balance."""
-        said = [raw.partition(b"\n") for raw in census]
-        names = [name or str(rank).encode() for rank, (name, _, _) in enumerate(said)]
-        machine_of = [names.index(name) for name in names]
-        tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for _, _, raw in said]
+        settled before. Units stay on their machine (`machine_of` a rank) where that costs no balance."""
+        tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in census]
         table = _merged(np.concatenate([np.vstack([table, np.full_like(table[:1], machine)])
                                         for table, machine in zip(tables, machine_of)], axis=1))
         _, units, weights, owners, at = table[:, table[0] == len(self.unit)]

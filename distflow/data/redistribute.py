@@ -7,6 +7,7 @@ in its reader's memory. Within a machine the holder of a row writes it right the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Batch
-from distflow.data.exchange import exchange, gather, meet
+from distflow.data.exchange import exchange
+from distflow.data.neighbours import Neighbours
 from distflow.data.routing import Destinations, Part, Route, agree, announce, read_notice
 from distflow.data.strips import Form, Strip, column_of, copy_rows
 from distflow.data.warehouse import Stock, Warehouse, choose
@@ -40,11 +42,15 @@ class Place(NamedTuple):
 class Redistributor:
     """One rank's part in moving rows between the ranks of a group."""
 
-    def __init__(self, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None):
-        self.rank, self.metrics, self.group = rank, metrics, group
+    def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
+        self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
         self.warehouse = Warehouse(rank)
         self.moved = 0
         """Bytes of rows that left or reached this rank in this step."""
+
+    @functools.cached_property
+    def neighbours(self) -> Neighbours:
+        return Neighbours(self.rank, self.limit, self.group)
 
     def move(self, held: Batch, layout: Layout, rider: bytes, settle: Callable[[list[bytes]], Destinations],
              edge: str) -> Batch:
@@ -60,12 +66,12 @@ class Redistributor:
             ColumnError: on every rank: rows without a place or with two, or columns that do not fit together.
         """
         raw, strips = announce(held, self.warehouse.stock())
-        told = [msgpack.unpackb(part) for part in gather(msgpack.packb([raw, rider]), self.group)]
+        told = [msgpack.unpackb(part) for part in self.neighbours.gather(msgpack.packb([raw, rider]))]
         notices = [read_notice(notice) for notice, _ in told]
         forms = agree(notices)
         route = Route(notices, forms, settle([part for _, part in told]), layout.dp)
         places, stocks = self._reserve(route, layout, [notice.stock for notice in notices])
-        machines = [stock.machine or f"rank {rank}" for rank, stock in enumerate(stocks)]
+        machines = self.neighbours.machines
         here = [place for place in places if machines[place.rank] == machines[self.rank]]
         memory = {place: self.warehouse.open(stocks, place.rank, place.number) for place in here if place.number >= 0}
         for place in memory:
@@ -77,27 +83,27 @@ class Redistributor:
         if any(traffic[rank, place.share] for place in places for rank in range(len(machines))
                if machines[rank] != machines[place.rank]):
             self._send(strips, route, places, machines, memory)
-        meet(self.group)
+        self.neighbours.meet()
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
     def _reserve(self, route: Route, layout: Layout, stocks: list[Stock]) -> tuple[list[Place], list[Stock]]:
         """The places of all shares. Where one lacks memory, its owner adds some and all announce their stocks anew."""
-        owners: dict[tuple[int, str], int] = {}
-        for rank, stock in enumerate(stocks):
+        owners: dict[tuple[int, int], int] = {}
+        for rank, machine in enumerate(self.neighbours.machines):
             share = layout.share(rank)
             if share is not None:
-                owners.setdefault((share, stock.machine or f"rank {rank}"), rank)
+                owners.setdefault((share, machine), rank)
         wanted = {rank: int(route.totals[share]) for (share, _), rank in owners.items()}
         chosen = choose(stocks, wanted)
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
                 self.warehouse.add(wanted[self.rank])
             stocks = [Stock.unpack(msgpack.unpackb(raw))
-                      for raw in gather(msgpack.packb(self.warehouse.stock()), self.group)]
+                      for raw in self.neighbours.gather(msgpack.packb(self.warehouse.stock()))]
             chosen = choose(stocks, wanted)
         return [Place(share, rank, chosen[rank]) for (share, _), rank in owners.items()], stocks
 
-    def _send(self, strips: Strips, route: Route, places: list[Place], machines: list[str],
+    def _send(self, strips: Strips, route: Route, places: list[Place], machines: list[int],
               memory: dict[Place, np.ndarray]) -> None:
         """The rows that cross between machines, in one all-to-all; each part holds one strip after the other."""
         far = {place.rank: place.share for place in places if machines[place.rank] != machines[self.rank]}
@@ -137,7 +143,7 @@ class Redistributor:
             columns[name] = column_of(form, strips)
         return Batch(torch.from_numpy(route.ids[pairs]), columns)
 
-    def _count(self, edge: str, traffic: np.ndarray, places: list[Place], machines: list[str]) -> None:
+    def _count(self, edge: str, traffic: np.ndarray, places: list[Place], machines: list[int]) -> None:
         """Bytes of rows: of the edge in all, those that leave this rank, and those that leave this machine."""
         sent = {place: int(traffic[self.rank, place.share]) for place in places}
         away = sum(size for place, size in sent.items() if place.rank != self.rank)

@@ -34,19 +34,17 @@ class Shelf(NamedTuple):
 class Stock(NamedTuple):
     """What a rank announces of its warehouse.
 
-    machine: ranks with the same text can open each other's segments; empty where memory cannot be shared.
     reads: (owner, number) of the neighbours' segments that its tensors still look into.
     """
 
-    machine: str
     process: int
     shelves: tuple[Shelf, ...]
     reads: tuple[tuple[int, int], ...]
 
     @classmethod
     def unpack(cls, packed: Sequence) -> Stock:
-        machine, process, shelves, reads = packed
-        return cls(machine, process, tuple(Shelf(*shelf) for shelf in shelves), tuple((a, b) for a, b in reads))
+        process, shelves, reads = packed
+        return cls(process, tuple(Shelf(*shelf) for shelf in shelves), tuple((a, b) for a, b in reads))
 
 
 def choose(stocks: Sequence[Stock], wanted: dict[int, int]) -> dict[int, int | None]:
@@ -65,7 +63,7 @@ class Warehouse:
     """One rank's segments, and its view of its neighbours'."""
 
     def __init__(self, rank: int):
-        self.rank, self.machine = rank, machine_name()
+        self.rank, self.shared = rank, bool(machine_name())
         self._mine: dict[int, tuple[Shelf, mmap.mmap]] = {}
         self._theirs: dict[tuple[int, int], mmap.mmap] = {}
         self._used: set[tuple[int, int]] = set()
@@ -74,20 +72,22 @@ class Warehouse:
     def stock(self) -> Stock:
         shelves = tuple(shelf._replace(free=(self.rank, number) not in self._used)
                         for number, (shelf, _) in self._mine.items())
-        return Stock(self.machine, os.getpid(), shelves, tuple(key for key in self._used if key[0] != self.rank))
+        return Stock(os.getpid(), shelves, tuple(key for key in self._used if key[0] != self.rank))
 
     def add(self, size: int) -> None:
         """A new free segment of at least `size` bytes; the largest free one, which was too small, is given up."""
         free = [shelf for shelf in self.stock().shelves if shelf.free]
         if free:
             number = max(free, key=lambda shelf: shelf.size).number
-            shelf, _ = self._mine.pop(number)
-            os.close(shelf.descriptor)
+            self._mine.pop(number)
         size = max(int(size * _SLACK), mmap.PAGESIZE)
-        descriptor = os.memfd_create("distflow", os.MFD_CLOEXEC) if self.machine else -1
-        if self.machine:
+        descriptor = os.memfd_create("distflow") if self.shared else -1
+        if self.shared:
             os.ftruncate(descriptor, size)
-        self._mine[self._count] = Shelf(self._count, descriptor, size, True), mmap.mmap(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+        if self.shared:
+            weakref.finalize(memory, os.close, descriptor).atexit = False
+        self._mine[self._count] = Shelf(self._count, descriptor, size, True), memory
         self._count += 1
 
     def open(self, stocks: Sequence[Stock], owner: int, number: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.dock import Consumer, Dock, DockError, Full, LeaseLost, Overdue, Unreachable
-from distflow.schema.errors import ColumnError
+from distflow.data.dock import Consumer, Dock, DockError, Full, LeaseLost, Overdue, Service, Unreachable
+from distflow.schema.errors import CheckpointError, ColumnError
 
 REWARD = Consumer("reward", ("tokens",), ("rewards",))
 UPDATE = Consumer("update", ("tokens", "rewards"))
@@ -237,3 +237,18 @@ def test_a_place_in_the_layout_is_not_changed(dock):
                              ((Consumer("x", ("y",), home=2),), "numbered 0 to 1")):
         with pytest.raises(DockError, match=words):
             at.meet(consumers)
+
+
+def test_a_snapshot_is_whole_or_absent(dock, token, tmp_path):
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(5)))
+    at.snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        at.snapshot(tmp_path / "nowhere")
+    path = tmp_path / "warehouse-0.dock"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole[: len(whole) // 2], b"", whole[:50] + bytes([whole[50] ^ 1]) + whole[51:]):
+        path.write_bytes(torn)
+        with pytest.raises(CheckpointError, match=r"torn|no snapshot"):
+            Service(token, snapshot=path)

@@ -1,0 +1,219 @@
+"""The transfer dock against TransferQueue 0.1.11: samples per second for put → list → get, with 1 to 8 clients.
+
+Every client is a process of its own that, again and again, puts a batch of rows, asks which rows there are and gets
+as many: ragged tokens (int64) and log-probabilities (float32), one reward and the id. Both sides store in two
+processes: two warehouses here, SimpleStorage with two units there. Clients of one side start together; the time is
+that of the last one to end. Repeats of the two sides take turns.
+
+Choices, each of them the cheaper one for TransferQueue where it matters:
+- Each of its clients has a partition of its own, so that `kv_list` lists that client's rows alone, and gets the keys
+  that it put, which it knows. At the dock, clients lease from one pool: rows come from any client, and no two get one.
+- Its rows are cleared between two rounds, untimed. The dock's clients commit what they got, and that is timed.
+- Its tensors are jagged nested ones, which it carries as one buffer each; keys are made before the time begins.
+Ids and lengths are verified at the far end, on both sides and in the time.
+
+With each warehouse that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig. 9):
+that is counted in bytes, not timed, since on few cores all warehouses share what one can do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+import sys
+import time
+from argparse import Namespace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402 - needs the path above
+
+from benchmarks.contender import Contender, await_calm, serve  # noqa: E402
+from benchmarks.peer_environment import peer_python  # noqa: E402
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
+from distflow.data.batch import Batch, Ragged  # noqa: E402
+from distflow.data.dock import Consumer, Dock, Service  # noqa: E402
+from distflow.data.dock.child import start  # noqa: E402
+from distflow.data.dock.volume import SampleFlow  # noqa: E402
+
+GOAL, BUSIEST_GOAL, CLIENTS, WAREHOUSES = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
+_COLUMNS = ("tokens", "logprobs", "rewards")
+_WAIT = 60.0
+
+
+def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:
+    """[rows]: a length that follows from the id, `mean` on average, from nearly none to twice that."""
+    return 1 + (ids * 2654435761 % (2 * mean - 1))
+
+
+def batch_of(ids: torch.Tensor, mean: int) -> Batch:
+    """Rows whose tokens are their own id."""
+    lengths = lengths_of(ids, mean)
+    values = ids.repeat_interleave(lengths)
+    return Batch(ids, {"tokens": Ragged(values, lengths), "logprobs": Ragged(values.float(), lengths),
+                       "rewards": ids.float()})
+
+
+def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
+    """One of the dock's clients: rounds until there are no more."""
+    torch.set_num_threads(1)
+    with Dock(addresses, token, f"client {number}", patience=_WAIT) as dock:
+        dock.status()
+        line.send("ready")
+        while (job := line.recv()) is not None:
+            first, cycles, rows, mean = job
+            parts = [batch_of(torch.arange(first + cycle * rows, first + (cycle + 1) * rows), mean)
+                     for cycle in range(cycles)]
+            line.send("made")
+            line.recv()
+            for part in parts:
+                dock.put(part, wait=_WAIT)
+                lease = dock.lease("update", rows, wait=_WAIT)
+                got = dock.fetch(lease)
+                if not (torch.equal(got.ids, lease.ids) and
+                        torch.equal(got["tokens"].lengths, lengths_of(lease.ids, mean))):
+                    raise SystemExit(f"client {number} got other rows than it leased")
+                dock.commit(lease)
+            line.send(time.perf_counter())
+
+
+class Driver:
+    """The dock's side: two warehouses and the clients, as processes."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_bytes(32)
+        self.children = [start(self.token) for _ in range(2)]
+        self.addresses = [child.address for child in self.children]
+        with Dock(self.addresses, self.token, "driver", patience=_WAIT) as dock:
+            dock.meet((Consumer("update", _COLUMNS),))
+        self.clients: list[tuple[Any, Connection]] = []
+        self.next = 0
+
+    def round(self, clients: int, cycles: int, rows: int, mean: int) -> float:
+        """Seconds for every client's `cycles`."""
+        while len(self.clients) < clients:
+            self._start()
+        lines = [line for _, line in self.clients[:clients]]
+        for line in lines:
+            line.send((self.next, cycles, rows, mean))
+            self.next += cycles * rows
+        for line in lines:
+            line.recv()
+        begin = time.perf_counter()
+        for line in lines:
+            line.send("go")
+        return max(line.recv() for line in lines) - begin
+
+    def close(self) -> None:
+        for process, line in self.clients:
+            line.send(None)
+            process.join()
+        for child in self.children:
+            child.stop()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=client, args=(theirs, self.addresses, self.token, len(self.clients)))
+        process.start()
+        theirs.close()
+        ours.recv()
+        self.clients.append((process, ours))
+
+
+def contest(given: Namespace) -> list[Spread]:
+    """Samples per second of both sides, and their ratio for each number of clients."""
+    python = given.peer_python or peer_python(".venv-dataflow", "dataflow.txt")
+    sides = {"dock": Contender("the dock", [sys.executable, __file__, "--serve"]),
+             "transfer_queue": Contender("TransferQueue", [python, "benchmarks/peers/transfer_queue_clients.py"])}
+    try:
+        results = []
+        for clients in given.clients:
+            work = {"clients": clients, "cycles": given.cycles, "rows": given.rows, "mean": given.tokens}
+            for side in sides.values():  # connections, allocators and caches, on both sides
+                side.ask("round", **work | {"cycles": 2})
+            await_calm(list(sides.values()))
+            samples = clients * given.cycles * given.rows
+            pairs = interleaved({name: lambda _, side=side, work=work, samples=samples:
+                                 samples / side.ask("round", **work) for name, side in sides.items()}, given.repeats)
+            results.append(ratios(pairs, "dock", "transfer_queue", float))
+            each = "  ".join(f"{name} {Spread.of([pair[name] for pair in pairs])}" for name in sides)
+            print(f"{clients} client{'s' if clients > 1 else ' '}  samples/s: {each}  ratio {results[-1]}", flush=True)
+        return results
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
+    """Bytes through the busiest warehouse over the even share of the rows, and all bytes over those of the rows."""
+    token = secrets.token_bytes(32)
+    services = [Service(token) for _ in range(warehouses)]
+    batch = batch_of(torch.arange(rows), mean)
+    with Dock([service.start() for service in services], token, "counter") as dock:
+        dock.meet((Consumer("update", _COLUMNS),))
+        dock.put(batch)
+        lease = dock.lease("update", rows, wait=_WAIT)
+        dock.fetch(lease)
+        dock.commit(lease)
+        through = [part["received"] + part["sent"] for part in dock.status()]
+    for service in services:
+        service.close()
+    payload = 2 * int(8 * rows + sum(12 * length + 16 for length in batch["tokens"].lengths.tolist()) + 4 * rows)
+    return max(through) * warehouses / payload, sum(through) / payload
+
+
+def show_warehouses(given: Namespace) -> bool:
+    """Print how the load divides; True if the busiest warehouse stays near the even share."""
+    good = True
+    for warehouses in WAREHOUSES:
+        share, total = busiest(warehouses, given.rows * 16, given.tokens)
+        good &= share <= BUSIEST_GOAL
+        print(f"{warehouses} warehouses  bytes through the busiest: {share:.3f} of an even share of the rows' bytes, "
+              f"through all: {total:.3f}", flush=True)
+    return good
+
+
+def show_table() -> None:
+    """MindSpeed RL's Table 1 by its formula, and what 16 warehouses make of it."""
+    kibi = 1024
+    print("MindSpeed RL Table 1 by formula: GiB in all, s at 1 GiB/s; then with 16 warehouses and 5 controllers")
+    for sizes in ((256, 8, 2 * kibi, 5, 8 * kibi, 3), (256, 16, 2 * kibi, 5, 16 * kibi, 3),
+                  (kibi, 16, 2 * kibi, 5, 16 * kibi, 3), (kibi, 32, 4 * kibi, 8, 32 * kibi, 5),
+                  (4 * kibi, 32, 4 * kibi, 8, 32 * kibi, 5), (8 * kibi, 64, 4 * kibi, 8, 64 * kibi, 5)):
+        flow = SampleFlow(*sizes)
+        print(f"  G {sizes[0]:5} N {sizes[1]:3} P {sizes[2]:5} n {sizes[3]} S {sizes[4]:6} scalars {sizes[5]}: "
+              f"{flow.nbytes / 2**30:8.2f} {flow.seconds(2**30):8.2f}   {flow.seconds(2**30, 16, 5):8.2f}")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--serve"]:
+        driver = Driver()
+        serve(driver)
+        driver.close()
+        return
+    parser = options(__doc__)
+    parser.add_argument("--peer-python", type=Path, help="with TransferQueue; default: that of .venv-dataflow, made "
+                                                         "if missing")
+    parser.add_argument("--rows", type=int, default=64, help="of each put and get")
+    parser.add_argument("--tokens", type=int, default=512, help="of a row on average")
+    parser.add_argument("--cycles", type=int, help="put → list → get, by each client in a round; default 16, quick 4")
+    given = parsed(parser)
+    given.cycles = given.cycles or (4 if given.quick else 16)
+    given.clients = (1, 2) if given.quick else CLIENTS
+    show_table()
+    even = show_warehouses(given)
+    results = contest(given)
+    worst = min(results, key=lambda spread: spread.median)
+    if not even:
+        print(f"the busiest warehouse carries more than {BUSIEST_GOAL} of an even share")
+    conclude("put, list, get: samples per second, transfer dock over TransferQueue 0.1.11, at the number of clients "
+             "where the ratio is lowest", worst, GOAL, holds=even)
+
+
+if __name__ == "__main__":
+    main()
