@@ -76,13 +76,13 @@ class Redistributor:
         memory = {place: self.warehouse.open(stocks, place.rank, place.number) for place in here if place.number >= 0}
         for place in memory:
             for part, strip, pairs in _rows(route, strips, place.share, self.rank):
-                copy_rows(strip.data, _strip(memory[place], part, place.share), _starts(strip)[route.position[pairs]],
+                copy_rows(strip.data, _strip(memory[place], part, place.share), strip.starts[route.position[pairs]],
                           part.at[pairs], part.counts[pairs], part.width)
         traffic = route.traffic(len(notices))
         self._count(edge, traffic, places, machines)
         if any(traffic[rank, place.share] for place in places for rank in range(len(machines))
                if machines[rank] != machines[place.rank]):
-            self._send(strips, route, places, machines, memory)
+            self._send(strips, route, traffic, places, machines, memory)
         self.neighbours.meet()
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
@@ -103,23 +103,22 @@ class Redistributor:
             chosen = choose(stocks, wanted)
         return [Place(share, rank, chosen[rank]) for (share, _), rank in owners.items()], stocks
 
-    def _send(self, strips: Strips, route: Route, places: list[Place], machines: list[int],
+    def _send(self, strips: Strips, route: Route, traffic: np.ndarray, places: list[Place], machines: list[int],
               memory: dict[Place, np.ndarray]) -> None:
         """The rows that cross between machines, in one all-to-all; each part holds one strip after the other."""
         far = {place.rank: place.share for place in places if machines[place.rank] != machines[self.rank]}
-        sizes = [route.bytes_of(route.pairs(far[rank], self.rank)) if rank in far else 0
-                 for rank in range(len(machines))]
+        sizes = [int(traffic[self.rank, far[rank]]) if rank in far else 0 for rank in range(len(machines))]
         outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
         for rank in sorted(far):
             for part, strip, pairs in _rows(route, strips, far[rank], self.rank):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
-                copy_rows(strip.data, outgoing[position : position + size], _starts(strip)[route.position[pairs]],
+                copy_rows(strip.data, outgoing[position : position + size], strip.starts[route.position[pairs]],
                           counts.cumsum() - counts, counts, part.width)
                 position += size
         mine = next((place for place in places if place.rank == self.rank), None)
-        arriving = [route.bytes_of(route.pairs(mine.share, rank)) if mine and machines[rank] != machines[self.rank]
-                    else 0 for rank in range(len(machines))]
+        arriving = [int(traffic[rank, mine.share]) if mine and machines[rank] != machines[self.rank] else 0
+                    for rank in range(len(machines))]
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
         for rank, size in enumerate(arriving):
             for part, pairs in _parts(route, mine.share, rank) if size else ():
@@ -174,8 +173,3 @@ def _rows(route: Route, strips: Strips, share: int, holder: int) -> Iterator[tup
 def _strip(memory: Any, part: Part, share: int) -> Any:
     """The part of a share's memory that one strip has."""
     return memory[part.starts[share] : part.starts[share] + part.sizes[share]]
-
-
-def _starts(strip: Strip) -> np.ndarray:
-    """[rows]: the element of the strip where each row begins."""
-    return strip.counts.cumsum() - strip.counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -139,15 +140,14 @@ class Route:
         every = np.arange(self.bounds[share], self.bounds[share + 1])
         return every if holder is None else every[self.holder[every] == holder]
 
-    def bytes_of(self, pairs: np.ndarray) -> int:
-        return sum(int(part.counts[pairs].sum()) * part.width for parts in self.parts.values() for part in parts)
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """[pairs]: bytes of each row."""
+        parts = (part.counts * part.width for parts in self.parts.values() for part in parts)
+        return sum(parts, np.zeros(len(self.ids), dtype=np.int64))
 
     def traffic(self, ranks: int) -> np.ndarray:
         """[ranks, shares]: bytes of rows that a rank has and a share gets."""
         shares = len(self.totals)
-        total = np.zeros(ranks * shares, dtype=np.int64)
-        for parts in self.parts.values():
-            for part in parts:
-                total += np.bincount(self.holder * shares + self.share, part.counts * part.width,
-                                     ranks * shares).astype(np.int64)
-        return total.reshape(ranks, shares)
+        sums = np.bincount(self.holder * shares + self.share, self.sizes, ranks * shares)
+        return sums.astype(np.int64).reshape(ranks, shares)

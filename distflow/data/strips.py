@@ -6,7 +6,9 @@ one strip; a ragged one too, since its lengths are the strip's counts; each furt
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,11 +37,17 @@ class Form(NamedTuple):
         return f"{'ragged ' * self.depth}{self.dtype} {list(self.shape)}"
 
 
-class Strip(NamedTuple):
+@dataclass(frozen=True)
+class Strip:
     """`data` [bytes] uint8 and `counts` [rows] int64: the elements of each row."""
 
     data: np.ndarray
     counts: np.ndarray
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """[rows]: the element where each row begins."""
+        return self.counts.cumsum() - self.counts
 
 
 def strips_of(column: ColumnData) -> list[Strip]:

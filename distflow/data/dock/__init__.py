@@ -2,7 +2,7 @@
 
     service.py     a process of the dock: warehouse and controllers, served        child.py   one as a child process
     client.py      put, lease, fetch, commit, renew, saved, snapshot               reach.py   its connections
-    warehouse.py   rows by (id, column)                                            parcel.py  rows as buffers
+    warehouse.py, kept.py   rows by (id, column)                                       parcel.py  rows as buffers
     controller.py  leases and commits of one consumer, pure                        selection.py  which rows next
     desk.py, peers.py   what a process knows, and state updates between processes
     lease.py       what a holder knows

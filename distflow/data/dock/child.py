@@ -19,6 +19,9 @@ from distflow.data.dock.layout import Address
 from distflow.data.dock.service import Service
 
 _ROOT = Path(__file__).resolve().parents[3]
+_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+              "MALLOC_TOP_PAD_": str(64 << 20)}
+"""glibc keeps what parcels leave for those that come: new pages cost as much as the bytes that arrive in them."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int
     command += ["--snapshot", str(snapshot)] if snapshot else []
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                               env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": paths})
+                               env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
     process.stdin.write(token.hex() + "\n")
     process.stdin.flush()
     line = process.stdout.readline()

@@ -22,7 +22,7 @@ from distflow.data.dock.diagnosis import explain
 from distflow.data.dock.errors import DockError, Overdue, Unreachable
 from distflow.data.dock.layout import Address, Consumer, Ids, Layout
 from distflow.data.dock.lease import Lease
-from distflow.data.dock.parcel import Parcel, pack, spans_of, unpack
+from distflow.data.dock.parcel import Parcel, gather, pack, spans_of, unpack
 from distflow.data.dock.reach import Reach
 
 _COMMITS_KEPT = 256
@@ -84,7 +84,7 @@ class Dock:
         Raises:
             Full: there is no room. Rows for other warehouses may have been stored: putting all again is safe.
         """
-        ids = batch.ids.numpy()
+        ids = batch.ids.cpu().numpy()
         marks = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
         whole = Parcel(batch, 0, 0)
@@ -213,7 +213,7 @@ class Dock:
         """Rows from the warehouses that have them, in the order of `ids`."""
         if not len(ids):
             return Batch(ids), ids
-        numbers = ids.numpy()
+        numbers = ids.cpu().numpy()
         shares = list(self.layout.split(numbers))
         replies = self.reach.ask_all([(self.layout.addresses[number], request | {"ids": numbers[places].tobytes()}, ())
                                       for number, places in shares])
@@ -221,10 +221,17 @@ class Dock:
         turns = [torch.frombuffer(bytearray(reply["turns"]), dtype=torch.int64) for reply, _ in replies
                  if reply.get("turns")]
         filled = [part for part in parts if len(part)] or parts[:1]
-        batch = filled[0] if len(filled) == 1 else Batch.concat(filled)
-        order = torch.from_numpy(_order(numbers, batch.ids.numpy()))
-        turn = torch.cat(turns)[order] if turns else torch.empty(0, dtype=torch.int64)
-        return (batch if bool((order.diff() == 1).all()) else batch.select(order)), turn
+        ids = torch.cat([part.ids for part in filled])
+        order = _order(numbers, ids.numpy())
+        turn = torch.cat(turns)[torch.from_numpy(order)] if turns else torch.empty(0, dtype=torch.int64)
+        if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
+            return filled[0], turn
+        starts = numpy.cumsum([0, *map(len, filled)])
+        gaps = numpy.searchsorted(starts, order, side="right") - 1  # one place between two parcels that nobody has
+        bases = [int(start) + gap for gap, start in enumerate(starts[:-1])]
+        parcels = [Parcel(part, base, 0) for part, base in zip(filled, bases)]
+        spans = spans_of(order + gaps, bases, parcels)
+        return gather(ids.numpy()[order], filled[0].columns, spans), turn
 
     def _explain(self, error: Overdue) -> None:
         """Raise what the controller reported, together with what those say who owe the missing columns."""
@@ -263,7 +270,7 @@ class Dock:
 
 
 def _column(value: Tensor | int, rows: int) -> Ids:
-    return numpy.full(rows, value, numpy.int64) if isinstance(value, int) else value.to(torch.int64).numpy()
+    return numpy.full(rows, value, numpy.int64) if isinstance(value, int) else value.to("cpu", torch.int64).numpy()
 
 
 def _order(wanted: Ids, there: Ids) -> Ids:

@@ -58,11 +58,12 @@ class Controller:
         self.discarded = self.returned = self.refused = 0
         """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
 
-    def learn(self, table: Ids, columns: Iterable[str]) -> None:
-        """Warehouses have got columns of rows (`Warehouse.table`); may be told twice."""
-        names = set(columns)
+    def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
+        """Warehouses have got columns of rows (`Warehouse.table`); may be told twice. Returns the committed."""
+        names, committed = set(columns), []
         for number, tokens, version, group, priority, turn in table.T.tolist():
             if number in self.done:
+                committed.append(number)
                 continue
             row = self.rows.get(number)
             if row is None:
@@ -71,6 +72,7 @@ class Controller:
             row.tokens, row.version, row.group, row.priority, row.turn = tokens, version, group, priority, turn
             if not row.held and self.reads <= row.columns:
                 self.ready.setdefault(number, row)
+        return committed
 
     def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int) -> list[int]:
         """A warehouse has listed all that it holds, ahead of `learn`: forget what it has lost, and return those ids.
@@ -113,7 +115,8 @@ class Controller:
             self._finish([row.id for row in ask.discarded])
             if not units or sum(map(len, units)) < least:
                 return None
-            dealt = DEALS[self.consumer.deal](units, shares)
+            everything = [row for unit in units for row in unit]
+            dealt = DEALS[self.consumer.deal](units, shares) if shares > 1 else [everything]
             self.number += 1
             granted = Granted(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted

@@ -87,10 +87,10 @@ class Desk:
             raise DockError(f"the controller of `{consumer}` lives with warehouse {home}, not {self.warehouse.number}")
         return self.controllers[consumer]
 
-    def announce(self, ids: Iterable[int], columns: Iterable[str]) -> None:
-        """Tell all controllers that rows have got columns."""
+    def announce(self, ids: Iterable[int], columns: Iterable[str], new: bool) -> None:
+        """Tell all controllers that rows have got columns. `new`: some of them were not here before."""
         table = self.warehouse.table(ids)
-        update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes()}
+        update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
         for home in {consumer.home for consumer in self.met().consumers}:
             self._tell(home, update)
 
@@ -103,8 +103,10 @@ class Desk:
     def apply(self, update: Update) -> None:
         """An update from a warehouse or a controller, here or elsewhere."""
         if update["kind"] == "rows":
-            for controller in self.controllers.values():
-                controller.learn(read_table(update["table"]), update["columns"])
+            for name, controller in self.controllers.items():
+                committed = controller.learn(read_table(update["table"]), update["columns"])
+                if committed and update["new"]:  # a lost warehouse has forgotten it, and a late producer put it again
+                    self.retire(name, committed)
         elif update["kind"] == "retire":
             self.warehouse.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
         elif update["kind"] == "listing" and update["consumer"] in self.controllers:

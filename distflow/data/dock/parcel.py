@@ -17,11 +17,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.batch import Batch, ColumnData, Ragged, dtype_name, levels
 from distflow.data.dock.layout import Ids
 from distflow.schema.errors import ColumnError
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 Span = tuple["Parcel", int, int]
 """Rows start…stop of a parcel."""
 Heads = list[list[Any]]
@@ -34,7 +34,7 @@ class Held:
         lengths, values = levels(column)
         self.levels = [(raw(part), [0, *part.cumsum(0).tolist()]) for part in lengths]
         self.data = raw(values)
-        self.dtype, self.shape = str(values.dtype).removeprefix("torch."), list(values.shape[1:])
+        self.dtype, self.shape = dtype_name(values.dtype), list(values.shape[1:])
         self.stride = values.dtype.itemsize * math.prod(self.shape)
 
     @property
@@ -63,15 +63,6 @@ class Parcel:
         if name not in self.held:
             self.held[name] = Held(self.batch[name])
         return self.held[name]
-
-
-def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
-    """The lengths of each level of raggedness, outermost first, and the elements."""
-    lengths = []
-    while isinstance(column, Ragged):
-        lengths.append(column.lengths)
-        column = column.values
-    return lengths, column
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -121,6 +112,17 @@ def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
         buffers += part
         buffers.append(bytes(-sum(map(len, part)) % 8))
     return [name, len(first.levels), first.dtype, first.shape, elements]
+
+
+def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
+    """Rows of parcels as a batch of their own: one copy, and several times faster than by index for long rows."""
+    heads, buffers = pack(ids, [(name, spans) for name in names])
+    data = torch.empty(sum(map(len, buffers)), dtype=torch.uint8)
+    view, position = memoryview(data.numpy()), 0
+    for buffer in buffers:
+        view[position : position + len(buffer)] = buffer
+        position += len(buffer)
+    return unpack(len(ids), heads, data)
 
 
 def unpack(rows: int, heads: Heads, data: Tensor) -> Batch:

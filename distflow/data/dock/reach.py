@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from distflow.data.dock.errors import KINDS, DockError, Overdue, Unreachable
@@ -25,6 +24,29 @@ _log = logging.getLogger("distflow.dock")
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
 Reply = tuple[Header, Tensor]
+
+
+class Trouble:
+    """What goes wrong during a request: a broken connection is worth another attempt, as long as patience lasts."""
+
+    def __init__(self, patience: float):
+        self.patience = patience
+        self.since: float | None = None
+
+    def meet(self, address: Address, error: Exception) -> None:
+        """Pause before the next attempt.
+
+        Raises:
+            Unreachable: there is none, for silence was waited out already, or attempts failed for long enough.
+        """
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
+        if isinstance(error, TimeoutError) or now - self.since >= self.patience:
+            what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
+            raise Unreachable(f"the dock's process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
+                              f"({error or type(error).__name__}). If it died, restore it from its snapshot at the "
+                              "same address; if it is stopped, continue it") from None
+        time.sleep(_PAUSE)
 
 
 class Reach:
@@ -52,24 +74,31 @@ class Reach:
             Unreachable: no answer within the patience.
         """
         requests = list(requests)
-        replies: list[Reply | None] = [None] * len(requests)
-        deadline = time.monotonic() + self.patience
-        while any(reply is None for reply in replies):
-            open_ones = [place for place, reply in enumerate(replies) if reply is None]
-            sent = [place for place in open_ones if self._try(requests[place], wait, deadline)]
-            for place in sent:
-                replies[place] = self._answer(requests[place][0], deadline)
-        for reply, _ in replies:
-            if "error" in reply:
-                raise _error(reply)
-        return replies
+        replies: dict[int, Reply] = {}
+        trouble = Trouble(self.patience)
+        while len(replies) < len(requests):
+            open_ones = [place for place in range(len(requests)) if place not in replies]
+            awaited = [place for place in open_ones if self._sent(requests[place], wait, trouble)]
+            try:
+                while awaited:
+                    reply = self._answer(requests[awaited[0]][0], trouble)
+                    if reply is not None:
+                        replies[awaited[0]] = reply
+                    awaited.pop(0)
+            finally:
+                for place in awaited:  # what they still answer must not be taken for the answer to something else
+                    self._drop(requests[place][0])
+        for place in range(len(requests)):
+            if "error" in replies[place][0]:
+                raise _error(replies[place][0])
+        return [replies[place] for place in range(len(requests))]
 
     def close(self) -> None:
         for line in self.lines.values():
             line.close()
         self.lines.clear()
 
-    def _try(self, request: Request, wait: float, deadline: float) -> bool:
+    def _sent(self, request: Request, wait: float, trouble: Trouble) -> bool:
         """Send; False if the connection broke and there is time for another attempt."""
         address, header, buffers = request
         try:
@@ -80,30 +109,25 @@ class Reach:
                 header = header | {"doing": self.doing}
             line.send(header, buffers)
         except (OSError, Closed, Unreachable) as error:
-            self._failed(address, error, deadline)
+            self._drop(address)
+            trouble.meet(address, error)
             return False
         return True
 
-    def _answer(self, address: Address, deadline: float) -> Reply | None:
+    def _answer(self, address: Address, trouble: Trouble) -> Reply | None:
         try:
-            line = self.lines[address]
-            header, size = line.receive()
-            return header, line.payload(size) if size else torch.empty(0, dtype=torch.uint8)
+            header, size = self.lines[address].receive()
+            return header, self.lines[address].payload(size)
         except (OSError, Closed) as error:
-            self._failed(address, error, deadline)
+            self._drop(address)
+            trouble.meet(address, error)
             return None
 
-    def _failed(self, address: Address, error: Exception, deadline: float) -> None:
+    def _drop(self, address: Address) -> None:
         line = self.lines.pop(address, None)
+        self.told.pop(address, None)
         if line is not None:
             line.close()
-        self.told.pop(address, None)
-        if isinstance(error, TimeoutError) or time.monotonic() > deadline:
-            what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
-            raise Unreachable(f"the dock's process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
-                              f"({error or type(error).__name__}). If it died, restore it from its snapshot at the "
-                              "same address; if it is stopped, continue it") from None
-        time.sleep(_PAUSE)
 
     def _line(self, address: Address) -> Line:
         if address not in self.lines:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -20,12 +21,12 @@ from distflow.data.dock.controller import Granted
 from distflow.data.dock.desk import Desk, Person, read_ids
 from distflow.data.dock.diagnosis import crowd, fates, shortage, status
 from distflow.data.dock.errors import DockError, Full, Overdue, Refused
+from distflow.data.dock.kept import Marks
 from distflow.data.dock.layout import Address, Layout
 from distflow.data.dock.line import Closed, Line, check_token, welcome
 from distflow.data.dock.parcel import unpack
 from distflow.data.dock.selection import Ask
 from distflow.data.dock.snapshot import capture, restore, write
-from distflow.data.dock.warehouse import Marks
 from distflow.schema.errors import DistflowError
 
 _log = logging.getLogger("distflow.dock")
@@ -57,6 +58,7 @@ class Service:
         self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes)
         self.lines: set[Line] = set()
         self.over = False
+        self.thread: threading.Thread | None = None
         try:
             self.socket = socket.create_server((host, port), backlog=1024)
         except OSError as error:
@@ -72,7 +74,8 @@ class Service:
 
     def start(self) -> Address:
         """Serve in threads of this process; returns where."""
-        threading.Thread(target=self.accept, name="dock", daemon=True).start()
+        self.thread = threading.Thread(target=self.accept, name="dock", daemon=True)
+        self.thread.start()
         return self.address
 
     def accept(self) -> None:
@@ -89,6 +92,10 @@ class Service:
     def close(self) -> None:
         """Stop listening and hang up; the rows are gone with the process."""
         self.over = True
+        with contextlib.suppress(OSError):  # closing alone leaves a thread in `accept`, and with it the port
+            self.socket.shutdown(socket.SHUT_RDWR)
+        if self.thread is not None:
+            self.thread.join()
         self.socket.close()
         with self.desk.changed:
             self.desk.stop()
@@ -168,7 +175,7 @@ class Service:
         marks = Marks(**{name: read_ids(data) for name, data in header["marks"].items()})
         with desk.changed:
             kept = desk.warehouse.put(batch, marks, header["turn"])
-            desk.announce(kept.tolist(), batch.columns if header["turn"] is None else ())
+            desk.announce(kept.tolist(), batch.columns if header["turn"] is None else (), new > 0)
         return {"kept": len(kept), "dropped": len(ids) - len(kept)}, []
 
     def fetch(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:

@@ -25,9 +25,10 @@ import torch
 from distflow.data.dock.controller import Controller
 from distflow.data.dock.desk import Desk, read_ids, read_table
 from distflow.data.dock.intervals import Intervals
+from distflow.data.dock.kept import Kept
 from distflow.data.dock.layout import Layout
 from distflow.data.dock.parcel import Parcel, pack, unpack
-from distflow.data.dock.warehouse import Kept, Warehouse
+from distflow.data.dock.warehouse import Warehouse
 from distflow.schema.errors import CheckpointError
 
 _MAGIC, _LENGTHS, _SUM = b"DFS1", struct.Struct("<IQ"), struct.Struct("<II")

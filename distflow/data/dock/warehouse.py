@@ -7,58 +7,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
-import torch
 
 from distflow.data.batch import Batch
 from distflow.data.dock.errors import DockError, Full
 from distflow.data.dock.intervals import Intervals
+from distflow.data.dock.kept import Counts, Kept, Marks
 from distflow.data.dock.layout import Ids
-from distflow.data.dock.parcel import Heads, Parcel, pack, raw, spans_of, tokens_of
+from distflow.data.dock.parcel import Heads, Parcel, gather, pack, raw, spans_of, tokens_of
 from distflow.schema.errors import ColumnError, listing
 
 SHOWN = 8
 _COMPACT_FROM = 256 << 10
 """Bytes of a parcel that is worth copying when half of its rows are gone."""
-
-
-@dataclass(slots=True)
-class Kept:
-    """What a warehouse knows of a row."""
-
-    columns: frozenset[str] = frozenset()
-    tokens: int = 0
-    version: int = 0
-    group: int = -1
-    priority: int = 0
-    turn: int = -1
-    """The last saved turn of a row that is not finished."""
-    saved: int = -1
-    """The place of that turn's rows."""
-    consumed: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Marks:
-    """What a producer says of its rows; None leaves what is known: weight version, group, priority ([rows] int64)."""
-
-    version: Ids | None = None
-    group: Ids | None = None
-    priority: Ids | None = None
-
-
-@dataclass
-class Counts:
-    """What went through a warehouse, for metrics."""
-
-    rows_in: int = 0
-    rows_out: int = 0
-    duplicates: int = 0
-    """Rows that came again and were dropped."""
-    removed: int = 0
 
 
 class Warehouse:
@@ -73,6 +36,8 @@ class Warehouse:
         self.parcels: list[Parcel] = []
         self.bases: list[int] = []
         self.next_base = self.nbytes = self.coming_rows = self.coming_bytes = 0
+        self.thinned: dict[int, Parcel] = {}
+        """Parcels that have lost rows since the last `_tidy`, by base."""
         self.gone = Intervals()
         """Rows that all consumers have committed, as id // count: dense where ids are."""
         self.counts = Counts()
@@ -134,6 +99,7 @@ class Warehouse:
         if turn is None:
             for name in names:
                 self.places.setdefault(name, {}).update((ids[place], parcel.base + place) for place in fresh)
+        self._tidy()
         return batch.ids.numpy()[fresh]
 
     def cut(self, ids: Ids, names: Sequence[str]) -> tuple[Heads, list[Any]]:
@@ -175,6 +141,7 @@ class Warehouse:
                 self._remove(row, kept)
                 left += 1
         self.counts.removed += left
+        self._tidy()
         return left
 
     def table(self, ids: Iterable[int]) -> Ids:
@@ -244,31 +211,43 @@ class Warehouse:
             kept.saved = -1
 
     def _release(self, place: int) -> None:
-        """One row less in a parcel; an empty one goes, one that is half empty is copied."""
-        at = bisect_right(self.bases, place) - 1
-        parcel = self.parcels[at]
+        """One row less in a parcel."""
+        parcel = self.parcels[bisect_right(self.bases, place) - 1]
         parcel.live -= 1
-        if parcel.live and (parcel.nbytes < _COMPACT_FROM or 2 * parcel.live > len(parcel.batch)):
-            return
-        live = self.living(parcel, place) if parcel.live else {}
-        self.parcels.pop(at)
-        self.bases.pop(at)
-        self.nbytes -= parcel.nbytes
-        if live:
-            smaller = self._shelve(parcel.batch.select(torch.tensor(list(live))), len(live))
-            for new, (row, names) in enumerate(live.values()):
-                if not names:
-                    self.rows[row].saved = smaller.base + new
-                for name in names:
-                    self.places[name][row] = smaller.base + new
+        self.thinned[parcel.base] = parcel
 
-    def living(self, parcel: Parcel, leaving: int = -1) -> dict[int, tuple[int, list[str]]]:
+    def _tidy(self) -> None:
+        """Let go of parcels that are empty, and copy what is left of large ones that are half empty."""
+        for base, parcel in self.thinned.items():
+            if parcel.live and (parcel.nbytes < _COMPACT_FROM or 2 * parcel.live > len(parcel.batch)):
+                continue
+            live = self.living(parcel) if parcel.live else {}
+            at = bisect_right(self.bases, base) - 1
+            self.parcels.pop(at)
+            self.bases.pop(at)
+            self.nbytes -= parcel.nbytes
+            if live:
+                self._copy(parcel, live)
+        self.thinned = {}
+
+    def _copy(self, parcel: Parcel, live: dict[int, tuple[int, list[str]]]) -> None:
+        """The living rows of a parcel, in one of their own."""
+        spans = spans_of(numpy.array(list(live)) + parcel.base, [parcel.base], [parcel])
+        ids = numpy.array([row for row, _ in live.values()], numpy.int64)
+        smaller = self._shelve(gather(ids, parcel.batch.columns, spans), len(live))
+        for new, (row, names) in enumerate(live.values()):
+            if not names:
+                self.rows[row].saved = smaller.base + new
+            for name in names:
+                self.places[name][row] = smaller.base + new
+
+    def living(self, parcel: Parcel) -> dict[int, tuple[int, list[str]]]:
         """Which rows of a parcel are still asked for: (id, under which columns; none: as a saved turn)."""
         result = {}
         for local, row in enumerate(parcel.batch.ids.tolist()):
             place = parcel.base + local
             names = [name for name in parcel.batch.columns if self.places.get(name, {}).get(row) == place]
-            if place != leaving and (names or (row in self.rows and self.rows[row].saved == place)):
+            if names or (row in self.rows and self.rows[row].saved == place):
                 result[local] = (row, names)
         return result
 

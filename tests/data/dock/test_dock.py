@@ -228,6 +228,36 @@ def test_an_answer_that_never_comes_is_an_error(dock, token):
         at.services[0].desk.changed.release()
 
 
+def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
+    at = dock(2)
+    at.put(tokens(range(8)))
+    with Dock(at.addresses, token, "impatient", patience=0.3) as other:
+        other.fetch(torch.arange(8), ["tokens"])
+        with at.services[0].desk.changed, pytest.raises(Unreachable):
+            other.fetch(torch.arange(8), ["tokens"])
+        for rows in ([5, 1], [2, 6, 4]):
+            batch = other.fetch(torch.tensor(rows), ["tokens"])
+            assert batch.ids.tolist() == rows
+            check(batch)
+
+
+def test_a_row_that_is_put_again_after_its_warehouse_was_lost_is_not_trained_again(dock, token):
+    at = dock(2, (Consumer("update", ("tokens",)),))
+    at.put(tokens(range(8)))
+    first = at.lease("update", 6, wait=5)
+    at.commit(first)
+    at.services[1].close()
+    fresh = Service(token, port=at.addresses[1][1])
+    fresh.start()
+    at.meet((Consumer("update", ("tokens",)),))
+    at.put(tokens([1, 3, 5, 7]))
+    lease = at.lease("update", 9, least=2, wait=5)
+    assert sorted([*first.ids.tolist(), *lease.ids.tolist()]) == list(range(8))
+    at.commit(lease)
+    until(lambda: left(at) == 0)
+    fresh.close()
+
+
 def test_a_place_in_the_layout_is_not_changed(dock):
     at = dock(2)
     at.addresses.reverse()

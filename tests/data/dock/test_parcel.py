@@ -96,3 +96,16 @@ def test_tokens_are_the_longest_ragged_column_that_is_not_text():
                                     "tokens": Ragged(torch.arange(5), torch.tensor([2, 3])),
                                     "short": Ragged(torch.arange(3), torch.tensor([3, 0])), "score": torch.zeros(2)})
     assert tokens_of(batch).tolist() == [3, 3]
+
+
+def test_rows_of_turns_of_tokens():
+    """Two rows of two turns, one of one, one of none; any of them can be asked for."""
+    turns = Ragged(torch.arange(9), torch.tensor([1, 2, 3, 0, 3]))
+    batch = Batch(torch.arange(4), {"turns": Ragged(turns, torch.tensor([2, 2, 0, 1]))})
+    assert tokens_of(batch).tolist() == [3, 3, 0, 3]
+    parcel = Parcel(batch, 0, 0)
+    heads, buffers = pack(numpy.array([3, 0]), [("turns", [(parcel, 3, 4), (parcel, 0, 1)])])
+    back = unpack(2, heads, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))["turns"]
+    assert back.lengths.tolist() == [1, 2]
+    assert back.values.lengths.tolist() == [3, 1, 2]
+    assert back.values.values.tolist() == [6, 7, 8, 0, 1, 2]

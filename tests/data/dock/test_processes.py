@@ -26,7 +26,7 @@ from pathlib import Path
 from distflow.data.dock import Dock, DockError
 
 address, token, journal = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), sys.argv[3]
-limit = float(sys.argv[4])
+limit, pause = float(sys.argv[4]), float(sys.argv[5])
 with Dock([address], token, "trainer") as dock, open(journal, "a", buffering=1) as out:
     while True:
         try:
@@ -36,7 +36,7 @@ with Dock([address], token, "trainer") as dock, open(journal, "a", buffering=1) 
         batch = dock.fetch(lease)
         assert all(row.tolist() == [id] * (id % 5) for id, row in zip(batch.ids.tolist(), batch["tokens"].rows))
         print("trains", *lease.ids.tolist(), file=out)
-        time.sleep(0.004)
+        time.sleep(pause)
         if dock.commit(lease):
             print("trained", *lease.ids.tolist(), file=out)
 """
@@ -63,9 +63,9 @@ def children(token):
         assert child.process.returncode is not None
 
 
-def consumer(address, token, journal, limit=0.5):
-    return subprocess.Popen([sys.executable, "-c", CONSUMER, str(address[1]), token.hex(), str(journal), str(limit)],
-                            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+def consumer(address, token, journal, limit=0.5, pause=0.004):
+    command = [sys.executable, "-c", CONSUMER, str(address[1]), token.hex(), str(journal), str(limit), str(pause)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
 def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, token, tmp_path):
@@ -105,17 +105,18 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
     with Dock([address], token, "test") as dock:
         dock.meet((Consumer("update", ("tokens",), seconds=0.3),))
         dock.put(tokens(range(4)))
-        worker = consumer(address, token, journal, limit=0.1)
+        worker = consumer(address, token, journal, limit=0.1, pause=0.25)
         while "trains" not in journal.read_text():
-            time.sleep(0.0005)
+            time.sleep(0.001)
         worker.send_signal(signal.SIGSTOP)
-        if "trained" not in journal.read_text():
-            lease = dock.lease("update", 4, wait=10)
-            assert lease.ids.tolist() == [0, 1, 2, 3]
-            assert dock.commit(lease)
+        try:
+            mine = dock.commit(dock.lease("update", 4, wait=5))
+        except Overdue:  # on a crowded machine it may have committed before it was stopped
+            mine = False
         worker.send_signal(signal.SIGCONT)
         worker.wait(timeout=30)
-    assert journal.read_text().count("trained") <= 1
+        assert dock.status()[0]["controllers"]["update"]["committed"] == 4
+    assert journal.read_text().count("trained") == (not mine)
 
 
 def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch, Ragged
 from distflow.data.dock import DockError, Full
 from distflow.data.dock import warehouse as module
+from distflow.data.dock.kept import Marks
 from distflow.data.dock.parcel import unpack
-from distflow.data.dock.warehouse import Marks, Warehouse
+from distflow.data.dock.warehouse import Warehouse
 from distflow.schema.errors import ColumnError
 
 ALL = frozenset({"reward", "update"})

@@ -1,0 +1,74 @@
+"""How near is a redistribution to the fastest copy that this machine can make of the same bytes?
+
+Sides, on the same number of real ranks: the databuffer, from ranks 0 … 3 to ranks 4 and 5, so that every row moves,
+with ids, balance and everything that it does; and a plain copy through shared memory: the producers copy their bytes
+in, a column at a time, and then the consumers copy as many bytes out. A third side is the databuffer where the layout
+stays. Rows as in `rows.py`; all memory is warm.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gloo_ranks import Host  # noqa: E402 - needs the path above
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
+from benchmarks.rows import PADDED, RAGGED, Case  # noqa: E402
+
+SIDES = ("databuffer", "copy", "same-layout")
+GOAL, SAME_LAYOUT = 0.6, 1.0
+"""Of the copy's speed; milliseconds where the layout stays."""
+
+
+def measure(case: Case, repeats: int) -> list[dict[str, float]]:
+    """Milliseconds of each side, repeat by repeat; two first rounds, which warm the memory, are not among them."""
+    hosts = {side: Host(side) for side in SIDES}
+    try:
+        for host in hosts.values():
+            host.prepare(asdict(case))
+            host.make()
+            for warm in (1, 2):
+                host.round(warm)
+        return interleaved({side: lambda repeat, host=host: 1000 * host.round(repeat + 3)["longest"]
+                            for side, host in hosts.items()}, repeats)
+    finally:
+        for host in hosts.values():
+            host.close()
+
+
+def show(case: Case, pairs: list[dict[str, float]]) -> Spread:
+    """Print a case's figures; the copy's time over the databuffer's."""
+    near = ratios(pairs, "copy", "databuffer", lambda value: value)
+    times = ", ".join(f"{side} {Spread.of([pair[side] for pair in pairs])} ms" for side in SIDES)
+    print(f"{case.name}: {case.nbytes / 2**20:.0f} MiB; {times}; {near} of the copy's speed "
+          f"(load {os.getloadavg()[0]:.1f})", flush=True)
+    return near
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__, repeats=15)
+    parser.add_argument("--sizes", type=float, nargs="+", metavar="MIB", help="of padded rows; default 40 160 640, "
+                        "with --quick 40")
+    given = parsed(parser, arguments)
+    sizes = given.sizes or ([40] if given.quick else [40, 160, 640])
+    results = {}
+    for size in sorted(sizes):
+        for form in (PADDED, RAGGED):
+            case = Case(size, 4, 2, 4, form)
+            pairs = measure(case, given.repeats)
+            results[case] = show(case, pairs), Spread.of([pair["same-layout"] for pair in pairs])
+    same = max((spread for _, spread in results.values()), key=lambda spread: spread.median)
+    print(f"where the layout stays: at most {same} ms (goal: under {SAME_LAYOUT:g})")
+    goal_size = 160 if 160 in sizes else max(sizes)
+    near = min((near for case, (near, _) in results.items() if case.mib == goal_size), key=lambda near: near.median)
+    conclude(f"redistribution at {goal_size:g} MiB, of the speed of a plain copy into shared memory", near, GOAL,
+             unit="of the copy's speed", holds=same.median < SAME_LAYOUT)
+
+
+if __name__ == "__main__":
+    main()
