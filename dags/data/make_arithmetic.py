@@ -6,9 +6,9 @@ One row is {"question": str, "answer": "<working> #### <number>", "level": 1 | 2
 on nothing else. Train and held-out never share a (template, operands) pair, so a problem cannot be remembered under
 another name or another fruit.
 
-`demonstrations` are the questions of `train`, answered by a hasty teacher who mostly stops after the first of two steps.
-Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find by itself
-that the longer answers are the right ones.
+`demonstrations` are the questions of `train`, answered by a hasty teacher who mostly stops after the first of two
+steps. Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find
+by itself that the longer answers are the right ones.
 """
 import argparse
 import itertools

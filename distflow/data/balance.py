@@ -12,26 +12,54 @@ _TOLERANCE = 1.01
 """A share may be this much heavier if its rows need not cross to another machine for it."""
 
 
+_ONE_BY_ONE = 16
+"""Units for each share that even out what dealing left uneven."""
+
+
 def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tensor:
     """The share of each unit: [units] int64, for `weights` [units] of tokens.
 
     Longest processing time first (Graham 1969): the heaviest unit goes to the lightest share; the heaviest share is
-    then at most 4/3 of the optimum. Ties go to the lower unit, to the share with fewer units, to the lower share, so
+    then at most 4/3 of the optimum. Many units that are much alike are dealt out instead: then it is at most 1% above
+    the mean. Ties go to the lower unit, to the share with fewer units, to the lower share, so
     that every rank computes the same.
 
     Args:
         settled: [units]: the share of a unit that has one already, -1 for one that is free.
     """
+    order = torch.sort(weights, descending=True, stable=True).indices
+    if settled is None or not bool((settled >= 0).any()):
+        dealt = _deal(weights, order, shares)
+        if dealt is not None:
+            return dealt
+    return _greedy(weights, order, shares, settled)
+
+
+def _greedy(weights: Tensor, order: Tensor, shares: int, settled: Tensor | None) -> Tensor:
+    """Each unit in turn to the lightest share."""
     result, loads, counts = _begin(weights, shares, settled)
     sizes = weights.tolist()
     heap = list(zip(loads, counts, range(shares)))
     heapq.heapify(heap)
-    for unit in torch.sort(weights, descending=True, stable=True).indices.tolist():
+    for unit in order.tolist():
         if result[unit] < 0:
             load, count, share = heap[0]
             result[unit] = share
             heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
     return torch.tensor(result, dtype=torch.int64)
+
+
+def _deal(weights: Tensor, order: Tensor, shares: int) -> Tensor | None:
+    """The same for many units, in a hundredth of the time: dealt out forth and back, like cards, and only the lightest
+    one by one. None if there are too few units, or if that leaves a share heavier than one of even shares may be."""
+    many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
+    if many <= 0:
+        return None
+    there = torch.arange(shares)
+    result = torch.full_like(weights, -1)
+    result[order[: many * shares]] = torch.cat([there, there.flip(0)]).repeat(many // 2)
+    result = _greedy(weights, order[many * shares :], shares, result)
+    return result if _heaviest(weights, result, shares) <= int(weights.sum()) / shares * _TOLERANCE else None
 
 
 def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: Tensor | None = None) -> Tensor:

@@ -57,6 +57,19 @@ def test_free_units_go_where_settled_ones_are_light():
     assert assign(torch.tensor([10, 3, 3, 3]), 2, torch.tensor([0, -1, -1, -1])).tolist() == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("shares", [2, 8, 64])
+@pytest.mark.parametrize("spread", ["equal", "even", "long tail", "one giant"])
+def test_many_units_are_as_even(shares, spread):
+    made = torch.Generator().manual_seed(shares)
+    weights = {"equal": torch.full((5000,), 7), "even": torch.randint(1, 2000, (5000,), generator=made),
+               "long tail": (torch.rand(5000, generator=made).pow(-0.7) * 100).long(),
+               "one giant": torch.cat([torch.tensor([100_000]), torch.full((4999,), 10)])}[spread]
+    chosen = assign(weights, shares)
+    best = max(int(weights.max()), int(weights.sum()) / shares)
+    assert int(torch.zeros(shares, dtype=torch.int64).index_add_(0, chosen, weights).max()) <= 1.01 * best + 7
+    assert set(chosen.tolist()) == set(range(shares))
+
+
 @QUIET
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.sampled_from([-1, -1, 0, 3])), min_size=1,
                 max_size=30))
