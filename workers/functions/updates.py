@@ -9,7 +9,6 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, node
 from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput
 from workers.functions.aggregation import local_totals, token_weights, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import clipped_policy_loss, negative_log_likelihood
@@ -19,7 +18,10 @@ _ALWAYS = 4
 """Rows that every step trains whatever their advantages, so that trainer and rollout are always compared."""
 
 
-@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group")
+@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group",
+      bounds={"clip": ">= 0", "clip_high": ">= 0", "dual_clip": "> 1", "kl": ">= 0", "fixed_length": ">= 1",
+              "mini_batches": ">= 1", "epochs": ">= 1"},
+      belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")})
 def policy_update(
     engine: Role, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
@@ -33,8 +35,6 @@ def policy_update(
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
     `mini_batches` divides a step by prompt, the same way on any number of ranks; each makes one optimizer step.
     """
-    if min(mini_batches, epochs) < 1:
-        raise InvalidInput(f"mini_batches ({mini_batches}) and epochs ({epochs}) must be at least 1")
     old = rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else responses.with_values(
         advantages[responses.row_of].float())
