@@ -126,6 +126,9 @@ RUNS = [
     case("unknown_layout", 3, "rollot", "`layouts` names `rollot`, which is not a node", "Did you mean `rollout`?"),
     case("dp_too_big", 3, "4", "node `reward` wants dp 4, but there are only 2 ranks", "layouts: {reward: {dp: 2}}"),
     case("dp_of_training", 3, "1", "node `update` trains on 1 of 2 ranks", "Leave `update` out of `layouts`."),
+    case("values_out_of_bounds", 2, "18446744073709551616", "`seed` must be less than 18446744073709551616",
+         "Its default is 0.", others=(3, 6, 7, 8, 9, 9, 9, 10)),
+    case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]
 
