@@ -33,7 +33,8 @@ def policy_update(
     """PPO's clipped update, with KL to a reference in the loss if `kl` is not zero.
 
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
-    `mini_batches` divides a step by prompt, the same way on any number of ranks; each makes one optimizer step.
+    `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
+    optimizer step.
     """
     old = rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else responses.with_values(
@@ -44,11 +45,12 @@ def policy_update(
         columns["reference"] = reference_logprobs
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows = Batch(group, {**columns, "mask": mask})
-    share = 1 / (epochs * mini_batches)
+    parts = _mini_batches(engine, group, mini_batches)
+    share = 1 / (epochs * max(len(parts), 1))
     loss = _PolicyLoss(clip, clip if clip_high is None else clip_high, dual_clip, kl, kl_kind, share)
     for _ in range(epochs):
-        for part in range(mini_batches):
-            chosen = rows if mini_batches == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
+        for part in parts:
+            chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
             chosen = _weighted(engine, chosen, aggregate, fixed_length)
             _optimize(engine, chosen if kl else _telling(chosen), loss)
             loss.first = False
@@ -70,6 +72,15 @@ def supervised_update(
         return total
 
     _optimize(engine, _weighted(engine, rows, aggregate, None), loss, temperature=1.0)
+
+
+def _mini_batches(engine: Role, group: Tensor, count: int) -> list[int]:
+    """Which of the `count` mini-batches have a prompt on any rank.
+
+    An optimizer step without data would still decay the weights and use up Adam's moments.
+    """
+    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
+    return rows.nonzero().squeeze(1).tolist()
 
 
 def _weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None) -> Batch:
