@@ -56,7 +56,7 @@ def policy_update(
             loss.first = False
 
 
-@node(type="MODEL_TRAIN", default_for="student")
+@node(type="MODEL_TRAIN")
 def supervised_update(
     engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
