@@ -63,7 +63,8 @@ class _Tracer:
         for node, columns in self.written.items():
             for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
-        self.given = {**SOURCE_FORMS, **dict.fromkeys(spec.run.data.columns, "list[str]")}
+        self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"), **SOURCE_FORMS}
+        self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
         self.unsure = graph.downstream({*unsure, *misnamed})
@@ -134,6 +135,15 @@ class _Tracer:
             hint = did_you_mean(column, sorted(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
         self.mistakes.append(Mistake(what, where, hint))
+
+    def _check_fields(self) -> None:
+        """A field of the data's own must not take the place of a column that every dataset gives."""
+        for index, name in enumerate(self.spec.run.data.columns):
+            if name in SOURCE_FORMS:
+                what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
+                hint = f"Take it out, or give the field another name in the data. Taken: {', '.join(SOURCE_FORMS)}."
+                where = self.spec.run_source.spot(("data", "columns", index))
+                self.mistakes.append(Mistake(what, where, hint))
 
     def _form(self, column: str, producer: str) -> str:
         """The form in which a column is written; "" if its writer does not say."""

@@ -5,6 +5,8 @@ float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer fo
 data-parallel ranks, and one unsharded copy in the forward dtype while a step computes. Activations after Korthikanti
 et al. 2022 (§4.1): 34 bytes for each token, layer and hidden element at 2 bytes a value, attention scores not kept;
 the float32 logits, their softmax and its gradient come on top. A role that is not trained keeps those of one layer.
+
+`dtype: auto` is counted as what the model's config.json says that its weights are, for want of knowing the device.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ GIB = 1024**3
 _TRAINING_STATE = 16
 _ACTIVATIONS = 17
 _LOGITS = 3 * 4
+_HALVES = ("bfloat16", "float16")
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], dp: int) -> tuple[Tenant, ...]:
@@ -61,7 +64,7 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, dp: int)
     settings = spec.settings_of(role)
     if settings is None:
         return []
-    width = 2 if settings.dtype == "bfloat16" else 4
+    width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
     n, trained = shape.parameters, spec.dag.roles[role].trained
     state = _TRAINING_STATE if trained else 4
     tokens, kept = settings.micro_batch_tokens, shape.layers if trained else 1

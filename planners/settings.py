@@ -7,7 +7,8 @@ from typing import Any, Literal, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from distflow.schema.contract import REQUIRED, Contract
+from distflow.schema.bounds import in_words, nearest_within, within
+from distflow.schema.contract import REQUIRED, Contract, Setting
 from distflow.schema.errors import Mistake, did_you_mean
 from distflow.schema.spec import Spec
 
@@ -16,30 +17,63 @@ _NAMES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, 
 
 
 def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
-    """Unknown settings, missing ones, values of another type than the annotation's, and repeats below one."""
-    mistakes, given = [], spec.dag.nodes[node].settings
-    source = spec.dag_source
+    """Unknown settings, missing ones, values of another type than the annotation's or outside their bounds."""
+    wrong: dict[str, list[Mistake]] = {}
+    given, source = spec.dag.nodes[node].settings, spec.dag_source
     for name, value in given.items():
-        path = ("nodes", node, "with", name)
-        if name not in contract.settings:
-            what = f"node `{node}`: function `{contract.name}` has no setting `{name}`"
-            hint = did_you_mean(name, contract.settings, "Settings") or "It has no settings at all."
-            mistakes.append(Mistake(what, source.spot(path, key=True), hint))
-            continue
-        setting = contract.settings[name]
-        if setting.annotation and not _fits(value, setting.annotation):
-            expected = setting.annotation.replace("Literal[", "one of [").strip()
-            what = f"node `{node}`: setting `{name}` of `{contract.name}` must be {expected}, not {value!r}"
-            hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
-            mistakes.append(Mistake(what, source.spot(path), hint))
+        wrong[name] = _check_value(spec, node, contract, name, value)
     for name, setting in contract.settings.items():
-        if setting.default == REQUIRED and name not in given:
+        if name not in given and setting.default == REQUIRED:
             what = f"node `{node}`: function `{contract.name}` needs the setting `{name}`"
             hint = f"Add it:  with: {{{name}: …}}" + (f"   ({setting.annotation})" if setting.annotation else "")
-            mistakes.append(Mistake(what, source.spot(("nodes", node), key=True), hint))
-    if contract.marks.repeats and not mistakes:
-        mistakes += _check_repeats(spec, node, contract, contract.marks.repeats)
-    return mistakes
+            wrong[name] = [Mistake(what, source.spot(("nodes", node), key=True), hint)]
+        elif name not in given and name == contract.marks.repeats:
+            wrong[name] = _check_repeats(spec, node, contract, name)
+    for name, (other, wanted) in contract.marks.belongs_to.items():
+        if not wrong.get(name) and not wrong.get(other):
+            wrong[f"{name} and {other}"] = _check_companion(spec, node, contract, (name, other), wanted)
+    return [mistake for mistakes in wrong.values() for mistake in mistakes]
+
+
+def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: Any) -> list[Mistake]:
+    path, source, setting = ("nodes", node, "with", name), spec.dag_source, contract.settings.get(name)
+    if setting is None:
+        what = f"node `{node}`: function `{contract.name}` has no setting `{name}`"
+        hint = did_you_mean(name, contract.settings, "Settings") or "It has no settings at all."
+        return [Mistake(what, source.spot(path, key=True), hint)]
+    what = f"node `{node}`: setting `{name}` of `{contract.name}` must be"
+    if setting.annotation and not _fits(value, setting.annotation):
+        expected = setting.annotation.replace("Literal[", "one of [").strip()
+        hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
+        return [Mistake(f"{what} {expected}, not {value!r}", source.spot(path), hint)]
+    repeated = _check_repeats(spec, node, contract, name) if name == contract.marks.repeats else []
+    if repeated or not setting.bounds or value is None or within(value, setting.bounds):
+        return repeated
+    return [Mistake(f"{what} {in_words(setting.bounds)}, not {value!r}", source.spot(path), _within_instead(setting))]
+
+
+def _within_instead(setting: Setting) -> str:
+    if setting.default == "None":
+        return f"Take `{setting.name}` out, or give a number {in_words(setting.bounds)}."
+    value = nearest_within(setting.bounds) if setting.value is None else setting.value
+    return f"Instead:  with: {{{setting.name}: {value}}}"
+
+
+def _check_companion(spec: Spec, node: str, contract: Contract, names: tuple[str, str], wanted: Any) -> list[Mistake]:
+    """A setting that belongs to one value of another must be given with it, and with no other."""
+    (name, other), path = names, ("nodes", node, "with")
+    value, own = (setting_value(spec, node, contract, each) for each in (other, name))
+    setting = contract.settings[name]
+    if value == wanted and own is None:
+        kind = in_words(setting.bounds) or setting.annotation
+        what = f"node `{node}`: `{other}: {wanted}` needs the setting `{name}`"
+        hint = f"Add it:  with: {{{other}: {wanted}, {name}: …}}" + (f"   ({kind})" if kind else "")
+        return [Mistake(what, spec.dag_source.spot((*path, other)), hint)]
+    if value != wanted and own is not None and own != setting.value:
+        what = f"node `{node}`: setting `{name}` says nothing with `{other}: {value}`, only with `{wanted}`"
+        hint = f"Take `{name}` out, or instead:  with: {{{other}: {wanted}, {name}: {own}}}"
+        return [Mistake(what, spec.dag_source.spot((*path, name), key=True), hint)]
+    return []
 
 
 def _check_repeats(spec: Spec, node: str, contract: Contract, name: str) -> list[Mistake]:
@@ -57,13 +91,7 @@ def setting_value(spec: Spec, node: str, contract: Contract, name: str) -> Any:
     given = spec.dag.nodes[node].settings
     if name in given:
         return given[name]
-    default = contract.settings[name].default
-    if default == REQUIRED:
-        return None
-    try:
-        return ast.literal_eval(default)
-    except ValueError:
-        return None
+    return contract.settings[name].value
 
 
 def repeats_of(spec: Spec, node: str, contract: Contract) -> int:

@@ -138,7 +138,7 @@ def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
     if len(values) != len(task.writes):
         raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
-    columns = {name: encode_text(value) if isinstance(value, list) else value
+    columns = {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
                for name, value in zip(task.writes, values)}
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor | Ragged):
@@ -147,3 +147,10 @@ def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
         if len(column) != rows:
             raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
     return columns
+
+
+def _without_graph(column: Any) -> Any:
+    """A column kept for later nodes must not keep alive what it was computed from."""
+    if isinstance(column, Ragged):
+        return column.with_values(_without_graph(column.values))
+    return column.detach() if isinstance(column, torch.Tensor) else column

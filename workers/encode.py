@@ -21,17 +21,24 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
-        prompts = [_prompt(tokenizer, question) for question in questions]
+        prompts, cut = encode_prompts(tokenizer, data, records)
         targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
                    for answer in answers]
-        current().add("data/prompts_cut", sum(len(row) > data.max_prompt_tokens for row in prompts))
+        current().add("data/prompts_cut", cut)
         current().add("data/targets_cut", sum(len(row) > data.max_target_tokens for row in targets))
         extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
-        return {"prompts": _ragged([row[-data.max_prompt_tokens :] for row in prompts]),
+        return {"prompts": prompts,
                 "targets": _ragged([row[: data.max_target_tokens] for row in targets]),
                 "questions": encode_text(questions), "answers": encode_text(answers), **extra}
 
     return encode
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, int]:
+    """The records' questions, and how many of them lost their beginning."""
+    prompts = [_prompt(tokenizer, record[data.question]) for record in records]
+    cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
+    return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), cut
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:

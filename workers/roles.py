@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.records import open_records
-from distflow.schema.errors import EngineError
+from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
 from distflow.schema.run import Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
@@ -107,11 +115,32 @@ def load_model(spec: Spec, model: Model) -> tuple[PreTrainedModel, PreTrainedTok
     if model.path:
         folder = find(model.path, "models", spec.folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        _require_end(tokenizer, folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
     tokenizer = _tokenizer_of(spec)
     sizes = model.model_dump(exclude={"path"})
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     return build_model(len(tokenizer), spec.run.seed, **sizes, **ids), tokenizer
+
+
+def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a tokenizer without an end: the targets could teach none, and padding would have no token.
+
+    Raises:
+        InvalidInput: proposes the end that the model's configuration names. It is not taken in silence, since the
+            tokenizer's chat template may end a turn with another.
+    """
+    if tokenizer.eos_token_id is not None:
+        return
+    named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
+    if (folder / "generation_config.json").is_file():
+        named = GenerationConfig.from_pretrained(folder).eos_token_id or named
+    first = next(iter(named), None) if isinstance(named, list) else named
+    token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
+    what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
+    hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
+    hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
+    raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
 
 
 def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,42 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool) -> None:
     """
     board = Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
+    path = Path(board.tell("folder", str(folder)))
+    worker = _worker(spec, plan, board, path, resume)
+    if board.rank == 0 and resume:
+        RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
+    worker.run()
+    dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
+
+
+def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool) -> DagWorker:
+    """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
     functions = _load_functions(spec, plan)
     device = _device(board)
-    path = Path(board.tell("folder", str(folder)))
-    if board.rank == 0 and not resume:
-        RunFolder.create(path, spec, plan, search=[place for place in sys.path if place])
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
-                            store=dist.PrefixStore("group", board.store), world_size=board.ranks,
-                            timeout=datetime.timedelta(seconds=spec.run.wait_limit))
-    presence = Presence(board.store, board.rank, board.ranks)
-    DagWorker(spec, plan, functions, device, path, resume, presence).run()
-    dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
+    with contextlib.ExitStack() as starting:
+        if board.rank == 0 and not resume:
+            starting.enter_context(_leaving_when_told())
+            search = [place for place in sys.path if place]
+            starting.enter_context(RunFolder.created(path, spec, plan, search))
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
+                                store=dist.PrefixStore("group", board.store), world_size=board.ranks,
+                                timeout=datetime.timedelta(seconds=spec.run.wait_limit))
+        presence = Presence(board.store, board.rank, board.ranks)
+        worker = DagWorker(spec, plan, functions, device, path, resume, presence)
+        dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
+        return worker
+
+
+@contextlib.contextmanager
+def _leaving_when_told() -> Iterator[None]:
+    """SIGTERM, by which torchrun ends the other ranks when one has failed, leaves by way of every `finally`."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _device(board: Board) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -10,30 +12,47 @@ from distflow.data.exchange import gather
 from distflow.data.records import Records, open_records
 from distflow.observe.metrics import Metrics
 from distflow.schema.spec import Spec
-from workers.encode import encoder
+from workers.encode import encode_prompts
 from workers.functions.rewards import find_reward
 from workers.roles import Role
 
 
+@dataclass(frozen=True)
+class _Share:
+    """One rank's part of a validation set."""
+
+    prompts: Ragged
+    answers: list[str]
+    cut: int
+    """Prompts that lost their beginning."""
+
+
 class Validator:
-    """Each rank answers its share of each validation set."""
+    """Each rank answers its share of each validation set. The questions are encoded once, at the start."""
 
     def __init__(self, spec: Spec, role: Role):
-        self.settings, self.role = spec.run.validation, role
-        self.reward = find_reward(self.settings.reward)
-        self.encode, self.answer_field = encoder(role.tokenizer, spec.run.data), spec.run.data.answer
-        self.sets: dict[str, Records] = {name: open_records(spec.data_path(path))
-                                         for name, path in self.settings.data.items()}
+        self.role, self.reward = role, find_reward(spec.run.validation.reward)
+        self.shares = {name: _share(spec, role, open_records(spec.data_path(path)))
+                       for name, path in spec.run.validation.data.items()}
 
     def run(self) -> dict[str, float]:
-        """Mean reward by name of the set: `validation/NAME`. Collective."""
-        metrics, rank, ranks = Metrics(), dist.get_rank(), dist.get_world_size()
-        for name, records in self.sets.items():
-            mine = records.get(range(rank, len(records), ranks))
-            prompts = self.encode(mine)["prompts"] if mine else Ragged.from_rows([])
-            samples = self.role.generate(prompts, torch.arange(len(mine)), temperature=0.0)
-            earned = [self.reward(text, record[self.answer_field])
-                      for text, record in zip(self.role.decode(samples.tokens), mine)]
+        """Mean reward by name of the set, `validation/NAME`; then `data/prompts_cut/NAME` where prompts were cut.
+
+        Collective.
+        """
+        metrics = Metrics()
+        for name, share in self.shares.items():
+            samples = self.role.generate(share.prompts, torch.arange(len(share.answers)), temperature=0.0)
+            texts = self.role.decode(samples.tokens)
+            earned = [self.reward(text, answer) for text, answer in zip(texts, share.answers)]
             metrics.mean(f"validation/{name}", sum(earned), len(earned))
+            metrics.add(f"data/prompts_cut/{name}", share.cut)
         values = metrics.collect(gather)
-        return {f"validation/{name}": values[f"validation/{name}"] for name in self.sets}
+        rewards = {f"validation/{name}": values[f"validation/{name}"] for name in self.shares}
+        return rewards | {name: value for name, value in values.items() if name not in rewards and value}
+
+
+def _share(spec: Spec, role: Role, records: Records) -> _Share:
+    mine = records.get(range(dist.get_rank(), len(records), dist.get_world_size()))
+    prompts, cut = encode_prompts(role.tokenizer, spec.run.data, mine)
+    return _Share(prompts, [record[spec.run.data.answer] for record in mine], cut)

@@ -39,6 +39,13 @@ def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
     return spec, plan(spec, rank_count(options, spec))
 
 
+def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
+    """The spec and the plan, once the data and the name of the run are looked at too."""
+    spec, plan = load_and_plan(options)
+    launch.prepare(spec, plan.name, options, rank=0)
+    return spec, plan
+
+
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
     return next(count for count in (options.ranks, spec.cluster.ranks, spec.run.ranks, 1) if count is not None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from distflow.schema.bounds import in_words
 from distflow.schema.contract import REQUIRED, Contract, built_in
 from distflow.schema.errors import InvalidInput, did_you_mean
 from distflow.schema.spec import load
@@ -38,4 +39,7 @@ def _describe(contract: Contract) -> Iterator[str]:
     yield f"  writes  {', '.join(writes) or 'nothing'}"
     for setting in contract.settings.values():
         default = "required" if setting.default == REQUIRED else f"default {setting.default}"
-        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({default})"
+        other, value = contract.marks.belongs_to.get(setting.name, ("", None))
+        more = [in_words(setting.bounds) if setting.bounds else "", f"only with `{other}: {value}`" if other else ""]
+        said = "; ".join(part for part in (default, *more) if part)
+        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({said})"

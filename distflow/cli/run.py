@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from distflow.cli.common import add_dag_arguments, load_and_plan, torchrun
-from distflow.launch import prepare
+from distflow.cli.common import add_dag_arguments, check, torchrun
 
 HELP = "run a DAG on the GPUs (or cores) of this machine"
 
@@ -15,8 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    spec, plan = load_and_plan(options)
-    prepare(spec, plan.name, options, rank=0)
+    _, plan = check(options)
     return torchrun(plan.ranks, _arguments(options))
 
 

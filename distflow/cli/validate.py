@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from distflow.cli.common import add_dag_arguments, load_and_plan
-from distflow.launch import prepare
+from distflow.cli.common import add_dag_arguments, check
 
 HELP = "check a DAG, a run and its data, and report every mistake"
 
@@ -15,8 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    spec, plan = load_and_plan(options)
-    prepare(spec, plan.name, options, rank=0)
+    spec, plan = check(options)
     print(f"{spec.dag_source.file} with {spec.run_source.file} on {plan.ranks} ranks: no mistakes")
     for note in plan.notes:
         print(f"note: {note}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +39,14 @@ def choose(output: str, dag: str, name: str | None) -> Path:
     return root / name
 
 
+def _remove(made: list[Path]) -> None:
+    """A run's folder with all that is in it, and those above that were made for it if nobody else uses them."""
+    shutil.rmtree(made[0], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in made[1:]:
+            folder.rmdir()
+
+
 def _exists(path: Path) -> InvalidInput:
     hint = f"Choose another --name, go on with it:  distflow resume {path}   or delete it."
     return InvalidInput(Mistake(f"a run named `{path.name}` exists in {path.parent}", None, hint))
@@ -57,8 +68,11 @@ class RunFolder:
         self.board = SummaryWriter(str(path / "tensorboard"), purge_step=redone)
 
     @staticmethod
-    def create(path: Path, spec: Spec, plan: Plan, search: list[str]) -> None:
+    @contextlib.contextmanager
+    def created(path: Path, spec: Spec, plan: Plan, search: list[str]) -> Iterator[None]:
         """Make the folder, with everything that another process needs to repeat or resume this run.
+
+        What happens in the block belongs to the start: if it fails, all that was made is taken away again.
 
         Args:
             search: where the modules of the user's own functions are found.
@@ -66,16 +80,28 @@ class RunFolder:
         Raises:
             InvalidInput: another run took the name since it was chosen, or the folder cannot be made.
         """
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             raise _exists(path) from None
         except OSError as error:
             raise InvalidInput(f"the run folder cannot be made: {error}") from None
-        for kind, content in spec.resolved().items():
-            (path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-        (path / "launch.json").write_text(json.dumps({"search": search}))
-        (path / "plan.json").write_text(plan.to_json())
+        with contextlib.ExitStack() as failed:
+            failed.callback(_remove, missing)
+            (path / "launch.json").write_text(json.dumps({"search": search}))
+            RunFolder.describe(path, spec, plan)
+            yield
+            failed.pop_all()
+
+    @staticmethod
+    def describe(path: Path, spec: Spec, plan: Plan) -> None:
+        """Write what is in force, at the start and when a resume overrides some of it. A file is old or new, whole."""
+        texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
+        for name, text in {**texts, "plan.json": plan.to_json()}.items():
+            partial = path / f"{name}.partial"
+            partial.write_text(text)
+            partial.replace(path / name)
 
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
         """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""

@@ -10,12 +10,13 @@ import ast
 import functools
 import importlib.machinery
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from distflow.schema import registry
+from distflow.schema.bounds import in_words, readable, within
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
 
 BUILT_IN = "workers.functions"
@@ -42,6 +43,17 @@ class Setting:
     name: str
     annotation: str = ""
     default: str = REQUIRED
+    bounds: str = ""
+    """What its number must meet: see `distflow.schema.bounds`."""
+
+    @property
+    def value(self) -> Any:
+        """The default, if it is a plain value; else None."""
+        try:
+            value = None if self.default == REQUIRED else ast.literal_eval(self.default)
+        except ValueError:
+            return None
+        return None if value is ... else value
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,9 @@ def build(name: str, module: str, where: Spot, marks: registry.Marks, arguments:
     reads = [Read(item.arg, _annotation(item.annotation), index >= required) for index, item in enumerate(positional)]
     if marks.type in ENGINE_TYPES:
         reads = reads[1:]
-    settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED)
+    bounds = {**({marks.repeats: ">= 1"} if marks.repeats else {}), **marks.bounds}
+    settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED,
+                                  bounds.get(item.arg, ""))
                 for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
     summary = (doc or "").strip().partition("\n\n")[0].replace("\n", " ")
     forms = _forms(returns, len(marks.writes))
@@ -159,7 +173,10 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
     elif marks.type in ENGINE_TYPES and not positional:
         wrong.append(Mistake(f"{what}a {marks.type} function gets its role's engine as its first parameter, and this "
                              "one has none", contract.where))
-    for mark, setting in [("repeats", marks.repeats), *(("requires", name) for name in marks.requires)]:
+    named = [("repeats", marks.repeats), *(("requires", name) for name in marks.requires),
+             *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
+             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair))]
+    for mark, setting in named:
         if setting is not None and setting not in contract.settings:
             hint = listing(contract.settings, "Keyword-only parameters")
             wrong.append(Mistake(f"{what}`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
@@ -171,8 +188,27 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
     if marks.keep_together not in (None, GROUP):
         wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
                              f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
+    wrong += [Mistake(f"{what}{text}", contract.where, hint) for text, hint in _wrong_limits(contract)]
     if wrong:
         raise InvalidInput(wrong)
+
+
+def _wrong_limits(contract: Contract) -> Iterator[tuple[str, str]]:
+    """What is wrong with `bounds` and `belongs_to`, and what to write."""
+    for name, setting in contract.settings.items():
+        if setting.bounds and not readable(setting.bounds):
+            yield (f"`bounds` of `{name}` are {setting.bounds!r}, which no number meets or which cannot be read",
+                   'Write comparisons with numbers:  bounds={"clip": ">= 0", "top_p": "> 0, <= 1"}')
+        elif setting.bounds and setting.value is not None and not within(setting.value, setting.bounds):
+            yield f"the default of `{name}`, {setting.default}, is not {in_words(setting.bounds)}", ""
+    for name, pair in contract.marks.belongs_to.items():
+        if not _is_pair(pair):
+            yield (f"`belongs_to` of `{name}` is {pair!r}, not another setting and its value",
+                   'As in  belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")}')
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _forms(returns: ast.expr | None, count: int) -> tuple[str, ...]:

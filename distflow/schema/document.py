@@ -116,10 +116,18 @@ def _mistake(kind: type[Document], source: Source, item: Any) -> Mistake:
         side = "at least" if item["type"] == "too_short" else "at most"
         return Mistake(f"`{name}` must have {side} {bound} item{'s' * (bound != 1)}", where)
     meant = nearest(str(item["input"]), _choices(item)) if item["type"] == "literal_error" else None
-    hint = f"Did you mean `{meant}`?" if meant else ""
+    hint = f"Did you mean `{meant}`?" if meant else _default_hint(kind, path)
     if item["type"] == "list_type" and isinstance(item["input"], str):
         hint = f"Instead:  {path[-1]}: [{item['input']}]"
     return Mistake(f"`{name}` must be {_expected(item)}, not {_shown(item['input'])}", where, hint)
+
+
+def _default_hint(kind: type[Document], path: tuple) -> str:
+    """What stands for a value that is left out, if that is one number or word."""
+    above = _kind_at(kind, path[:-1])
+    fields = above.model_fields.items() if _is_document(above) else ()
+    default = next((field.default for name, field in fields if (field.alias or name) == path[-1]), None)
+    return f"Its default is {_shown(default)}." if isinstance(default, bool | int | float | str) else ""
 
 
 def _shown(value: Any) -> str:

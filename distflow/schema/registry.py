@@ -32,6 +32,8 @@ class Marks:
     repeats: str | None = None
     default_for: tuple[str, ...] = ()
     requires: dict[str, str] = field(default_factory=dict)
+    bounds: dict[str, str] = field(default_factory=dict)
+    belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -47,6 +49,8 @@ def node(
     repeats: str | None = None,
     default_for: str | tuple[str, ...] = (),
     requires: dict[str, str] | None = None,
+    bounds: dict[str, str] | None = None,
+    belongs_to: dict[str, tuple[str, Any]] | None = None,
 ) -> Callable[[F], F]:
     """Make a function usable as `function:` of a node; its signature is its contract.
 
@@ -60,8 +64,14 @@ def node(
         repeats: setting that says how many rows it returns for each row that it gets.
         default_for: roles whose nodes of this type run it when they name no function.
         requires: setting → optional column that must be there when the setting is not zero.
+        bounds: setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through.
+        belongs_to: setting → (another setting, its value): it must be given with that value and with no other, as
+            `{"fixed_length": ("aggregate", "fixed_length_sum")}`.
+
+    All of them are written as plain values, so that they are known without importing the module.
     """
-    marks = Marks(writes, type, keep_together, repeats, default_for, requires or {})  # type: ignore[arg-type]
+    marks = Marks(writes, type, keep_together, repeats, default_for,  # type: ignore[arg-type]
+                  requires or {}, bounds or {}, belongs_to or {})
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]
@@ -83,7 +93,6 @@ def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
                            f"module `{other.__module__}`. Give it another.")
     registry[function.__name__] = function
     return function
-
 
 
 def load_module(name: str, hint: str = "") -> types.ModuleType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -18,8 +18,8 @@ class Model(Document):
     hidden: PositiveInt = 128
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
-    head_dim: int = Field(default=32, ge=32)
-    """vLLM's attention on CPU knows no smaller one."""
+    head_dim: int = Field(default=32, ge=32, multiple_of=2)
+    """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
     max_positions: PositiveInt = 256
 
     @model_validator(mode="before")
@@ -61,7 +61,7 @@ class RoleRun(Document):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
-    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     max_grad_norm: PositiveFloat = 1.0
     generation: Generation = Generation()
 
@@ -109,7 +109,7 @@ class Run(Document):
     steps: PositiveInt
     data: Data
     roles: dict[str, RoleRun] = {}
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**64)
     ranks: PositiveInt | None = None
     """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
     mode: Literal["sync"] = "sync"
@@ -119,5 +119,5 @@ class Run(Document):
     output: str = "runs"
     samples: NonNegativeInt = 4
     """Rows that samples.jsonl gets each step."""
-    wait_limit: PositiveFloat = 600.0
+    wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank before the run stops and says who is missing."""

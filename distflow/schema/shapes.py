@@ -27,6 +27,8 @@ class Shape:
     hidden: int
     positions: int | None = None
     """Tokens that prompt and response may have together; None if the configuration does not say."""
+    dtype: str | None = None
+    """In which its weights lie in the folder, as `bfloat16`; None if the configuration does not say."""
 
 
 def read_shape(config: Path) -> Shape:
@@ -53,7 +55,8 @@ def shape_of(config: dict[str, Any]) -> Shape:
     per_layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     positions = config.get("max_position_embeddings")
-    return Shape(layers * per_layer + embeddings + hidden, layers, kv_width, vocabulary, hidden, positions)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Shape(layers * per_layer + embeddings + hidden, layers, kv_width, vocabulary, hidden, positions, dtype)
 
 
 def shape_of_embedded(model: Model) -> Shape:

@@ -58,19 +58,40 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 def test_what_is_needed_to_repeat_a_run(tmp_path):
     folder = tmp_path / "runs/a"
-    RunFolder.create(folder, Resolved(), PLAN, ["/some/where"])
+    with RunFolder.created(folder, Resolved(), PLAN, ["/some/where"]):
+        assert folder.exists()
     assert {path.name for path in folder.iterdir()} == {"dag.yaml", "run.yaml", "launch.json", "plan.json"}
     assert json.loads((folder / "launch.json").read_text()) == {"search": ["/some/where"]}
     assert json.loads((folder / "plan.json").read_text())["digest"] == PLAN.digest
 
 
 def test_a_name_that_another_run_took_meanwhile(tmp_path):
-    RunFolder.create(tmp_path / "a", Resolved(), PLAN, [])
+    def create(name):
+        with RunFolder.created(tmp_path / name, Resolved(), PLAN, []):
+            pass
+
+    create("a")
     with pytest.raises(InvalidInput, match="a run named `a` exists"):
-        RunFolder.create(tmp_path / "a", Resolved(), PLAN, [])
+        create("a")
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot be made"):
-        RunFolder.create(tmp_path / "file/a", Resolved(), PLAN, [])
+        create("file/a")
+
+
+@pytest.mark.parametrize("before", [[], ["runs"], ["runs/other"]])
+def test_a_start_that_fails_takes_away_what_it_made(tmp_path, before):
+    for name in before:
+        (tmp_path / name).mkdir(parents=True)
+    there = sorted(tmp_path.rglob("*"))
+
+    def start():
+        with RunFolder.created(tmp_path / "runs/a", Resolved(), PLAN, []):
+            (tmp_path / "runs/a/tensorboard").mkdir()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_lines_are_valid_whatever_they_hold(tmp_path):

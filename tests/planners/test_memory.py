@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from planning import DIAMOND
@@ -69,3 +71,22 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
 def test_formulas_can_be_followed(plan_of: Callable, formula: str) -> None:
     parameters = f"{shape_of_embedded(Model(architecture='qwen3')).parameters:,}"
     assert any(formula.format(parameters) in tenant.formula for tenant in plan_of(DIAMOND).memory)
+
+
+@pytest.mark.parametrize(("said", "asked", "width"), [
+    ({"dtype": "bfloat16"}, "auto", 2), ({"torch_dtype": "float16"}, "auto", 2),
+    ({"torch_dtype": "float32"}, "auto", 4), ({}, "auto", 4),
+    ({"dtype": "bfloat16"}, "float32", 4), ({"dtype": "float32"}, "bfloat16", 2),
+])
+def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, said: dict, asked: str,
+                                             width: int) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **said}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    roles = {"actor": {"model": str(folder), "dtype": asked}}
+    found = tenants(plan_of(DIAMOND, roles=roles))
+    parameters = shape_of(CONFIG).parameters
+    assert found["actor: rollout weights"] == found["actor: weights while computing"] == parameters * width
+    assert found["actor: training state"] == parameters * 16 // 2

@@ -87,6 +87,14 @@ DAGS = [
     case("missing_setting", 8, "reward", "function `scaled` needs the setting `by`", "with: {by: …}   (float)"),
     case("group_of_none", 6, "0", "setting `group_size`", "must be a whole number above 0, not 0", "{group_size: 8}"),
     case("group_of_minus", 6, "-8", "must be a whole number above 0, not -8"),
+    case("settings_out_of_bounds", 15, "-1", "setting `clip` of `policy_update` must be at least 0, not -1",
+         "Instead:  with: {clip: 0.2}", others=(6, 6, 8, 16, 17, 18, 18, 19, 20)),
+    case("length_missing", 9, "fixed_length_sum", "`aggregate: fixed_length_sum` needs the setting `fixed_length`",
+         "with: {aggregate: fixed_length_sum, fixed_length: …}   (at least 1)"),
+    case("length_without_use", 9, "fixed_length", "`fixed_length` says nothing with `aggregate: token_mean`",
+         "with: {aggregate: fixed_length_sum, fixed_length: 64}"),
+    case("setting_of_ones_own", 8, "0", "setting `share` of `cut` must be above 0 and at most 1, not 0",
+         "Instead:  with: {share: 1}"),
     case("form_mismatch", 9, "advantage", "wants column `rewards` as Ragged, but node `reward` gives Tensor"),
     case("unknown_rename", 8, "reward", "function `group_advantage` reads no `reward`", "It reads: rewards, group.",
          others=(8,)),
@@ -118,6 +126,9 @@ RUNS = [
     case("unknown_layout", 3, "rollot", "`layouts` names `rollot`, which is not a node", "Did you mean `rollout`?"),
     case("dp_too_big", 3, "4", "node `reward` wants dp 4, but there are only 2 ranks", "layouts: {reward: {dp: 2}}"),
     case("dp_of_training", 3, "1", "node `update` trains on 1 of 2 ranks", "Leave `update` out of `layouts`."),
+    case("values_out_of_bounds", 2, "18446744073709551616", "`seed` must be less than 18446744073709551616",
+         "Its default is 0.", others=(3, 6, 7, 8, 9, 9, 9, 10)),
+    case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]
 
@@ -281,8 +292,10 @@ def test_module_that_fails_when_imported() -> None:
 
 def test_marks_that_do_not_fit_their_function() -> None:
     text = str(InvalidInput(mistakes_of(dag="wrong_marks")))
-    for part in ("modules/wrong_marks.py:7: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
-                 "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'", "4 mistakes."):
+    for part in ("modules/wrong_marks.py:8: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
+                 "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
+                 "`bounds` of `kl` are '=> 0'", "the default of `epsilon`, 0.0, is not above 0",
+                 "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'", "8 mistakes."):
         assert part in text
 
 

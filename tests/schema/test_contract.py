@@ -36,7 +36,7 @@ FULL = '''
     from distflow import node
 
     @node(writes=("a", "{role}_b"), type="MODEL_INFERENCE", repeats="copies", default_for="critic",
-          requires={"kl": "extra"}, keep_together="group")
+          requires={"kl": "extra"}, keep_together="group", bounds={"kl": ">= 0"}, belongs_to={"kl": ("word", "y")})
     def full(engine, prompts: Ragged, extra: Ragged | None = None, *, copies: int, kl: float = 1e-3,
              word: Literal["x", "y"] = "x") -> tuple[Tensor, list[str]]:
         """One line.
@@ -50,7 +50,8 @@ def test_all_that_a_signature_says(module) -> None:
     contract = only(module(FULL))
     assert contract.name == "full"
     assert contract.reads == (Read("prompts", "Ragged"), Read("extra", "Ragged | None", optional=True))
-    assert contract.settings == {"copies": Setting("copies", "int", REQUIRED), "kl": Setting("kl", "float", "0.001"),
+    assert contract.settings == {"copies": Setting("copies", "int", REQUIRED, ">= 1"),
+                                 "kl": Setting("kl", "float", "0.001", ">= 0"),
                                  "word": Setting("word", "Literal['x', 'y']", "'x'")}
     assert contract.returns == ("Tensor", "list[str]")
     assert contract.summary == "One line."
@@ -58,6 +59,7 @@ def test_all_that_a_signature_says(module) -> None:
     assert marks.writes == ("a", "{role}_b")
     assert (marks.type, marks.repeats, marks.keep_together) == ("MODEL_INFERENCE", "copies", "group")
     assert (marks.default_for, marks.requires) == (("critic",), {"kl": "extra"})
+    assert (marks.bounds, marks.belongs_to) == ({"kl": ">= 0"}, {"kl": ("word", "y")})
     assert contract.key.endswith(":full")
 
 
@@ -100,7 +102,7 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
                 """Made."""
                 return prompts
             made.__name__ = "made_by_hand"
-            return node(writes="made")(made)
+            return node(writes="made", bounds={"by": "> 0", "odd": "> 0"})(made)
 
         anything = make(0.5)
     ''')
@@ -109,7 +111,7 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
     assert contract is not None
     assert [(read.name, read.optional) for read in contract.reads] == [("prompts", False), ("extra", True)]
     assert contract.reads[0].form.endswith("Ragged")
-    assert contract.settings["by"] == Setting("by", "float", "0.5")
+    assert contract.settings["by"] == Setting("by", "float", "0.5", "> 0")
     assert contract.settings["odd"].default == "..."
     assert contract.marks.writes == ("made",)
     assert contract.where.line > 0

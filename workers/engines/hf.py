@@ -63,7 +63,7 @@ class HFRollout:
             stop = min(start + at_once, len(prompts))
             decoder = _Decoder(self, prompts.slice(start, stop), repeats, ids[start * repeats : stop * repeats], key)
             parts.append(decoder.run(self.generation.temperature if temperature is None else temperature,
-                                     max_new_tokens or self.generation.max_new_tokens))
+                                     self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens))
         return Samples.concat(parts)
 
 

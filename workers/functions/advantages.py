@@ -99,7 +99,7 @@ def _check(rewards_B: Tensor, group_B: Tensor) -> None:
         )
 
 
-@node(writes="advantages", keep_together="group")
+@node(writes="advantages", keep_together="group", bounds={"epsilon": ">= 0"})
 def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
     """Each reward against its group's mean, in units of the group's deviation: see `group_normalized`."""
     return group_normalized(rewards, group, epsilon, scale)

@@ -11,7 +11,7 @@ from workers.roles import Role
 
 
 @node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "completions"), repeats="group_size",
-      default_for="actor")
+      default_for="actor", bounds={"max_new_tokens": ">= 1"})
 def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
              max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, list[str]]:
     """`group_size` sampled answers to each prompt: tokens, their log-probabilities, and the text."""

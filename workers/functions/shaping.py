@@ -12,7 +12,7 @@ from distflow.observe.metrics import current
 from workers.functions.kl import kl_estimate
 
 
-@node(writes="rewards")
+@node(writes="rewards", bounds={"kl": ">= 0"})
 def kl_in_reward(rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, *, kl: float = 0.001,
                  kl_kind: Literal["k1", "k2", "k3"] = "k1") -> Tensor:
     """[B]: each reward minus `kl` times the KL estimate to the reference, summed over the row's tokens.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, node
 from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput
 from workers.functions.aggregation import local_totals, token_weights, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import clipped_policy_loss, negative_log_likelihood
@@ -19,7 +18,10 @@ _ALWAYS = 4
 """Rows that every step trains whatever their advantages, so that trainer and rollout are always compared."""
 
 
-@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group")
+@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group",
+      bounds={"clip": ">= 0", "clip_high": ">= 0", "dual_clip": "> 1", "kl": ">= 0", "fixed_length": ">= 1",
+              "mini_batches": ">= 1", "epochs": ">= 1"},
+      belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")})
 def policy_update(
     engine: Role, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
@@ -31,10 +33,9 @@ def policy_update(
     """PPO's clipped update, with KL to a reference in the loss if `kl` is not zero.
 
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
-    `mini_batches` divides a step by prompt, the same way on any number of ranks; each makes one optimizer step.
+    `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
+    optimizer step.
     """
-    if min(mini_batches, epochs) < 1:
-        raise InvalidInput(f"mini_batches ({mini_batches}) and epochs ({epochs}) must be at least 1")
     old = rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else responses.with_values(
         advantages[responses.row_of].float())
@@ -44,17 +45,18 @@ def policy_update(
         columns["reference"] = reference_logprobs
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows = Batch(group, {**columns, "mask": mask})
-    share = 1 / (epochs * mini_batches)
+    parts = _mini_batches(engine, group, mini_batches)
+    share = 1 / (epochs * max(len(parts), 1))
     loss = _PolicyLoss(clip, clip if clip_high is None else clip_high, dual_clip, kl, kl_kind, share)
     for _ in range(epochs):
-        for part in range(mini_batches):
-            chosen = rows if mini_batches == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
+        for part in parts:
+            chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
             chosen = _weighted(engine, chosen, aggregate, fixed_length)
             _optimize(engine, chosen if kl else _telling(chosen), loss)
             loss.first = False
 
 
-@node(type="MODEL_TRAIN", default_for="student")
+@node(type="MODEL_TRAIN")
 def supervised_update(
     engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
@@ -70,6 +72,15 @@ def supervised_update(
         return total
 
     _optimize(engine, _weighted(engine, rows, aggregate, None), loss, temperature=1.0)
+
+
+def _mini_batches(engine: Role, group: Tensor, count: int) -> list[int]:
+    """Which of the `count` mini-batches have a prompt on any rank.
+
+    An optimizer step without data would still decay the weights and use up Adam's moments.
+    """
+    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
+    return rows.nonzero().squeeze(1).tolist()
 
 
 def _weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None) -> Batch:

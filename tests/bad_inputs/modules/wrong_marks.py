@@ -3,6 +3,7 @@
 from distflow import node
 
 
-@node(writes="x", type="COMPUT", repeats="copies", requires={"kl": "reference_logprobs"}, keep_together="episode")
-def muddled(rewards, *, kl=0.0):
+@node(writes="x", type="COMPUT", repeats="copies", requires={"kl": "reference_logprobs"}, keep_together="episode",
+      bounds={"kl": "=> 0", "epsilon": "> 0", "clipp": ">= 0"}, belongs_to={"kl": "clip"})
+def muddled(rewards, *, kl=0.0, epsilon=0.0):
     """Nothing fits."""

@@ -1,0 +1,66 @@
+"""Validation encodes its questions once, and counts what it cuts under its own name."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distflow.data.batch import Ragged
+from distflow.observe.metrics import current
+from distflow.schema.run import Data, Validation
+from workers import validation
+from workers.validation import Validator
+
+
+class Echo:
+    """A role that answers with the question, which is as many tokens as it has letters."""
+
+    def __init__(self):
+        self.encoded = 0
+        self.tokenizer = self
+
+    chat_template = None
+
+    def __call__(self, text):
+        self.encoded += 1
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def generate(self, prompts: Ragged, ids, temperature):
+        assert (len(prompts), temperature) == (len(ids), 0.0)
+        return SimpleNamespace(tokens=prompts)
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        return ["".join(map(chr, row.tolist())).strip() for row in tokens.rows]
+
+
+@pytest.fixture
+def spec(tmp_path):
+    questions = {"easy": ["1", "2"], "hard": ["12345", "123456", "3"]}
+    for name, texts in questions.items():
+        lines = [json.dumps({"question": text, "answer": text}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    run = SimpleNamespace(data=Data(train="", max_prompt_tokens=4),
+                          validation=Validation(data={name: f"{name}.jsonl" for name in questions}))
+    return SimpleNamespace(run=run, data_path=lambda name: tmp_path / name)
+
+
+def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
+    role = Echo()
+    validator = Validator(spec, role)
+    for _ in range(2):
+        values = validator.run()
+        assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
+                                        ("data/prompts_cut/hard", 2.0)]
+    assert role.encoded == 5
+    assert "data/prompts_cut" not in current().collect(lambda part: [part])
+
+
+def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
+    monkeypatch.setattr(validation.dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(validation.dist, "get_world_size", lambda: 3)
+    shares = Validator(spec, Echo()).shares
+    assert [len(share.prompts) for share in shares.values()] == [0, 1]
+    assert shares["easy"].prompts.values.dtype == torch.int64
