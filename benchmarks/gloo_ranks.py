@@ -4,8 +4,8 @@ Ways: `databuffer`, distflow's; `rank0`, by way of rank 0; `rank0-padded`, the s
 two that redistribute nothing: `same-layout`, distflow's where the layout stays; `copy`, as many bytes through shared
 memory, as fast as this machine copies.
 
-Every case gets fresh processes, one a rank, in one gloo group. A round is timed from a barrier on: the earliest begin
-of any rank to the latest end of any; `longest` is the time of the rank that took longest.
+Every case gets fresh processes, one a rank, in one gloo group. A round is timed from a moment on at which all ranks
+begin, to the latest end of any; `own` leaves out how late a rank awoke.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from distflow.data.databuffer import Databuffer
 from distflow.data.neighbours import Neighbours
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import SOURCE, Column, Layout, Plan, Task, Transfer
+
+_SOON = 0.02
+"""Seconds from a barrier to the moment at which all begin."""
 
 
 class Way(Protocol):
@@ -162,10 +165,19 @@ class Rank:
             ids = self.case.ids(repeat, self.rank)
             columns = self.columns | {"rewards": rows.rewards(self.case, repeat, ids)}
         self.way.load(ids, columns)
-        dist.barrier()
+        moment = self.together()
         begin = time.perf_counter()
         self.way.move()
-        return begin, time.perf_counter(), self.way.through()
+        end = time.perf_counter()
+        return end - moment, end - begin, self.way.through()
+
+    def together(self) -> float:
+        """Begin at one moment on all ranks: a barrier lets them go milliseconds apart. The clock is the machine's."""
+        dist.barrier()
+        moment = torch.tensor([time.perf_counter() + _SOON], dtype=torch.float64)
+        dist.all_reduce(moment, dist.ReduceOp.MAX)
+        time.sleep(max(0.0, moment.item() - time.perf_counter()))
+        return moment.item()
 
     def check(self, repeat: int, contents: bool) -> tuple[list[int], str]:
         ids, columns = self.way.result()
@@ -200,9 +212,8 @@ class Host:
         self._all("make")
 
     def round(self, repeat: int) -> dict[str, Any]:
-        begins, ends, through = zip(*self._all("round", repeat))
-        return {"seconds": max(ends) - min(begins), "through": max(through),
-                "longest": max(end - begin for begin, end in zip(begins, ends))}
+        seconds, own, through = zip(*self._all("round", repeat))
+        return {"seconds": max(seconds), "own": max(own), "through": max(through)}
 
     def check(self, repeat: int, contents: bool) -> dict[str, Any]:
         ids, wrong = zip(*self._all("check", repeat, contents))

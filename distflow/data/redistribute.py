@@ -20,7 +20,7 @@ from distflow.data.batch import Batch
 from distflow.data.exchange import exchange
 from distflow.data.neighbours import Neighbours
 from distflow.data.routing import Destinations, Part, Route, agree, announce, read_notice
-from distflow.data.strips import Form, Strip, column_of, copy_rows
+from distflow.data.strips import Form, Runs, Strip, column_of, copy_rows, runs_of
 from distflow.data.warehouse import Stock, Warehouse, choose
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import Layout
@@ -75,9 +75,9 @@ class Redistributor:
         here = [place for place in places if machines[place.rank] == machines[self.rank]]
         memory = {place: self.warehouse.open(stocks, place.rank, place.number) for place in here if place.number >= 0}
         for place in memory:
-            for part, strip, pairs in _rows(route, strips, place.share, self.rank):
+            for part, strip, pairs, runs in _rows(route, strips, place.share, self.rank):
                 copy_rows(strip.data, _strip(memory[place], part, place.share), strip.starts[route.position[pairs]],
-                          part.at[pairs], part.counts[pairs], part.width)
+                          part.at[pairs], part.counts[pairs], part.width, runs)
         traffic = route.traffic(len(notices))
         self._count(edge, traffic, places, machines)
         if any(traffic[rank, place.share] for place in places for rank in range(len(machines))
@@ -110,22 +110,24 @@ class Redistributor:
         sizes = [int(traffic[self.rank, far[rank]]) if rank in far else 0 for rank in range(len(machines))]
         outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
         for rank in sorted(far):
-            for part, strip, pairs in _rows(route, strips, far[rank], self.rank):
+            for part, strip, pairs, runs in _rows(route, strips, far[rank], self.rank):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
                 copy_rows(strip.data, outgoing[position : position + size], strip.starts[route.position[pairs]],
-                          counts.cumsum() - counts, counts, part.width)
+                          counts.cumsum() - counts, counts, part.width, runs)
                 position += size
         mine = next((place for place in places if place.rank == self.rank), None)
         arriving = [int(traffic[rank, mine.share]) if mine and machines[rank] != machines[self.rank] else 0
                     for rank in range(len(machines))]
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
         for rank, size in enumerate(arriving):
-            for part, pairs in _parts(route, mine.share, rank) if size else ():
+            pairs = route.pairs(mine.share, rank) if size else ()
+            for part in (part for parts in route.parts.values() for part in parts) if size else ():
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
                 copy_rows(received[position : position + size], _strip(memory[mine], part, mine.share),
-                          counts.cumsum() - counts, part.at[pairs], counts, part.width)
+                          counts.cumsum() - counts, part.at[pairs], counts, part.width,
+                          runs_of(np.arange(len(pairs)), pairs))
                 position += size
 
     def _read(self, forms: dict[str, Form], route: Route, share: int | None, here: list[Place],
@@ -155,19 +157,13 @@ class Redistributor:
         self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 
 
-def _parts(route: Route, share: int, holder: int) -> Iterator[tuple[Part, np.ndarray]]:
-    """Each strip of the rows that go from a rank to a share, and their pairs."""
-    pairs = route.pairs(share, holder)
-    for parts in route.parts.values():
-        yield from ((part, pairs) for part in parts)
-
-
-def _rows(route: Route, strips: Strips, share: int, holder: int) -> Iterator[tuple[Part, Strip, np.ndarray]]:
-    """The same with this rank's own strips; nothing for a rank without rows."""
+def _rows(route: Route, strips: Strips, share: int, holder: int) -> Iterator[tuple[Part, Strip, np.ndarray, Runs]]:
+    """Each strip of the rows that go from this rank to a share, its own strip, their pairs, and their runs."""
     pairs = route.pairs(share, holder)
     if len(pairs):
+        runs = runs_of(route.position[pairs], pairs)
         for name, parts in route.parts.items():
-            yield from ((part, strip, pairs) for part, strip in zip(parts, strips[name], strict=True))
+            yield from ((part, strip, pairs, runs) for part, strip in zip(parts, strips[name], strict=True))
 
 
 def _strip(memory: Any, part: Part, share: int) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from distflow.data.batch import ColumnData, Ragged, levels
 
-_MANY_BYTES = 256
-"""Below this, rows are copied by index, all at once; above, one by one."""
+_FEW_BYTES = 256
+"""Up to this, rows of one element are copied by index, all at once; longer ones run by run."""
 
 
 class Form(NamedTuple):
@@ -76,26 +76,33 @@ def column_of(form: Form, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData
     return column
 
 
+class Runs(NamedTuple):
+    """Rows that follow one another at both ends: from the `first` to the `last` of the rows that are copied."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+
+def runs_of(here: np.ndarray, there: np.ndarray) -> Runs:
+    """The runs of rows that have numbers `here` [rows] at one end and `there` [rows] at the other; at least one row."""
+    breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
+    return Runs(np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(here) - 1]]))
+
+
 def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
-              counts: np.ndarray, width: int) -> None:
+              counts: np.ndarray, width: int, runs: Runs) -> None:
     """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
-    `target` ([bytes] uint8). Rows that follow one another in both are one copy."""
-    some = counts > 0
-    source_at, target_at, counts = source_at[some], target_at[some], counts[some]
-    if not len(counts) or not width:
-        return
-    if width <= _MANY_BYTES and len(counts) > 1 and bool((counts == 1).all()):
+    `target` ([bytes] uint8). A run is one copy."""
+    if 0 < width <= _FEW_BYTES and len(runs.first) > 1 and len(source) == len(source) // width * width \
+            and bool((counts == 1).all()):
         kind = np.dtype(f"V{width}")
-        target[: len(target) // width * width].view(kind)[target_at] = \
-            source[: len(source) // width * width].view(kind)[source_at]
+        target.view(kind)[target_at] = source.view(kind)[source_at]
         return
-    follows = (np.diff(source_at) == counts[:-1]) & (np.diff(target_at) == counts[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    runs = zip((source_at[first] * width).tolist(), (target_at[first] * width).tolist(),
-               (np.add.reduceat(counts, first) * width).tolist())
+    begin = source_at[runs.first]
+    size = (source_at[runs.last] + counts[runs.last] - begin) * width
     here, there = memoryview(source), memoryview(target)
-    for begin, at, size in runs:
-        there[at : at + size] = here[begin : begin + size]
+    for start, at, length in zip((begin * width).tolist(), (target_at[runs.first] * width).tolist(), size.tolist()):
+        there[at : at + length] = here[start : start + length]
 
 
 def _raw(tensor: Tensor) -> np.ndarray:
