@@ -32,21 +32,23 @@ def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tenso
         dealt = _deal(weights, order, shares)
         if dealt is not None:
             return dealt
+        settled = torch.full_like(weights, -1)
     return _greedy(weights, order, shares, settled)
 
 
-def _greedy(weights: Tensor, order: Tensor, shares: int, settled: Tensor | None) -> Tensor:
-    """Each unit in turn to the lightest share."""
-    result, loads, counts = _begin(weights, shares, settled)
-    sizes = weights.tolist()
-    heap = list(zip(loads, counts, range(shares)))
+def _greedy(weights: Tensor, order: Tensor, shares: int, settled: Tensor) -> Tensor:
+    """Each free unit in turn to the lightest share."""
+    units = order[settled[order] < 0]
+    heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(weights, shares, settled)))]
     heapq.heapify(heap)
-    for unit in order.tolist():
-        if result[unit] < 0:
-            load, count, share = heap[0]
-            result[unit] = share
-            heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
-    return torch.tensor(result, dtype=torch.int64)
+    chosen = []
+    for size in weights[units].tolist():
+        load, count, share = heap[0]
+        chosen.append(share)
+        heapq.heapreplace(heap, (load + size, count + 1, share))
+    result = settled.clone()
+    result[units] = torch.tensor(chosen, dtype=torch.int64)
+    return result
 
 
 def _deal(weights: Tensor, order: Tensor, shares: int) -> Tensor | None:
@@ -78,8 +80,9 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: T
     if len(set(machines)) == 1:
         return anywhere
     bound = int(_heaviest(weights, anywhere, shares) * _TOLERANCE)
-    result, loads, counts = _begin(weights, shares, settled)
-    sizes, home, moved = weights.tolist(), at.tolist(), []
+    settled = torch.full_like(weights, -1) if settled is None else settled
+    loads, counts = _taken(weights, shares, settled)
+    result, sizes, home, moved = settled.tolist(), weights.tolist(), at.tolist(), False
     heaps: dict[int, list[tuple[int, int, int]]] = {machine: [] for machine in set(machines)}
     for share, machine in enumerate(machines):
         heapq.heappush(heaps[machine], (loads[share], counts[share], share))
@@ -88,24 +91,22 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: T
         if result[unit] >= 0:
             continue
         if not heap or heap[0][0] + sizes[unit] > bound:
-            moved.append(unit)
+            moved = True
             continue
         load, count, share = heap[0]
         result[unit] = share
         heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
-    rest = assign(weights, shares, torch.tensor(result, dtype=torch.int64)) if moved else torch.tensor(result)
+    near = torch.tensor(result, dtype=torch.int64)
+    rest = assign(weights, shares, near) if moved else near
     return rest if _heaviest(weights, rest, shares) <= bound else anywhere
 
 
-def _begin(weights: Tensor, shares: int, settled: Tensor | None) -> tuple[list[int], list[int], list[int]]:
-    """The share of each unit, -1 if free, and each share's load and units so far."""
-    result = [-1] * len(weights) if settled is None else settled.tolist()
-    loads, counts = [0] * shares, [0] * shares
-    for share, size in zip(result, weights.tolist()):
-        if share >= 0:
-            loads[share] += size
-            counts[share] += 1
-    return result, loads, counts
+def _taken(weights: Tensor, shares: int, settled: Tensor) -> tuple[list[int], list[int]]:
+    """Each share's load, and its units, so far."""
+    units = settled >= 0
+    none = torch.zeros(shares, dtype=torch.int64)
+    loads = none.index_add(0, settled[units], weights[units])
+    return loads.tolist(), torch.bincount(settled[units], minlength=shares).tolist()
 
 
 def _heaviest(weights: Tensor, shares_of: Tensor, shares: int) -> int:

@@ -73,8 +73,8 @@ class Databuffer:
             aligned = self._align(part, fan, task, ids, transfer)
             found |= {(transfer.producer, name): column for name, column in aligned.columns.items()}
         found |= {(column.producer, ROW): ids for column in task.reads if column.name == ROW}
-        return Batch(ids, {column.parameter: found.get((column.producer, column.name), _empty(column.form))
-                           for column in task.reads})
+        return Batch(ids, {column.parameter: found[key] if (key := (column.producer, column.name)) in found
+                           else _empty(column.form) for column in task.reads})
 
     def readable(self, names: Iterable[str], count: int) -> dict[str, list[Any]]:
         """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them."""
