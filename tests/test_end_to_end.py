@@ -138,6 +138,26 @@ def test_a_run_stops_when_it_is_good_enough(launch, workspace):
     assert "step-00000003" in os.listdir(folder / "checkpoints")
 
 
+GREEDY = """
+from torch import Tensor
+from distflow import node
+
+@node(writes="advantages")
+def in_place(rewards: Tensor) -> Tensor:
+    rewards -= rewards.mean()
+    return rewards
+"""
+
+
+def test_a_function_that_writes_into_its_input_is_refused(workspace):
+    (workspace / "greedy.py").write_text(GREEDY)
+    result = subprocess.run(command(1, *GRPO, "--set", "nodes.advantage.function=greedy:in_place"), cwd=workspace,
+                            env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert "greedy:in_place changed its input `rewards` in place" in result.stderr
+    assert "rewards = rewards.clone()" in result.stderr
+
+
 BLOCKING = """
 import os, threading
 from distflow import reward

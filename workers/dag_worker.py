@@ -55,14 +55,21 @@ class DagWorker:
         for step in self.steps():
             self.buffer.start(self.source.next())
             for task in self.chain:
-                with _Culprit(task, step, self.presence), attended():
+                with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
                     self.presence.now(f"is in step {step}, computing node `{task.node}`")
                     self.buffer.put(task, *self.execute(task, inputs))
-            if self.sink.finish(step, self.buffer):
+            with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
+                last = self.sink.finish(step, self.buffer)
+            if last:
                 break
-        self.sink.close(self.trained)
-        dist.barrier()  # a rank that leaves early tears the group down under the others
+        with _Watch(self.presence, "is ending the run", "at the end of the run"), attended():
+            self.sink.close(self.trained)
+            dist.barrier()  # a rank that leaves early tears the group down under the others
+
+    def _watch(self, task: Task, step: int) -> _Watch:
+        return _Watch(self.presence, f"is in step {step}, waiting for the inputs of node `{task.node}`",
+                      f"in node `{task.node}` (function {task.function}), step {step}")
 
     def steps(self) -> Iterator[int]:
         """Step numbers. Each step's global randomness depends on (seed, step) alone, so that none has to be saved."""
@@ -81,7 +88,11 @@ class DagWorker:
         arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
         engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
         start = time.perf_counter()
+        before = {name: _versions(column) for name, column in arguments.items()}
         result = self.functions[task.node](*engine, **arguments, **task.settings)
+        for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
+            raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
+                              f"to a copy:  {name} = {name}.clone()")
         current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
         return _as_columns(task, result, len(ids)), ids
 
@@ -113,13 +124,13 @@ class DagWorker:
         return progress["step"]
 
 
-class _Culprit:
-    """Adds to an error that passes through which node, step and rank it comes from, and who is missing."""
+class _Watch:
+    """Tells the others what this rank does; adds to an error that passes through where it comes from and who is
+    missing."""
 
-    def __init__(self, task: Task, step: int, presence: Presence):
-        self.note = f"in node `{task.node}` (function {task.function}), step {step}, rank {presence.rank}"
-        self.presence = presence
-        presence.now(f"is in step {step}, waiting for the inputs of node `{task.node}`")
+    def __init__(self, presence: Presence, doing: str, where: str):
+        self.presence, self.note = presence, f"{where}, rank {presence.rank}"
+        presence.now(doing)
 
     def __enter__(self) -> None: ...
 
@@ -150,7 +161,16 @@ def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
 
 
 def _without_graph(column: Any) -> Any:
-    """A column kept for later nodes must not keep alive what it was computed from."""
+    """A column for later nodes is on the CPU, wherever it was made, and keeps nothing alive that it was made from."""
     if isinstance(column, Ragged):
-        return column.with_values(_without_graph(column.values))
-    return column.detach() if isinstance(column, torch.Tensor) else column
+        return Ragged(_without_graph(column.values), column.lengths.cpu())
+    return column.detach().cpu() if isinstance(column, torch.Tensor) else column
+
+
+def _versions(column: Any) -> list[int]:
+    """How often each tensor of a column was written to."""
+    if isinstance(column, Ragged):
+        return [*_versions(column.values), *_versions(column.lengths)]
+    if not isinstance(column, torch.Tensor) or column.is_inference():  # torch refuses to write into the latter
+        return []
+    return [column._version]

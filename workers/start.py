@@ -47,16 +47,16 @@ def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool) -> D
     """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
     functions = _load_functions(spec, plan)
     device = _device(board)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
+                            store=dist.PrefixStore("group", board.store), world_size=board.ranks,
+                            timeout=datetime.timedelta(seconds=spec.run.wait_limit))
     with contextlib.ExitStack() as starting:
-        if board.rank == 0 and not resume:
+        if board.rank == 0 and not resume:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
             search = [place for place in sys.path if place]
             starting.enter_context(RunFolder.created(path, spec, plan, search))
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
-                                store=dist.PrefixStore("group", board.store), world_size=board.ranks,
-                                timeout=datetime.timedelta(seconds=spec.run.wait_limit))
         presence = Presence(board.store, board.rank, board.ranks)
         worker = DagWorker(spec, plan, functions, device, path, resume, presence)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed

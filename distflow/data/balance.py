@@ -57,6 +57,8 @@ def _deal(weights: Tensor, order: Tensor, shares: int) -> Tensor | None:
     many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
     if many <= 0:
         return None
+    if int(weights.min()) == int(weights.max()):
+        return torch.arange(len(weights)) % shares
     there = torch.arange(shares)
     result = torch.full_like(weights, -1)
     result[order[: many * shares]] = torch.cat([there, there.flip(0)]).repeat(many // 2)

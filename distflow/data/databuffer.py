@@ -24,6 +24,7 @@ from distflow.schema.errors import ColumnError, RankMissing
 from distflow.schema.plan import ROW, SOURCE, Layout, Plan, Task, Transfer
 
 _TEXT = "list[str]"
+_NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 
 
 class Databuffer:
@@ -114,10 +115,10 @@ class Databuffer:
 
     def _redistribute(self, producer: str, names: list[str], task: Task) -> None:
         layout, origin = task.layout, self._origin(producer)
-        held = self._held(producer, origin, names)
+        held = self._held(producer, origin, names) if origin.leads(self.rank) else _NOTHING
         try:
             moved = self.redistributor.move(
-                held if origin.leads(self.rank) else held.slice(0, 0), layout,
+                held, layout,
                 b"" if layout in self.homes else self._census(layout),
                 lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
                 f"{producer}/{task.node}")
@@ -125,7 +126,7 @@ class Databuffer:
             raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of node "
                               f"`{producer}`, on rank {origin.first} to {origin.last}: {error}") from error
         earlier = self.shelves.get((producer, layout))
-        self.shelves[producer, layout] = moved.with_columns(earlier.columns) if earlier else moved
+        self.shelves[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
     def _census(self, layout: Layout) -> bytes:
         census = Census(self.fans, layout)

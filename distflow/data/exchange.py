@@ -13,8 +13,9 @@ from torch import Tensor
 from distflow.schema.errors import RankMissing
 
 _LEAST = 4096
-_FAILURES = ("gloo", "nccl", "closed by peer", "reset by peer", "process group")
-"""What stands in the messages of a collective that failed; their type says no more than RuntimeError."""
+_COLLECTIVE, _LATE, _GONE = ("gloo", "nccl", "c10d", "store"), ("timed out", "timeout"), (
+    "closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
+"""What stands in the message of a collective that failed for another rank's sake; its type is RuntimeError at best."""
 
 
 def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -55,9 +56,9 @@ def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes
 
 def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
     mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
-    everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
     with attended():
-        dist.all_gather(everyone, mine, group=group)
+        group.allgather([everyone], [mine]).wait()
     return [part.numpy().tobytes() for part in everyone]
 
 
@@ -74,8 +75,8 @@ def attended() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error).lower()
-        if not any(mark in text for mark in _FAILURES):
+        late = any(phrase in text for phrase in _LATE)
+        if not any(word in text for word in _COLLECTIVE) or not (late or any(phrase in text for phrase in _GONE)):
             raise
-        late = "timed out" in text or "timeout" in text
         what = "a rank did not come within the wait limit" if late else "a rank ended while others waited for it"
         raise RankMissing(f"{what} ({str(error).splitlines()[0]})") from error

@@ -159,11 +159,12 @@ def _elements(column: Ragged) -> np.ndarray:
 
 
 def _merged(table: np.ndarray) -> np.ndarray:
-    """Each (level, id) once, ascending, with its tokens in all and the largest of what else is said of it: the share
-    that any of its rows has, its machine."""
-    table = table[:, np.lexsort((table[1], table[0]))]
+    """Each (level, id) once, ascending, with its tokens in all, the share that any of its rows has, and, if there are
+    machines, that of the most tokens."""
+    table = table[:, np.lexsort((table[2], table[1], table[0]))]
     if not table.shape[1]:
         return table
     first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)]))
-    most = np.maximum.reduceat(table[3:], first, axis=1)
-    return np.vstack([table[:2, first], np.add.reduceat(table[2], first), most])
+    last = np.concatenate([first[1:], [table.shape[1]]]) - 1
+    return np.vstack([table[:2, first], np.add.reduceat(table[2], first), np.maximum.reduceat(table[3], first),
+                      table[4:, last]])

@@ -80,8 +80,8 @@ class Redistributor:
                           part.at[pairs], part.counts[pairs], part.width, runs)
         traffic = route.traffic(len(notices))
         self._count(edge, traffic, places, machines)
-        if any(traffic[rank, place.share] for place in places for rank in range(len(machines))
-               if machines[rank] != machines[place.rank]):
+        apart = np.array(machines)[:, None] != np.array([machines[place.rank] for place in places], dtype=int)
+        if traffic[:, [place.share for place in places]][apart].any():
             self._send(strips, route, traffic, places, machines, memory)
         self.neighbours.meet()
         return self._read(forms, route, layout.share(self.rank), here, memory)

@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -72,10 +73,10 @@ class Warehouse:
     def stock(self) -> Stock:
         shelves = tuple(shelf._replace(free=(self.rank, number) not in self._used)
                         for number, (shelf, _) in self._mine.items())
-        return Stock(os.getpid(), shelves, tuple(key for key in self._used if key[0] != self.rank))
+        return Stock(os.getpid(), shelves, tuple(key for key in list(self._used) if key[0] != self.rank))
 
     def add(self, size: int) -> None:
-        """A new free segment of at least `size` bytes; the largest free one, which was too small, is given up."""
+        """A new free segment of at least `size` bytes; the largest that was free, but did not do, is given up."""
         free = [shelf for shelf in self.stock().shelves if shelf.free]
         if free:
             number = max(free, key=lambda shelf: shelf.size).number
@@ -124,6 +125,8 @@ def machine_name() -> str:
         return os.environ["DISTFLOW_MACHINE"]
     if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
         return ""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
+    except OSError:
+        return ""  # a sandbox that shows less of /proc

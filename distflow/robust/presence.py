@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch.distributed as dist
@@ -19,7 +20,8 @@ class Presence:
     def now(self, doing: str) -> None:
         """Say what this rank does from now on, such as "step 3: computes node `rollout`"."""
         self.mine = doing
-        self.store.set(f"doing/{self.rank}", f"{time.time()} {doing}")
+        with contextlib.suppress(dist.DistError):  # without the store nobody can ask; the work may still go on
+            self.store.set(f"doing/{self.rank}", f"{time.time()} {doing}")
 
     def missing(self) -> str:
         """The ranks that are not where this one is, what they are doing and for how long; empty if that is unknown."""
@@ -27,6 +29,8 @@ class Presence:
             elsewhere = [line for rank in range(self.ranks) if (line := self._elsewhere(rank))]
         except dist.DistError:
             return ""  # the store ended with the machine that hosted it
+        if not elsewhere:
+            return "no rank that is alive: all had come as far as this one when one of them ended"
         more = f"; and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""
         return "; ".join(elsewhere[:_SHOWN]) + more
 

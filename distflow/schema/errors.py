@@ -5,7 +5,8 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is torn, missing or of another run
-└── Disagreement      ranks that must be alike are not; names the rank and the difference
+├── Disagreement      ranks that must be alike are not; names the rank and the difference
+└── RankMissing       a rank ended, or did not come in time, while others waited for it
 """
 
 from __future__ import annotations

@@ -42,23 +42,52 @@ def test_every_message_reaches_every_rank(machines, expected):
     assert run_ranks(len(machines), talk, machines) == [expected] * len(machines)
 
 
-def late() -> str:
-    """Rank 1 does not come to the second round."""
+def within_a_group() -> None:
+    """Ranks are those within the group; and whoever made other groups before, the leaders find each other."""
+    whole = dist.get_rank()
+    for members, machines in (([1, 2, 3], "abb"), ([1, 2, 3], "aab"), ([0, 3], "ab"), ([1, 2, 3], "abb")):
+        group = dist.new_group(members)
+        if whole in members:
+            rank = members.index(whole)
+            os.environ["DISTFLOW_MACHINE"] = machines[rank]
+            neighbours = Neighbours(rank, 20.0, group)
+            del os.environ["DISTFLOW_MACHINE"]
+            for number in range(3):
+                said = neighbours.gather(bytes([rank, number]))
+                assert said == [bytes([other, number]) for other in range(len(members))]
+
+
+def test_in_groups_of_some_ranks():
+    run_ranks(4, within_a_group)
+
+
+def late(machines: str, who: int) -> str:
+    """Rank `who` does not come to the second round."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    neighbours = Neighbours(rank, 1.0)
-    neighbours.meet()
-    if rank == 1:
-        store.wait(["given up 0", "given up 2"])
+    os.environ["DISTFLOW_MACHINE"] = machines[rank]
+    neighbours = Neighbours(rank, 2.0)
+    del os.environ["DISTFLOW_MACHINE"]
+    neighbours.gather(b"")
+    if rank == who:
+        store.wait([f"given up {other}" for other in range(len(machines)) if other != who])
         return ""
     with pytest.raises(RankMissing) as caught:
-        neighbours.meet()
+        neighbours.gather(b"")
     store.set(f"given up {rank}", "")
     return str(caught.value)
 
 
 def test_a_late_rank_is_named():
-    first, _, third = run_ranks(3, late)
-    assert first == third == "rank 1 did not come within the wait limit of 1 s"
+    first, _, third = run_ranks(3, late, "aaa", 1)
+    assert first == third == "rank 1 did not come within the wait limit of 2 s"
+
+
+def test_a_late_rank_of_another_machine():
+    """Its neighbour names it; elsewhere nobody is accused who came."""
+    said = run_ranks(4, late, "aabb", 3)
+    assert said[2] == "rank 3 did not come within the wait limit of 2 s"
+    for text in said[:2]:
+        assert text.startswith("on another machine, a rank did not come within the wait limit")
 
 
 DYING = """
