@@ -84,7 +84,7 @@ class Dock:
         Raises:
             Full: there is no room. Rows for other warehouses may have been stored: putting all again is safe.
         """
-        ids = batch.ids.cpu().numpy()
+        ids = batch.ids.to("cpu", torch.int64).numpy()
         marks = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
         whole = Parcel(batch, 0, 0)
@@ -128,6 +128,8 @@ class Dock:
         """
         if isinstance(rows, Lease):
             columns = self.layout.consumer(rows.consumer).reads if columns is None else columns
+            if not len(rows) and len(rows.all_ids):  # an empty share has columns too; only rows know of which form
+                return self.fetch(rows.all_ids[:1], columns).slice(0, 0)
             rows = rows.ids
         if columns is None:
             raise DockError("which columns? fetch(ids, columns=[…]); only a lease knows what its consumer reads")
@@ -175,7 +177,8 @@ class Dock:
             with contextlib.suppress(DockError):  # the commit will say that the lease was lost
                 while not over.wait(lease.seconds / 3):
                     other.doing(self.reach.doing)
-                    other.renew(lease)
+                    with contextlib.suppress(Unreachable):  # it may come back before the lease runs out
+                        other.renew(lease)
 
         thread = threading.Thread(target=beat, name="dock lease", daemon=True)
         thread.start()
@@ -213,7 +216,7 @@ class Dock:
         """Rows from the warehouses that have them, in the order of `ids`."""
         if not len(ids):
             return Batch(ids), ids
-        numbers = ids.cpu().numpy()
+        numbers = ids.to("cpu", torch.int64).numpy()
         shares = list(self.layout.split(numbers))
         replies = self.reach.ask_all([(self.layout.addresses[number], request | {"ids": numbers[places].tobytes()}, ())
                                       for number, places in shares])

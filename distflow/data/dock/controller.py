@@ -104,6 +104,8 @@ class Controller:
         Raises:
             DockError: the step is committed, or the group asks with another number of shares than before.
         """
+        if not 0 <= share < shares:
+            raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.expire(now)
         granted = self._same(step, request)
         if granted is None:
@@ -121,7 +123,7 @@ class Controller:
             granted = Granted(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted
             self._hold(granted)
-        if len(granted.shares) != shares or share >= shares:
+        if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
         self._touch(granted, now, session)
@@ -232,7 +234,8 @@ class Controller:
         granted.last = session
 
     def _gone(self, row: Row, number: int) -> bool:
-        return row.id in self.done or self._other(row.id, number)
+        """Committed, given to another, or lost with its warehouse: what is there now came anew."""
+        return row.id in self.done or self._other(row.id, number) or self.rows.get(row.id) is not row
 
     def _other(self, number: int, lease: int) -> bool:
         row = self.rows.get(number)

@@ -179,6 +179,27 @@ def test_what_a_lost_warehouse_took_with_it():
     assert ids(reward.lease(Ask(6), 1.0, "b")) == [1], "its reward is made again"
 
 
+def test_a_lease_over_rows_that_were_lost_and_came_anew_is_not_revived():
+    """It holds what was; if it dies after all, nobody would give the new rows back."""
+    made = controller(range(2))
+    first = made.lease(Ask(2), 0.0, "a")
+    made.expire(10.0)
+    made.relearn({}, 0, 1)
+    made.learn(table(range(2)), ["tokens", "rewards"])
+    with pytest.raises(LeaseLost):
+        made.renew(first.number, 11.0, "a")
+    made.expire(99.0)
+    assert ids(made.lease(Ask(2), 99.0, "b")) == [0, 1]
+
+
+@pytest.mark.parametrize("share", [-1, 2])
+def test_a_share_that_does_not_exist_draws_nothing(share):
+    made = controller()
+    with pytest.raises(DockError, match=f"share {share} of 2"):
+        made.lease(Ask(4), 0.0, "a", step=0, share=share, shares=2)
+    assert len(made.ready) == 4
+
+
 class Interleaving(RuleBasedStateMachine):
     """Producers, consumers and time in any order: nothing is trained twice, and nothing is lost."""
 
