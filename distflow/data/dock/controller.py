@@ -74,17 +74,19 @@ class Controller:
                 self.ready.setdefault(number, row)
         return committed
 
-    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int) -> list[int]:
+    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int,
+                replaced: bool = True) -> list[int]:
         """A warehouse has listed all that it holds, ahead of `learn`: forget what it has lost, and return those ids.
 
-        Rows that were committed here but whose results a lost warehouse took with it are opened again.
+        Rows that were committed here but whose results a lost warehouse took with it are opened again; only if it was
+        `replaced`, for a list that was long on its way may lack results that have come since.
         """
         lost = [number for number in self.rows if number % warehouses == warehouse and number not in listed]
         for number in lost:
             self.ready.pop(number, None)
             self.rows.pop(number)
         for number, names in listed.items():
-            if self.consumer.writes and number in self.done and not set(self.consumer.writes) <= set(names):
+            if replaced and number in self.done and not set(self.consumer.writes) <= set(names):
                 self.done.remove(number)
             if number in self.rows:
                 self.rows[number].columns = set(names)

@@ -145,6 +145,22 @@ def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(dock, token)
     impostor.close()
 
 
+def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
+    """A warehouse listed its rows for a connection that was made anew; their rewards came before the list arrived."""
+    at = dock(1, (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"))))
+    desk = at.services[0].desk
+    at.put(tokens(range(2)))
+    with desk.changed:
+        late = desk._listing("reward")
+    lease = at.lease("reward", 2)
+    at.put(Batch(lease.ids, {"rewards": lease.ids.float()}))
+    assert at.commit(lease)
+    with desk.changed:
+        desk.apply(late)
+    with pytest.raises(Overdue):
+        at.lease("reward", 1, wait=0.1)
+
+
 def test_a_lease_is_kept_through_an_interruption(dock, token):
     at = dock(1, (Consumer("update", ("tokens",), seconds=1.5),))
     at.put(tokens(range(2)))
