@@ -54,7 +54,7 @@ class Controller:
         """Committed rows, leases and steps."""
         self.leases: dict[int, Granted] = {}
         self.expired: dict[int, Granted] = {}
-        self.number = epoch << 32
+        self.epoch, self.number = epoch, epoch << 32
         self.discarded = self.returned = self.refused = 0
         """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
 
@@ -148,10 +148,11 @@ class Controller:
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float) -> bool:
+    def commit(self, number: int, step: int | None, ids: list[int], now: float, age: float = 0.0) -> bool:
         """The rows are consumed for good; False if this very commit was made before.
 
-        A late commit stands if nobody else was given any of the rows.
+        A late commit stands if nobody else was given any of the rows. After a restore nobody knows whether somebody
+        was: then it stands only if its holder has heard of its lease less than `seconds` ago (`age`).
 
         Raises:
             LeaseLost: somebody was; nothing is committed then.
@@ -160,7 +161,8 @@ class Controller:
         if number in self.finished:
             return False
         taken = [row for row in ids if row in self.done or self._other(row, number)]
-        if taken or (step is not None and step in self.steps):
+        unsure = number >> 32 != self.epoch and age >= self.consumer.seconds
+        if taken or unsure or (step is not None and step in self.steps):
             self.refused += 1
             raise LeaseLost(self._lost(number, taken or ids, step))
         self.leases.pop(number, None)
@@ -261,5 +263,5 @@ class Controller:
             fate.append(f"step {step} is committed with other rows")
         return (f"lease {number} of `{self.consumer.name}` is over: its holder's connection ended, or it gave no sign "
                 f"of life for {self.consumer.seconds:g} s. Its rows {ids[:_SHOWN]} "
-                f"{'; '.join(fate) or 'are no longer known'}. Throw away what was made of them; renew leases more "
+                f"{'; '.join(fate) or 'may be others by now'}. Throw away what was made of them; renew leases more "
                 "often if this work takes longer")

@@ -240,7 +240,8 @@ class Service:
         ids = read_ids(header["ids"])
         with self.desk.changed:
             controller = self.desk.controller(header["consumer"])
-            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic())
+            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic(),
+                                    header.get("age", 0.0))
             if new:
                 self.desk.retire(header["consumer"], ids)
         return {"new": new}, []

@@ -164,6 +164,21 @@ def test_a_restored_controller_takes_the_commit_of_a_lease_from_before():
     assert ids(after.lease(Ask(9), 1.0, "b")) == [2, 3]
 
 
+def test_a_holder_that_was_silent_commits_nothing_to_a_restored_controller():
+    """Another was given its rows and trained on them after the snapshot was taken."""
+    before = controller(range(1))
+    state = before.state()
+    first = before.lease(Ask(1), 0.0, "a")
+    second = before.lease(Ask(1), 20.0, "b")
+    assert before.commit(second.number, None, ids(second), 21.0)
+    after = Controller(UPDATE, epoch=2)
+    after.restore(state)
+    after.learn(table(range(1)), ["tokens", "rewards"])
+    with pytest.raises(LeaseLost):
+        after.commit(first.number, None, ids(first), 22.0, age=22.0)
+    assert after.commit(second.number, None, ids(second), 22.0, age=2.0)
+
+
 def test_what_a_lost_warehouse_took_with_it():
     """Warehouse 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
     update, reward = controller(range(6)), Controller(Consumer("reward", ("tokens",), ("rewards",)))
