@@ -6,7 +6,7 @@
     controller.py  leases and commits of one consumer, pure                        selection.py  which rows next
     desk.py, peers.py   what a process knows, and state updates between processes
     lease.py       what a holder knows
-    line.py        proof of the token, messages                                    layout.py  who consumes what, where
+    line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where
     snapshot.py, intervals.py, diagnosis.py, errors.py, volume.py
 """
 

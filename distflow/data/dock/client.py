@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,6 +52,8 @@ class Dock:
         self.reach = Reach(token, self.who, self.session, patience, self._again)
         self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         """The last ones, told again to a controller that was restored from an older snapshot."""
+        self.heard: dict[int, float] = {}
+        """By the number of a lease, when it came, or when its last renewal was asked for."""
         self.known: Layout | None = None
         self.addresses = [tuple(address) for address in addresses]
 
@@ -84,7 +88,7 @@ class Dock:
         Raises:
             Full: there is no room. Rows for other warehouses may have been stored: putting all again is safe.
         """
-        ids = batch.ids.cpu().numpy()
+        ids = batch.ids.to("cpu", torch.int64).numpy()
         marks = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
         whole = Parcel(batch, 0, 0)
@@ -118,6 +122,7 @@ class Dock:
             reply, _ = self.reach.ask(self._home(consumer), request, wait=wait)
         except Overdue as error:
             self._explain(error)
+        self._hear(reply["lease"], time.monotonic())
         return Lease.granted(consumer, step, reply)
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
@@ -128,6 +133,8 @@ class Dock:
         """
         if isinstance(rows, Lease):
             columns = self.layout.consumer(rows.consumer).reads if columns is None else columns
+            if not len(rows) and len(rows.all_ids):  # an empty share has columns too; only rows know of which form
+                return self.fetch(rows.all_ids[:1], columns).slice(0, 0)
             rows = rows.ids
         if columns is None:
             raise DockError("which columns? fetch(ids, columns=[…]); only a lease knows what its consumer reads")
@@ -143,7 +150,9 @@ class Dock:
         Raises:
             LeaseLost: too late; others have the rows.
         """
+        began = time.monotonic()
         self.reach.ask(self._home(lease.consumer), {"op": "renew", "consumer": lease.consumer, "lease": lease.number})
+        self._hear(lease.number, began)
 
     def release(self, lease: Lease) -> None:
         """Give the rows back before the time."""
@@ -159,9 +168,10 @@ class Dock:
             LeaseLost: the lease ran out and others were given its rows. Nothing was committed.
         """
         request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
-                   "ids": lease.all_ids.numpy().tobytes()}
+                   "ids": lease.all_ids.numpy().tobytes(),
+                   "age": time.monotonic() - self.heard.get(lease.number, -math.inf)}
         reply, _ = self.reach.ask(self._home(lease.consumer), request)
-        self.commits.append(request)
+        self.commits.append(request | {"age": 0.0})
         return reply["new"]
 
     @contextlib.contextmanager
@@ -169,13 +179,14 @@ class Dock:
         """Renew from a thread while the block runs. A stopped or dead process loses its lease, a stuck one does not."""
         over = threading.Event()
         other = Dock(self.addresses, self.reach.token, self.who, self.reach.patience, session=self.session)
-        other.known = self.layout
+        other.known, other.heard = self.layout, self.heard
 
         def beat() -> None:
             with contextlib.suppress(DockError):  # the commit will say that the lease was lost
                 while not over.wait(lease.seconds / 3):
                     other.doing(self.reach.doing)
-                    other.renew(lease)
+                    with contextlib.suppress(Unreachable):  # it may come back before the lease runs out
+                        other.renew(lease)
 
         thread = threading.Thread(target=beat, name="dock lease", daemon=True)
         thread.start()
@@ -206,6 +217,11 @@ class Dock:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _hear(self, number: int, when: float) -> None:
+        self.heard[number] = when
+        while len(self.heard) > _COMMITS_KEPT:
+            self.heard.pop(next(iter(self.heard)))
+
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]
 
@@ -213,7 +229,7 @@ class Dock:
         """Rows from the warehouses that have them, in the order of `ids`."""
         if not len(ids):
             return Batch(ids), ids
-        numbers = ids.cpu().numpy()
+        numbers = ids.to("cpu", torch.int64).numpy()
         shares = list(self.layout.split(numbers))
         replies = self.reach.ask_all([(self.layout.addresses[number], request | {"ids": numbers[places].tobytes()}, ())
                                       for number, places in shares])

@@ -54,7 +54,7 @@ class Controller:
         """Committed rows, leases and steps."""
         self.leases: dict[int, Granted] = {}
         self.expired: dict[int, Granted] = {}
-        self.number = epoch << 32
+        self.epoch, self.number = epoch, epoch << 32
         self.discarded = self.returned = self.refused = 0
         """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
 
@@ -74,17 +74,19 @@ class Controller:
                 self.ready.setdefault(number, row)
         return committed
 
-    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int) -> list[int]:
+    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int,
+                replaced: bool = True) -> list[int]:
         """A warehouse has listed all that it holds, ahead of `learn`: forget what it has lost, and return those ids.
 
-        Rows that were committed here but whose results a lost warehouse took with it are opened again.
+        Rows that were committed here but whose results a lost warehouse took with it are opened again; only if it was
+        `replaced`, for a list that was long on its way may lack results that have come since.
         """
         lost = [number for number in self.rows if number % warehouses == warehouse and number not in listed]
         for number in lost:
             self.ready.pop(number, None)
             self.rows.pop(number)
         for number, names in listed.items():
-            if self.consumer.writes and number in self.done and not set(self.consumer.writes) <= set(names):
+            if replaced and number in self.done and not set(self.consumer.writes) <= set(names):
                 self.done.remove(number)
             if number in self.rows:
                 self.rows[number].columns = set(names)
@@ -104,6 +106,8 @@ class Controller:
         Raises:
             DockError: the step is committed, or the group asks with another number of shares than before.
         """
+        if not 0 <= share < shares:
+            raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.expire(now)
         granted = self._same(step, request)
         if granted is None:
@@ -121,7 +125,7 @@ class Controller:
             granted = Granted(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted
             self._hold(granted)
-        if len(granted.shares) != shares or share >= shares:
+        if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
         self._touch(granted, now, session)
@@ -144,10 +148,11 @@ class Controller:
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float) -> bool:
+    def commit(self, number: int, step: int | None, ids: list[int], now: float, age: float = 0.0) -> bool:
         """The rows are consumed for good; False if this very commit was made before.
 
-        A late commit stands if nobody else was given any of the rows.
+        A late commit stands if nobody else was given any of the rows. After a restore nobody knows whether somebody
+        was: then it stands only if its holder has heard of its lease less than `seconds` ago (`age`).
 
         Raises:
             LeaseLost: somebody was; nothing is committed then.
@@ -156,7 +161,8 @@ class Controller:
         if number in self.finished:
             return False
         taken = [row for row in ids if row in self.done or self._other(row, number)]
-        if taken or (step is not None and step in self.steps):
+        unsure = number >> 32 != self.epoch and age >= self.consumer.seconds
+        if taken or unsure or (step is not None and step in self.steps):
             self.refused += 1
             raise LeaseLost(self._lost(number, taken or ids, step))
         self.leases.pop(number, None)
@@ -232,7 +238,8 @@ class Controller:
         granted.last = session
 
     def _gone(self, row: Row, number: int) -> bool:
-        return row.id in self.done or self._other(row.id, number)
+        """Committed, given to another, or lost with its warehouse: what is there now came anew."""
+        return row.id in self.done or self._other(row.id, number) or self.rows.get(row.id) is not row
 
     def _other(self, number: int, lease: int) -> bool:
         row = self.rows.get(number)
@@ -256,5 +263,5 @@ class Controller:
             fate.append(f"step {step} is committed with other rows")
         return (f"lease {number} of `{self.consumer.name}` is over: its holder's connection ended, or it gave no sign "
                 f"of life for {self.consumer.seconds:g} s. Its rows {ids[:_SHOWN]} "
-                f"{'; '.join(fate) or 'are no longer known'}. Throw away what was made of them; renew leases more "
+                f"{'; '.join(fate) or 'may be others by now'}. Throw away what was made of them; renew leases more "
                 "often if this work takes longer")

@@ -43,6 +43,8 @@ class Desk:
         self.controllers: dict[str, Controller] = {}
         self.layout: Layout | None = None
         self.outboxes: dict[int, Outbox] = {}
+        self.epochs: dict[tuple[str, int], int] = {}
+        """Of the process that last listed a warehouse's rows for a consumer here."""
         self.persons: dict[str, Person] = {}
         self.sent = self.received = 0
         """Bytes on connections that have ended."""
@@ -163,13 +165,16 @@ class Desk:
                 forms.setdefault(kept.columns, []).append(row)
         parts = [[sorted(columns), self.warehouse.table(rows).tobytes()] for columns, rows in forms.items()]
         return {"kind": "listing", "consumer": consumer, "warehouse": self.warehouse.number, "parts": parts,
-                "done": numpy.array(done, numpy.int64).tobytes()}
+                "epoch": self.epoch, "done": numpy.array(done, numpy.int64).tobytes()}
 
     def _relearn(self, controller: Controller, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
         listed = {row: columns for columns, table in parts for row in table[0].tolist()}
         controller.finish(read_ids(update["done"]).tolist())
-        controller.relearn(listed, update["warehouse"], self.warehouse.count)
+        source = controller.consumer.name, update["warehouse"]
+        replaced = self.epochs.get(source) != update["epoch"]
+        self.epochs[source] = update["epoch"]
+        controller.relearn(listed, update["warehouse"], self.warehouse.count, replaced)
         for columns, table in parts:
             controller.learn(table, columns)
 

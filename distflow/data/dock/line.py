@@ -19,6 +19,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ _SMALL = 16 << 10
 """Buffers that are smaller on average are joined first: a copy costs less than a segment."""
 _MIN_TOKEN = 16
 HANDSHAKE_LIMIT = 5.0
-"""Seconds that a peer has for each part of its proof."""
+"""Seconds that a peer has for all of its proof, however slowly it sends."""
+STALL_LIMIT = 60.0
+"""Seconds without a byte within a message after which a client is hung up on: it is stopped, or cut off."""
 
 Buffer = bytes | memoryview
 Header = dict[str, Any]
@@ -58,6 +61,8 @@ class Line:
         self.sock, self.peer = sock, peer
         self.sent = self.received = 0
         """Bytes."""
+        self.deadline: float | None = None
+        """Until when the other end must have proved itself; None once it has."""
 
     def send(self, header: Header, buffers: Iterable[Buffer] = ()) -> None:
         """Send a message without copying its large buffers.
@@ -121,7 +126,21 @@ class Line:
 
     def _into(self, view: memoryview, closing: bool = False) -> None:
         self.received += len(view)
-        _receive_into(self.sock, view, closing)
+        filled = 0
+        while filled < len(view):
+            if self.deadline is not None:
+                self.sock.settimeout(_left(self.deadline))
+            try:
+                count = self.sock.recv_into(view[filled:])
+            except BlockingIOError:  # SO_RCVTIMEO
+                if closing and not filled:  # silence between two messages is no stall
+                    continue
+                raise TimeoutError("no byte came in time") from None
+            if not count:
+                if closing and not filled:
+                    raise Closed
+                raise ConnectionResetError("the connection ended within a message")
+            filled += count
 
 
 def dial(address: Address, token: bytes, limit: float) -> Line:
@@ -139,12 +158,13 @@ def dial(address: Address, token: bytes, limit: float) -> Line:
         raise Unreachable(f"nobody answers at {host}:{port}: {error}") from None
     line = Line(sock, f"{host}:{port}")
     try:
-        _set_up(sock, min(limit, HANDSHAKE_LIMIT))
+        _set_up(line, min(limit, HANDSHAKE_LIMIT))
         theirs, ours = bytes(line._exactly(_NONCE)), secrets.token_bytes(_NONCE)
         _send_all(sock, [ours + _proof(token, b"client", theirs, ours)])
         answer = line._exactly(_PROOF, closing=True)
         if not hmac.compare_digest(answer, _proof(token, b"server", theirs, ours)):
             raise Refused(f"{host}:{port} does not know this run's token; it may belong to another run")
+        line.deadline = None
         sock.settimeout(limit)
     except Closed:
         sock.close()
@@ -158,15 +178,15 @@ def dial(address: Address, token: bytes, limit: float) -> Line:
     return line
 
 
-def welcome(sock: socket.socket, peer: str, token: bytes) -> Line:
-    """The server's side of `dial`; without a time limit afterwards: a client may be silent between two requests.
+def welcome(sock: socket.socket, peer: str, token: bytes) -> tuple[Line, Header]:
+    """The server's side of `dial`, and the client's first message. A client may be silent between two requests.
 
     Raises:
         Refused: the peer does not know the token.
-        OSError: it went away, or was silent.
+        OSError: it went away, or was too slow.
     """
     line = Line(sock, peer)
-    _set_up(sock, HANDSHAKE_LIMIT)
+    _set_up(line, HANDSHAKE_LIMIT)
     ours = secrets.token_bytes(_NONCE)
     _send_all(sock, [ours])
     answer = bytes(line._exactly(_NONCE + _PROOF))
@@ -174,8 +194,13 @@ def welcome(sock: socket.socket, peer: str, token: bytes) -> Line:
     if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
         raise Refused(f"{peer} does not know the token of this run")
     _send_all(sock, [_proof(token, b"server", ours, theirs)])
+    hello, _ = line.receive()
+    line.deadline = None
     sock.settimeout(None)
-    return line
+    limit = struct.pack("ll", int(STALL_LIMIT), round(STALL_LIMIT % 1 * 1e6))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the kernel's limits cost no call, unlike settimeout
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
+    return line, hello
 
 
 def check_token(token: bytes) -> None:
@@ -191,30 +216,30 @@ def _proof(token: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.digest(token, b"distflow dock " + side + server + client, "sha256")
 
 
-def _set_up(sock: socket.socket, limit: float) -> None:
-    sock.settimeout(limit)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _set_up(line: Line, limit: float) -> None:
+    line.deadline = time.monotonic() + limit
+    line.sock.settimeout(limit)
+    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("its proof took too long")
+    return left
 
 
 def _send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
     views = [memoryview(buffer) for buffer in buffers if len(buffer)]
     first = 0
     while first < len(views):
-        sent = sock.sendmsg(views[first : first + _SEGMENTS])
+        try:
+            sent = sock.sendmsg(views[first : first + _SEGMENTS])
+        except BlockingIOError:  # SO_SNDTIMEO
+            raise TimeoutError("it took no byte in time") from None
         while first < len(views) and sent >= len(views[first]):
             sent -= len(views[first])
             first += 1
         if sent:
             views[first] = views[first][sent:]
-
-
-def _receive_into(sock: socket.socket, view: memoryview, closing: bool) -> None:
-    filled = 0
-    while filled < len(view):
-        count = sock.recv_into(view[filled:])
-        if not count:
-            if closing and not filled:
-                raise Closed
-            raise ConnectionResetError("the connection ended within a message")
-        filled += count

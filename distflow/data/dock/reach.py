@@ -78,8 +78,12 @@ class Reach:
         trouble = Trouble(self.patience)
         while len(replies) < len(requests):
             open_ones = [place for place in range(len(requests)) if place not in replies]
-            awaited = [place for place in open_ones if self._sent(requests[place], wait, trouble)]
+            awaited: list[int] = []
             try:
+                for place in open_ones:
+                    awaited.append(place)
+                    if not self._sent(requests[place], wait, trouble):
+                        awaited.pop()
                 while awaited:
                     reply = self._answer(requests[awaited[0]][0], trouble)
                     if reply is not None:

@@ -20,6 +20,7 @@ import numpy
 from distflow.data.dock.controller import Granted
 from distflow.data.dock.desk import Desk, Person, read_ids
 from distflow.data.dock.diagnosis import crowd, fates, shortage, status
+from distflow.data.dock.door import Door
 from distflow.data.dock.errors import DockError, Full, Overdue, Refused
 from distflow.data.dock.kept import Marks
 from distflow.data.dock.layout import Address, Layout
@@ -32,6 +33,8 @@ from distflow.schema.errors import DistflowError
 _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5
 """Seconds after which a waiter looks again even if nobody woke it: leases of others run out in silence."""
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+"""What a malformed request, a user's rule or a lack of memory raises: answered, or the client would try for ever."""
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
 
@@ -56,7 +59,10 @@ class Service:
         check_token(token)
         self.token = token
         self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes)
+        self.door = Door()
         self.lines: set[Line] = set()
+        self.writing = threading.Lock()
+        """Held while a snapshot is taken and written: a repeated request must not write into the first one's file."""
         self.over = False
         self.thread: threading.Thread | None = None
         try:
@@ -83,11 +89,19 @@ class Service:
         while not self.over:
             try:
                 sock, (host, port, *_) = self.socket.accept()
-            except OSError:
-                if not self.over:
-                    raise
-                return
-            threading.Thread(target=self._serve, args=(sock, f"{host}:{port}"), name="dock client", daemon=True).start()
+            except OSError as error:
+                if not self.over:  # too many open files, perhaps: others may end
+                    _log.warning("%s:%d cannot take a connection: %s", *self.address, error)
+                    time.sleep(_WAKE)
+                continue
+            self.door.arrive(sock)
+            peer = f"{host}:{port}"
+            try:
+                threading.Thread(target=self._serve, args=(sock, peer), name="dock client", daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("%s:%d has no thread for %s: %s", *self.address, peer, error)
+                self.door.leave(sock)
+                sock.close()
 
     def close(self) -> None:
         """Stop listening and hang up; the rows are gone with the process."""
@@ -97,6 +111,7 @@ class Service:
         if self.thread is not None:
             self.thread.join()
         self.socket.close()
+        self.door.close()
         with self.desk.changed:
             self.desk.stop()
             for line in list(self.lines):
@@ -106,12 +121,13 @@ class Service:
     def _serve(self, sock: socket.socket, peer: str) -> None:
         """One connection: its proof, then requests until it ends."""
         try:
-            line = welcome(sock, peer, self.token)
-            hello, _ = line.receive()
-        except (OSError, Refused, Closed) as error:
+            line, hello = welcome(sock, peer, self.token)
+        except (OSError, ValueError, Refused, Closed) as error:
             _log.warning("refused %s: %s", peer, str(error) or type(error).__name__)
             sock.close()
             return
+        finally:
+            self.door.leave(sock)
         session = str(hello.get("session", ""))
         with self.desk.changed:
             person = self.desk.enter(session, str(hello.get("who", peer)))
@@ -120,6 +136,9 @@ class Service:
             line.send({"epoch": self.desk.epoch})
             while not self.over:
                 self._answer(line, person, session)
+        except TimeoutError as error:
+            _log.warning("hung up on %s (%s), which may be stopped: %s; what it alone has leased goes to others",
+                         person.who, peer, error)
         except (OSError, Refused, Closed) as error:
             _log.debug("%s (%s) hung up: %s", person.who, peer, error)
         finally:
@@ -141,10 +160,10 @@ class Service:
         except DistflowError as error:
             reply, buffers = {"error": type(error).__name__, "message": str(error),
                               "report": getattr(error, "report", {})}, []
-        except (KeyError, TypeError, ValueError) as error:
-            _log.exception("%s sent a request that makes no sense", person.who)
-            reply, buffers = {"error": "DockError", "message": f"the request makes no sense to the dock: {error!r}. "
-                              "Do all processes run the same distflow?"}, []
+        except _NONSENSE as error:
+            _log.exception("%s sent a request that cannot be answered", person.who)
+            reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
+                              f"{error!r}; its log says where. Do all processes run the same distflow?"}, []
         line.skip(expected - line.received)
         line.send(reply, buffers)
 
@@ -167,16 +186,20 @@ class Service:
                 if (left := deadline - time.monotonic()) <= 0 or self.over:
                     raise Full(crowd(desk, len(ids), size, header["wait"]))
                 desk.changed.wait(min(left, _WAKE))
-        try:
+        with contextlib.ExitStack() as reserved:
+            reserved.callback(self._unreserve, new, size)
             batch = unpack(len(ids), header["columns"], line.payload(size))
-        finally:
-            with desk.changed:
-                desk.warehouse.unreserve(new, size)
-        marks = Marks(**{name: read_ids(data) for name, data in header["marks"].items()})
-        with desk.changed:
-            kept = desk.warehouse.put(batch, marks, header["turn"])
-            desk.announce(kept.tolist(), batch.columns if header["turn"] is None else (), new > 0)
+            marks = Marks(**{name: read_ids(data) for name, data in header["marks"].items()})
+            with desk.changed:  # in one hold: in between, others could take the room that these rows still need
+                reserved.close()
+                kept = desk.warehouse.put(batch, marks, header["turn"])
+                desk.announce(kept.tolist(), batch.columns if header["turn"] is None else (), new > 0)
         return {"kept": len(kept), "dropped": len(ids) - len(kept)}, []
+
+    def _unreserve(self, rows: int, nbytes: int) -> None:
+        with self.desk.changed:
+            self.desk.warehouse.unreserve(rows, nbytes)
+            self.desk.changed.notify_all()
 
     def fetch(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
         ids = read_ids(header["ids"])
@@ -217,7 +240,8 @@ class Service:
         ids = read_ids(header["ids"])
         with self.desk.changed:
             controller = self.desk.controller(header["consumer"])
-            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic())
+            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic(),
+                                    header.get("age", 0.0))
             if new:
                 self.desk.retire(header["consumer"], ids)
         return {"new": new}, []
@@ -246,9 +270,11 @@ class Service:
             return status(self.desk, list(self.lines), time.monotonic()), []
 
     def snapshot(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
-        with self.desk.changed:
-            messages = capture(self.desk)
-        return {"bytes": write(messages, Path(header["folder"]) / f"warehouse-{self.desk.warehouse.number}.dock")}, []
+        with self.writing:
+            with self.desk.changed:
+                messages = capture(self.desk)
+            path = Path(header["folder"]) / f"warehouse-{self.desk.warehouse.number}.dock"
+            return {"bytes": write(messages, path)}, []
 
 
 def _granted(granted: Granted, share: int, seconds: float) -> Header:

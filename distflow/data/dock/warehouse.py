@@ -72,9 +72,11 @@ class Warehouse:
         With `turn`, the rows are unfinished: they replace those of an earlier turn and are for `saved` alone.
 
         Raises:
-            DockError: rows have some of these columns already, but not all.
+            DockError: rows have some of these columns already, but not all; or there are no columns.
         """
         names = frozenset(batch.columns)
+        if not names:
+            raise DockError("a batch without columns has nothing to keep; put rows together with a column of theirs")
         ids = batch.ids.tolist()
         if len(set(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
@@ -88,12 +90,12 @@ class Warehouse:
         for place in fresh:
             row = ids[place]
             kept = self.rows.setdefault(row, Kept())
-            self._forget_turn(kept)
+            if turn is not None or not names.isdisjoint(self._saved_columns(kept)):
+                self._forget_turn(kept)
             kept.tokens = max(kept.tokens, tokens[place])
             if turn is not None:
                 kept.turn, kept.saved = turn, parcel.base + place
                 continue
-            kept.turn = -1
             kept.columns |= names
         self._mark(ids, fresh, marks)
         if turn is None:
@@ -208,11 +210,18 @@ class Warehouse:
     def _forget_turn(self, kept: Kept) -> None:
         if kept.saved >= 0:
             self._release(kept.saved)
-            kept.saved = -1
+            kept.turn = kept.saved = -1
+
+    def _saved_columns(self, kept: Kept) -> Iterable[str]:
+        """Those that are unfinished; columns that others make of the row meanwhile do not finish them."""
+        return self._parcel(kept.saved).batch.columns if kept.saved >= 0 else ()
+
+    def _parcel(self, place: int) -> Parcel:
+        return self.parcels[bisect_right(self.bases, place) - 1]
 
     def _release(self, place: int) -> None:
         """One row less in a parcel."""
-        parcel = self.parcels[bisect_right(self.bases, place) - 1]
+        parcel = self._parcel(place)
         parcel.live -= 1
         self.thinned[parcel.base] = parcel
 

@@ -164,6 +164,21 @@ def test_a_restored_controller_takes_the_commit_of_a_lease_from_before():
     assert ids(after.lease(Ask(9), 1.0, "b")) == [2, 3]
 
 
+def test_a_holder_that_was_silent_commits_nothing_to_a_restored_controller():
+    """Another was given its rows and trained on them after the snapshot was taken."""
+    before = controller(range(1))
+    state = before.state()
+    first = before.lease(Ask(1), 0.0, "a")
+    second = before.lease(Ask(1), 20.0, "b")
+    assert before.commit(second.number, None, ids(second), 21.0)
+    after = Controller(UPDATE, epoch=2)
+    after.restore(state)
+    after.learn(table(range(1)), ["tokens", "rewards"])
+    with pytest.raises(LeaseLost):
+        after.commit(first.number, None, ids(first), 22.0, age=22.0)
+    assert after.commit(second.number, None, ids(second), 22.0, age=2.0)
+
+
 def test_what_a_lost_warehouse_took_with_it():
     """Warehouse 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
     update, reward = controller(range(6)), Controller(Consumer("reward", ("tokens",), ("rewards",)))
@@ -177,6 +192,27 @@ def test_what_a_lost_warehouse_took_with_it():
     reward.learn(table([1]), ["tokens"])
     reward.learn(table([5]), ["tokens", "rewards"])
     assert ids(reward.lease(Ask(6), 1.0, "b")) == [1], "its reward is made again"
+
+
+def test_a_lease_over_rows_that_were_lost_and_came_anew_is_not_revived():
+    """It holds what was; if it dies after all, nobody would give the new rows back."""
+    made = controller(range(2))
+    first = made.lease(Ask(2), 0.0, "a")
+    made.expire(10.0)
+    made.relearn({}, 0, 1)
+    made.learn(table(range(2)), ["tokens", "rewards"])
+    with pytest.raises(LeaseLost):
+        made.renew(first.number, 11.0, "a")
+    made.expire(99.0)
+    assert ids(made.lease(Ask(2), 99.0, "b")) == [0, 1]
+
+
+@pytest.mark.parametrize("share", [-1, 2])
+def test_a_share_that_does_not_exist_draws_nothing(share):
+    made = controller()
+    with pytest.raises(DockError, match=f"share {share} of 2"):
+        made.lease(Ask(4), 0.0, "a", step=0, share=share, shares=2)
+    assert len(made.ready) == 4
 
 
 class Interleaving(RuleBasedStateMachine):

@@ -109,6 +109,15 @@ def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
         at.fetch(torch.tensor([8]), ["rewards"])
 
 
+def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
+    at = dock(2, (Consumer("update", ("tokens",)),))
+    at.put(tokens([3]))
+    shares = [at.fetch(at.lease("update", 1, step=0, share=rank, shares=2, wait=5)) for rank in range(2)]
+    assert sorted(len(share) for share in shares) == [0, 1]
+    assert [share["tokens"].values.dtype for share in shares] == [torch.int64] * 2
+    assert at.fetch(torch.tensor([3], dtype=torch.int32), ["tokens"]).ids.tolist() == [3]
+
+
 def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
     at = dock(2, (UPDATE,))
     other = Dock(at.addresses, token, "producer")

@@ -111,6 +111,22 @@ def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
     assert len(house.parcels) == 2
 
 
+def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
+    house = Warehouse()
+    house.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}), Marks())
+    house.put(tokens([1]), Marks(), turn=3)
+    house.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}), Marks())
+    assert house.saved(numpy.array([1]))[1].tolist() == [3]
+    house.put(tokens([1]), Marks())
+    assert house.table([1]).T.tolist() == [[1, 1, 0, -1, 0, -1]]
+
+
+def test_rows_without_columns_are_refused():
+    """Nothing would ever let go of them."""
+    with pytest.raises(DockError, match="without columns"):
+        Warehouse().put(Batch(torch.tensor([1])), Marks())
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.data())
 def test_whatever_leaves_the_rest_stays_whole(data):
