@@ -37,6 +37,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     source = _source_layout(chain, flows, layouts)
     moved: transfers.Moved = set()
     tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in chain)
+    tasks = transfers.replicated(tasks, source)
     notes = _notes(spec, bound, flows)
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, notes, _inputs(spec))
 

@@ -6,8 +6,10 @@ element, for prompts and responses as long as the run allows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distflow.schema.contract import GROUP
-from distflow.schema.plan import ROW, SOURCE, Layout, Transfer
+from distflow.schema.plan import ROW, SOURCE, Fans, Layout, Task, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 
@@ -42,8 +44,23 @@ def derive(spec: Spec, node: str, flows: dict[str, Flow], layouts: dict[str, Lay
         for repeater in () if producer == SOURCE else flows[producer].out_fan:
             rows *= flows[repeater].repeats
         size = rows * sum(_row_bytes(spec, name, flows[node].forms.get(name, "Tensor")) for name in new)
-        busiest = max(through_ranks(size, origin, target).values())
-        result.append(Transfer(producer, tuple(names), "all_to_all", size, round(busiest)))
+        result.append(Transfer(producer, tuple(names), "all_to_all", size))
+    return tuple(result)
+
+
+def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
+    """The tasks with the bytes of rows that go to several shares: a prompt goes wherever some of its samples are, and
+    samples of equal length are dealt out in turn."""
+    fans, result = Fans(tasks, source), []
+    for task in tasks:
+        unit, arriving = fans.unit(task.layout), []
+        for move in task.transfers:
+            copies = min(task.layout.dp, fans.times(unit[len(fans.of(move.producer)) :])) if unit else 1
+            origin = source if move.producer == SOURCE else fans.tasks[move.producer].layout
+            size = move.bytes_per_step * copies
+            busiest = max(through_ranks(size, origin, task.layout).values())
+            arriving.append(replace(move, bytes_per_step=size, bytes_of_busiest_rank=round(busiest)) if size else move)
+        result.append(replace(task, transfers=tuple(arriving)))
     return tuple(result)
 
 

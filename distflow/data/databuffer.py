@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
-from distflow.data.homes import Census, Fan, Fans, Homes
+from distflow.data.homes import Census, Homes
 from distflow.data.redistribute import Redistributor
 from distflow.observe.metrics import Metrics
 from distflow.schema.errors import ColumnError, RankMissing
-from distflow.schema.plan import ROW, SOURCE, Layout, Plan, Task, Transfer
+from distflow.schema.plan import ROW, SOURCE, Fan, Fans, Layout, Plan, Task, Transfer
 
 _TEXT = "list[str]"
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
@@ -38,7 +38,7 @@ class Databuffer:
     def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
                  limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
-        self.fans = Fans(plan)
+        self.fans = Fans(plan.tasks, plan.source)
         self.redistributor = Redistributor(rank, metrics, limit, group)
         self.source_layout = plan.source
         self.shelves: dict[tuple[str, Layout], Batch] = {}

@@ -6,9 +6,6 @@ prompts; otherwise each row as fine as the tasks read them. The first transfer t
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,35 +15,10 @@ from distflow.data.balance import assign_near, imbalance
 from distflow.data.batch import Batch, Ragged, levels
 from distflow.data.routing import Destinations
 from distflow.schema.errors import ColumnError
-from distflow.schema.plan import SOURCE, Layout, Plan
+from distflow.schema.plan import Fans, Layout
 
-Fan = tuple[str, ...]
 _NOTHING = np.empty((4, 0), dtype=np.int64)
 _SHOWN = 5
-
-
-class Fans:
-    """The repetitions of a plan: which rows stem from which."""
-
-    def __init__(self, plan: Plan):
-        self.tasks = {task.node: task for task in plan.tasks}
-        self.source = plan.source
-
-    def of(self, producer: str) -> Fan:
-        """The nodes that repeated the rows of a producer, outermost first."""
-        return () if producer == SOURCE else self.tasks[producer].out_fan
-
-    def times(self, fan: Iterable[str]) -> int:
-        """How many rows the repetitions of `fan` make of one."""
-        return math.prod(self.tasks[node].repeats for node in fan)
-
-    def unit(self, layout: Layout) -> Fan:
-        """The fan of what `layout` keeps together: the longest that all rows in it share; none if prompts must stay
-        whole."""
-        tasks = [task for task in self.tasks.values() if task.layout == layout]
-        if layout == self.source or any(task.keep_together for task in tasks):
-            return ()
-        return os.path.commonprefix([task.fan for task in tasks])
 
 
 class Homes(NamedTuple):

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 SOURCE = "source"
 """The producer of columns that come from the dataset."""
+Fan = tuple[str, ...]
+"""Nodes that repeated a row, outermost first."""
 ROW = "row"
 """The column of row ids. It is never moved: ids travel with every row."""
 
@@ -134,3 +138,35 @@ class Plan:
         """16 hexadecimal digits that are equal if and only if the plans are."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class Fans:
+    """The repetitions of a plan: which rows stem from which."""
+
+    def __init__(self, tasks: Iterable[Task], source: Layout):
+        self.tasks = {task.node: task for task in tasks}
+        self.source = source
+
+    def of(self, producer: str) -> Fan:
+        """The nodes that repeated the rows of a producer, outermost first."""
+        return () if producer == SOURCE else self.tasks[producer].out_fan
+
+    def times(self, fan: Iterable[str]) -> int:
+        """How many rows the repetitions of `fan` make of one."""
+        return math.prod(self.tasks[node].repeats for node in fan)
+
+    def unit(self, layout: Layout) -> Fan:
+        """The fan of what `layout` keeps together: the longest that all rows in it share; none if prompts must stay
+        whole."""
+        tasks = [task for task in self.tasks.values() if task.layout == layout]
+        if layout == self.source or any(task.keep_together for task in tasks):
+            return ()
+        return _common([task.fan for task in tasks])
+
+
+def _common(fans: list[Fan]) -> Fan:
+    """The longest beginning that all share."""
+    same = 0
+    while all(len(fan) > same and fan[same] == fans[0][same] for fan in fans):
+        same += 1
+    return fans[0][:same]
