@@ -96,6 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabit", type=float, default=200.0, help="rate of each machine's link, in Mbit/s")
     given = parsed(parser, arguments)
     given.machines = given.machines or ([2, 4] if given.quick else [2, 4, 8])
+    if any(count < 2 or count % 2 for count in given.machines):
+        parser.error("--machines: even numbers from 2 on, as one half sends to the other")
     given.mib = given.mib or (4 if given.quick else 24)
     try:
         results = {count: run(count, given) for count in sorted(given.machines)}

@@ -1,8 +1,8 @@
 """The contenders that need no other framework: `python gloo_ranks.py WAY`, driven as `contender.py` says.
 
 Ways: `databuffer`, distflow's; `rank0`, by way of rank 0; `rank0-padded`, the same with ragged rows carried padded. And
-two that redistribute nothing: `same-layout`, distflow's where the layout stays; `copy`, as many bytes through shared
-memory, as fast as this machine copies.
+three that redistribute nothing: `same-layout`, distflow's where the layout stays; `copy` and `copy-through`, as many
+bytes by plain copies (`plain_copy.py`).
 
 Every case gets fresh processes, one a rank, in one gloo group. A round is timed from a moment on at which all ranks
 begin, to the latest end of any; `own` leaves out how late a rank awoke.
@@ -10,7 +10,7 @@ begin, to the latest end of any; `own` leaves out how late a rank awoke.
 
 from __future__ import annotations
 
-import mmap
+import datetime
 import multiprocessing
 import os
 import sys
@@ -28,14 +28,16 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.contender import serve
+from benchmarks.plain_copy import PlainCopy
 from benchmarks.rank0 import Rank0
 from benchmarks.rows import Case, Columns
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer
-from distflow.data.neighbours import Neighbours
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import SOURCE, Column, Layout, Plan, Task, Transfer
 
+_PATIENCE = datetime.timedelta(seconds=120)
+"""For a rank that does not come; the others then end, and so does the benchmark."""
 _SOON = 0.02
 """Seconds from a barrier to the moment at which all begin."""
 
@@ -101,38 +103,9 @@ class SameLayout(ByDatabuffer):
         self.task = replace(self.task, transfers=(transfer,))
 
 
-class PlainCopy:
-    """Producers copy their bytes, column by column, into shared memory; then consumers copy theirs out of it, in one
-    piece. All memory has been used before."""
-
-    def __init__(self, case: Case, rank: int):
-        self.case, self.rank = case, rank
-        self.memory, self.got = mmap.mmap(-1, mmap.PAGESIZE), mmap.mmap(-1, mmap.PAGESIZE)
-        self.neighbours = Neighbours(rank, 60.0)
-
-    def load(self, ids: Tensor, columns: Columns) -> None:
-        values = [column[0] if isinstance(column, tuple) else column for column in columns.values()]
-        self.parts = [memoryview(tensor.numpy().reshape(-1).view("uint8")) for tensor in values]
-        consumes = self.case.first <= self.rank < self.case.first + self.case.consumers
-        self.out = (self.case.nbytes - 8 * self.case.rows) // self.case.consumers if consumes else 0
-        size = max(sum(map(len, self.parts)), self.out)
-        if size > len(self.memory):
-            self.memory, self.got = mmap.mmap(-1, size), mmap.mmap(-1, max(self.out, 1), mmap.MAP_PRIVATE)
-
-    def move(self) -> None:
-        shared, position = memoryview(self.memory), 0
-        for part in self.parts:
-            shared[position : position + len(part)] = part
-            position += len(part)
-        self.neighbours.meet()
-        memoryview(self.got)[: self.out] = shared[: self.out]
-
-    def through(self) -> int:
-        return sum(map(len, self.parts))
-
-
 WAYS: dict[str, Callable[[Case, int], Way]] = {
     "databuffer": ByDatabuffer, "same-layout": SameLayout, "copy": PlainCopy,
+    "copy-through": lambda case, rank: PlainCopy(case, rank, out=True),
     "rank0": lambda case, rank: Rank0(case, rank, case.form == rows.PADDED),
     "rank0-padded": lambda case, rank: Rank0(case, rank, True)}
 
@@ -238,7 +211,8 @@ def work(way: str, case: dict[str, Any], rank: int, store: str, line: Connection
     """One rank, until its line is closed."""
     torch.set_num_threads(1)
     made = Case(**case)
-    dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks,
+                            timeout=_PATIENCE)
     target = Rank(way, made, rank)
     target.rehearse()
     line.send(asdict(made))

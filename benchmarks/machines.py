@@ -28,17 +28,19 @@ def machines(count: int, megabit: float) -> Iterator[list[str]]:
         NoMachines: says which command failed, and why.
     """
     tag = f"distflow{os.getpid()}"
-    switch, names = f"{tag}s", [f"{tag}m{number}" for number in range(count)]
+    switch, names, made = f"{tag}s", [f"{tag}m{number}" for number in range(count)], []
     try:
         _run("ip", "netns", "add", switch)
+        made.append(switch)
         _within(switch, "ip", "link", "add", "bridge", "type", "bridge")
         _within(switch, "ip", "link", "set", "bridge", "up")
         for number, name in enumerate(names):
             _run("ip", "netns", "add", name)
+            made.append(name)
             _plug(switch, name, number, megabit)
         yield names
     finally:
-        for name in (*names, switch):
+        for name in reversed(made):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 

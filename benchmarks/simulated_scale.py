@@ -1,10 +1,11 @@
 """SIMULATION, not a measurement: the data path up to 1,024 GPUs, from costs that are measured here on a few processes.
 
 Measured on this machine, in each repeat: what routing costs for each row, what a message between ranks costs, how fast
-memory is copied, and how fast rank 0 passes rows on (`rank0.py`). Given, not measured: machines of eight GPUs, their
-links (--gigabit), the share of a link that transfers reach (--efficiency; the reciprocal of what
-`dataflow_across_machines.py` prints as times the link bound), and the rest of a step (--compute), which is the same at
-every size, as rows per GPU are. The share --crossing of the rows changes its machine.
+memory is copied, and how fast rank 0 passes rows on (`rank0.py`). Given, not measured: machines of eight GPUs whose
+memory serves all of them at once, their links (--gigabit), the share of a link that transfers reach (--efficiency; the
+reciprocal of what `dataflow_across_machines.py` prints as times the link bound), that a message between machines costs
+what one within a machine does here, and the rest of a step (--compute), which is the same at every size, as rows per
+GPU are. The share --crossing of the rows changes its machine.
 
 - distflow: a machine's ranks copy their rows at once; what crosses uses the machine's own link; every rank hears every
   other's notice, passed on by one rank of each machine in a ring, and routes all rows.
@@ -17,6 +18,7 @@ together.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -70,7 +73,7 @@ class Load:
 
 
 def measured(repeat: int) -> Costs:
-    return Costs(_route(16_384 + repeat), _message(), _copy(), _pass_on(repeat))
+    return Costs(_route(16_384 + repeat), _message(), _copy(), _pass_on())
 
 
 def _route(rows: int) -> float:
@@ -83,15 +86,9 @@ def _route(rows: int) -> float:
         notices.append(Notice(ids, dict.fromkeys(counts, form), counts, Stock(0, (), ())))
     begin = time.perf_counter()
     weights = np.concatenate([sum(part[0] for part in notice.counts.values()) for notice in notices])
-    shares = assign(_tensor(weights), ranks).numpy()
+    shares = assign(torch.from_numpy(weights), ranks).numpy()
     Route(notices, agree(notices), lambda ids: (np.arange(len(ids)), shares), ranks).traffic(ranks)
     return (time.perf_counter() - begin) / rows / COLUMNS
-
-
-def _tensor(array: np.ndarray):
-    import torch
-
-    return torch.from_numpy(array)
 
 
 def _message() -> float:
@@ -100,7 +97,7 @@ def _message() -> float:
     try:
         host.prepare(asdict(Case(0, 4, 2, 0, PADDED, 8, 8)))
         host.make()
-        return min(host.round(repeat)["seconds"] for repeat in range(1, 30)) / 2
+        return statistics.median(host.round(repeat)["seconds"] for repeat in range(1, 30)) / 2
     finally:
         host.close()
 
@@ -114,13 +111,13 @@ def _copy() -> float:
     return (time.perf_counter() - begin) / 4 / len(source)
 
 
-def _pass_on(repeat: int) -> float:
+def _pass_on() -> float:
     case, host = Case(80, 4, 4, 4), Host("rank0")
     try:
         host.prepare(asdict(case))
         host.make()
         host.round(1)
-        return host.round(repeat + 2)["seconds"] / case.nbytes
+        return statistics.median(host.round(number)["seconds"] for number in range(2, 7)) / case.nbytes
     finally:
         host.close()
 
@@ -158,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=16, help="for each GPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a row")
     parser.add_argument("--gigabit", type=float, default=200.0, help="of a machine's link, in Gbit/s")
-    parser.add_argument("--efficiency", type=float, default=0.8, help="share of it that a transfer reaches")
+    parser.add_argument("--efficiency", type=float, default=0.85, help="share of it that a transfer reaches")
     parser.add_argument("--crossing", type=float, default=0.1, help="share of the rows that changes its machine")
     parser.add_argument("--compute", type=float, default=30.0, help="seconds of a step beside the redistributions")
     parser.add_argument("--edges", type=int, default=4, help="redistributions in a step")

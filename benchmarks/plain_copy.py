@@ -1,0 +1,72 @@
+"""The bytes of a redistribution, and nothing but the bytes: no ids, no lengths, no balance. What a machine can do.
+
+Consumers own shared memory, which is warm; each producer copies its bytes there, a column at a time. With `out`,
+consumers then copy them into memory of their own, as one does who must give the shared memory back.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import msgpack
+import numpy as np
+from torch import Tensor
+
+from benchmarks.rows import Case, Columns
+from distflow.data.neighbours import Neighbours
+from distflow.data.warehouse import Stock, Warehouse
+
+
+class PlainCopy:
+    """One rank's part."""
+
+    def __init__(self, case: Case, rank: int, out: bool = False):
+        self.case, self.rank, self.out = case, rank, out
+        self.neighbours, self.warehouse = Neighbours(rank, 60.0), Warehouse(rank)
+        self.got = np.empty(0, dtype=np.uint8)
+
+    def load(self, ids: Tensor, columns: Columns) -> None:
+        """What goes to each consumer: an even piece of every column."""
+        values = [column[0] if isinstance(column, tuple) else column for column in columns.values()]
+        raw = [tensor.numpy().reshape(-1).view("uint8") for tensor in values]
+        self.consumers = range(self.case.first, self.case.first + self.case.consumers)
+        self.pieces = {rank: [np.array_split(part, len(self.consumers))[number] for part in raw]
+                       for number, rank in enumerate(self.consumers)}
+        sizes = {rank: sum(map(len, pieces)) for rank, pieces in self.pieces.items()}
+        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.neighbours.gather(msgpack.packb(sizes))]
+        self.sizes = {rank: [said[rank] for said in told] for rank in self.consumers}
+        wanted = sum(self.sizes.get(self.rank, [0]))
+        if wanted > max((shelf.size for shelf in self.warehouse.stock().shelves), default=0):
+            self.warehouse.add(wanted)
+            self.got = np.zeros(wanted, dtype=np.uint8)
+        stocks = [Stock.unpack(msgpack.unpackb(part))
+                  for part in self.neighbours.gather(msgpack.packb(self.warehouse.stock()))]
+        self.memory = {rank: self.warehouse.open(stocks, rank, stocks[rank].shelves[-1].number)
+                       for rank in self.consumers}
+
+    def move(self) -> None:
+        for rank in self.consumers:
+            position, target = sum(self.sizes[rank][: self.rank]), memoryview(self.memory[rank])
+            for piece in self.pieces[rank]:
+                target[position : position + len(piece)] = memoryview(piece)
+                position += len(piece)
+        self.neighbours.meet()
+        if self.out and self.rank in self.consumers:
+            size = sum(self.sizes[self.rank])
+            memoryview(self.got)[:size] = memoryview(self.memory[self.rank])[:size]
+
+    def through(self) -> int:
+        """Bytes that this rank sent; compares what arrived with what was sent.
+
+        Raises:
+            SystemExit: they differ.
+        """
+        sent = {rank: zlib.crc32(b"".join(map(bytes, pieces))) for rank, pieces in self.pieces.items()}
+        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.neighbours.gather(msgpack.packb(sent))]
+        if self.rank in self.consumers:
+            arrived, position = self.got if self.out else self.memory[self.rank], 0
+            for said, size in zip(told, self.sizes[self.rank]):
+                if size and zlib.crc32(arrived[position : position + size]) != said[self.rank]:
+                    raise SystemExit("the plain copy copied wrongly")
+                position += size
+        return sum(len(piece) for pieces in self.pieces.values() for piece in pieces)
