@@ -83,6 +83,7 @@ def grow() -> tuple[list[int], list[int]]:
     for number in range(40):
         step(buffer, task, number)
         gather(b"")
+        gc.collect()  # what earlier tests left in this process
         if number >= 14:
             descriptors.append(len(os.listdir("/proc/self/fd")))
             sizes.append(len(buffer.redistributor.warehouse.stock().shelves))
@@ -91,7 +92,7 @@ def grow() -> tuple[list[int], list[int]]:
 
 def test_neither_descriptors_nor_segments_grow():
     for descriptors, sizes in run_ranks(3, grow):
-        assert len(set(descriptors)) == 1
+        assert max(descriptors) == descriptors[0]
         assert max(sizes) <= 3
 
 
