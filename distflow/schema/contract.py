@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.machinery
-import sys
-from collections.abc import Iterable, Iterator
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -245,10 +245,13 @@ def _text(node: ast.expr | None) -> str:
 
 def module_file(module: str) -> Path | None:
     """Where a module's source lies; unlike importlib.util.find_spec this runs no parent package."""
-    places: Iterable[str] | None = sys.path
-    for part in module.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, list(places or ()))
+    first, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)  # as an import would: an editable installation adds a finder of its own
+    except ValueError:
+        return None  # a module such as __main__, which was not found but made
+    for part in rest:
         if spec is None:
             return None
-        places = spec.submodule_search_locations
+        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
     return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from distflow.schema.contract import REQUIRED, Contract, Read, Setting, built_in, load_function, of_module
+from distflow.schema.contract import (
+    REQUIRED,
+    Contract,
+    Read,
+    Setting,
+    built_in,
+    load_function,
+    module_file,
+    of_module,
+)
 from distflow.schema.errors import InvalidInput
 from distflow.schema.live import imported
 
@@ -152,3 +162,21 @@ def test_built_in_functions_are_all_in_order() -> None:
     contracts = built_in()
     assert {"generate", "score", "logprobs", "group_advantage", "policy_update", "supervised_update"} <= set(contracts)
     assert all(contract.summary for contract in contracts.values())
+
+
+def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
+    """An editable installation puts a finder of its own beside the path."""
+    (tmp_path / "elsewhere/functions").mkdir(parents=True)
+    for name in ("elsewhere/__init__.py", "elsewhere/functions/__init__.py", "elsewhere/functions/rollout.py"):
+        (tmp_path / name).write_text("raise AssertionError('imported')\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)]) if name == "elsewhere" else None
+
+    assert module_file("elsewhere.functions.rollout") is None
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert module_file("elsewhere.functions.rollout") == tmp_path / "elsewhere/functions/rollout.py"
+    assert module_file("elsewhere.nothing") is None
+    assert module_file("__main__.nothing") is None
