@@ -92,13 +92,13 @@ def run(count: int, given: argparse.Namespace) -> list[dict[str, float]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--machines", type=int, nargs="+", help="even numbers; default 2 4 8, with --quick 2 4")
-    parser.add_argument("--mib", type=float, help="of rows on each sending machine; default 24, with --quick 4")
+    parser.add_argument("--mib", type=float, help="of rows on each sending machine; default 48, with --quick 4")
     parser.add_argument("--megabit", type=float, default=200.0, help="rate of each machine's link, in Mbit/s")
     given = parsed(parser, arguments)
     given.machines = given.machines or ([2, 4] if given.quick else [2, 4, 8])
     if any(count < 2 or count % 2 for count in given.machines):
         parser.error("--machines: even numbers from 2 on, as one half sends to the other")
-    given.mib = given.mib or (4 if given.quick else 24)
+    given.mib = given.mib or (4 if given.quick else 48)
     try:
         results = {count: run(count, given) for count in sorted(given.machines)}
     except NoMachines as error:
