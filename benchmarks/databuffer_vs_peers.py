@@ -10,8 +10,8 @@ consumers by every contender, each in processes of its own that stay from repeat
 - verl-numpy      the same with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy, which is not its default; on request.
 - transfer_queue  0.1.11: SimpleStorage with two units, `kv_batch_put`, `kv_batch_get`. Ragged rows as jagged tensors.
 
-Time runs from rows in the producers' memory to tensors in every consumer's, by the slowest. Ours and rank 0 have a
-barrier before; with Ray the driver's first call is the begin, since all others wait for it. A first round, not
+Time runs from rows in the producers' memory to tensors in every consumer's, by the slowest. Ours and rank 0 begin at
+one moment on all ranks; with Ray the driver's first call is the begin, since all others wait for it. A first round, not
 measured, warms pools and connections. In every round the ids are compared with what was sent: each row once. In the
 first and the last round all contents are compared too. None of this is timed.
 

@@ -35,7 +35,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
@@ -48,7 +47,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ratio import conclude, interleaved, options, parsed, ratios  # noqa: E402 - needs the path above
+from benchmarks.peer_environment import peer_python  # noqa: E402 - needs the path above
+from benchmarks.ratio import conclude, interleaved, options, parsed, ratios  # noqa: E402
 from distflow.data.dataloader import Dataloader  # noqa: E402
 from distflow.data.records import open_records  # noqa: E402
 from distflow.schema.shipped import SHIPPED  # noqa: E402
@@ -87,7 +87,7 @@ class Contest:
         self.given, self.scratch = given, scratch
         self.dag = scratch / "grpo.yaml"
         self.dag.write_text(yaml.safe_dump(without_reference(read(SHIPPED / "grpo.yaml", "grpo.yaml").data)))
-        self.peer = given.peer_python or peer_python()
+        self.peer = given.peer_python or peer_python(".venv-trl", "trl.txt")
         self.model = given.start_model.resolve() if given.start_model else self._start_model()
 
     def distflow(self, seed: int) -> Curve:
@@ -201,19 +201,6 @@ def timed(python: str | Path, *script: str) -> list[float]:
     if process.returncode:
         raise SystemExit(f"{''.join(tail)}\nthis command failed: {' '.join(command)}")
     return list(ends.values())
-
-
-def peer_python() -> Path:
-    """TRL's own environment, made when it is missing or its list of packages has changed."""
-    folder, wanted = ROOT / ".venv-trl", ROOT / "benchmarks" / "peers" / "trl.txt"
-    python, mark = folder / "bin" / "python", folder / "installed"
-    if not mark.is_file() or mark.read_text() != wanted.read_text():
-        print(f"installing TRL in {folder.name}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wanted]
-        subprocess.run(install, check=True)
-        mark.write_text(wanted.read_text())
-    return python
 
 
 def last_third(curve: Curve) -> float:

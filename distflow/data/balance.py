@@ -52,7 +52,7 @@ def _greedy(weights: Tensor, order: Tensor, shares: int, settled: Tensor) -> Ten
 
 
 def _deal(weights: Tensor, order: Tensor, shares: int) -> Tensor | None:
-    """The same for many units, in a hundredth of the time: dealt out forth and back, like cards, and only the lightest
+    """The same for many units without a loop over them: dealt out forth and back, like cards, and only the lightest
     one by one. None if there are too few units, or if that leaves a share heavier than one of even shares may be."""
     many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
     if many <= 0:

@@ -1,4 +1,4 @@
-"""Short messages between all ranks of a group, in microseconds where ranks share a machine.
+"""Short messages between all ranks of a group; where they share a machine, without the network.
 
 Collectives of gloo pass a message round a ring, and each hop wakes a process: milliseconds on a busy machine. Here a
 rank leaves its message in a memory file and rings its neighbours' doorbells (pipes); all these descriptors are opened

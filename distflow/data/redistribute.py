@@ -121,13 +121,15 @@ class Redistributor:
                     for rank in range(len(machines))]
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
         for rank, size in enumerate(arriving):
-            pairs = route.pairs(mine.share, rank) if size else ()
-            for part in (part for parts in route.parts.values() for part in parts) if size else ():
+            if not size:
+                continue
+            pairs = route.pairs(mine.share, rank)
+            runs = runs_of(np.arange(len(pairs)), pairs)
+            for part in (part for parts in route.parts.values() for part in parts):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
                 copy_rows(received[position : position + size], _strip(memory[mine], part, mine.share),
-                          counts.cumsum() - counts, part.at[pairs], counts, part.width,
-                          runs_of(np.arange(len(pairs)), pairs))
+                          counts.cumsum() - counts, part.at[pairs], counts, part.width, runs)
                 position += size
 
     def _read(self, forms: dict[str, Form], route: Route, share: int | None, here: list[Place],

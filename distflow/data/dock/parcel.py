@@ -1,8 +1,8 @@
 """Rows as buffers: a batch goes onto a line, lies in a warehouse and leaves it again without being rebuilt.
 
 What arrives in one message is a parcel: one buffer, with views of its columns. A request for any of its rows is
-answered by slices of that buffer, which the kernel gathers. The form is that of `distflow.data.wire`, apart from its
-header, which travels in the message's: `[name, levels of raggedness, dtype, shape of an element, elements]`.
+answered by slices of that buffer, which the kernel gathers. No pickle: what arrives can only become columns. Their
+header travels in the message's: `[name, levels of raggedness, dtype, shape of an element, elements]`.
 """
 
 from __future__ import annotations
