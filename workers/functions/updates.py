@@ -9,9 +9,10 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, node
 from distflow.observe.metrics import current
-from workers.functions.aggregation import local_totals, token_weights, weighted_sum
+from workers.functions.aggregation import weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import clipped_policy_loss, negative_log_likelihood
+from workers.functions.optimizing import optimize, parts_with_rows, weighted
 from workers.roles import Role
 
 _ALWAYS = 4
@@ -45,14 +46,14 @@ def policy_update(
         columns["reference"] = reference_logprobs
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows = Batch(group, {**columns, "mask": mask})
-    parts = _mini_batches(engine, group, mini_batches)
+    parts = parts_with_rows(engine, group, mini_batches)
     share = 1 / (epochs * max(len(parts), 1))
     loss = _PolicyLoss(clip, clip if clip_high is None else clip_high, dual_clip, kl, kl_kind, share)
     for _ in range(epochs):
         for part in parts:
             chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
-            chosen = _weighted(engine, chosen, aggregate, fixed_length)
-            _optimize(engine, chosen if kl else _telling(chosen), loss)
+            chosen = weighted(engine, chosen, aggregate, fixed_length)
+            optimize(engine, chosen if kl else _telling(chosen), loss)
             loss.first = False
 
 
@@ -71,24 +72,7 @@ def supervised_update(
         current().add("loss", total.detach())
         return total
 
-    _optimize(engine, _weighted(engine, rows, aggregate, None), loss, temperature=1.0)
-
-
-def _mini_batches(engine: Role, group: Tensor, count: int) -> list[int]:
-    """Which of the `count` mini-batches have a prompt on any rank.
-
-    An optimizer step without data would still decay the weights and use up Adam's moments.
-    """
-    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
-    return rows.nonzero().squeeze(1).tolist()
-
-
-def _weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None) -> Batch:
-    """`rows` with each token's weight in the loss, from totals over all ranks."""
-    mask = rows["mask"]
-    totals = engine.total(local_totals(mask.values, mask.lengths))
-    weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
-    return rows.with_columns({"weights": mask.with_values(weights)})
+    optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
 
 
 def _telling(rows: Batch) -> Batch:
@@ -102,12 +86,6 @@ def _telling(rows: Batch) -> Batch:
     current().mean("policy/rows_without_gradient", (~tells).sum(), len(tells))
     tells[:_ALWAYS] = True
     return rows.select(tells.nonzero().squeeze(1))
-
-
-def _optimize(engine: Role, rows: Batch, loss, temperature: float | None = None) -> None:
-    report = engine.update(rows, loss, temperature)
-    for name, value in report.items():
-        current().maximum(name, value)
 
 
 class _PolicyLoss:

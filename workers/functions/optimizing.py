@@ -1,0 +1,35 @@
+"""What all training functions share: mini-batches that are alike on any number of ranks, weights, the step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distflow import Batch
+from distflow.observe.metrics import current
+from workers.functions.aggregation import local_totals, token_weights
+from workers.roles import Role
+
+
+def parts_with_rows(engine: Role, group: Tensor, count: int) -> list[int]:
+    """Which of the `count` mini-batches have a prompt on any rank.
+
+    An optimizer step without data would still decay the weights and use up Adam's moments.
+    """
+    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
+    return rows.nonzero().squeeze(1).tolist()
+
+
+def weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
+    """`rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
+    mask = rows["mask"]
+    totals = engine.total(local_totals(mask.values, mask.lengths))
+    weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
+    return rows.with_columns({"weights": mask.with_values(weights)})
+
+
+def optimize(engine: Role, rows: Batch, loss, temperature: float | None = None) -> None:
+    """One optimizer step over all ranks' rows; what the engine reports of it goes to the metrics."""
+    report = engine.update(rows, loss, temperature)
+    for name, value in report.items():
+        current().maximum(name, value)
