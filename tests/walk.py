@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,17 @@ from distflow.data.exchange import gather
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import ROW, SOURCE, Column, Fans, Layout, Plan, Task, Transfer
 
-FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged", "n": "Ragged", "m": "Tensor"}
+FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged", "n": "Ragged", "m": "Tensor", "k": "Tensor"}
 """By a column's first letter: token ids, a number a row, text, ragged pixels (float16, three to an element), turns of
-tokens, an image of one size (bfloat16)."""
+tokens, an image of one size (bfloat16), which rows are kept."""
 
 
 def contents(name: str, step: int, ids: list[int]) -> ColumnData:
     kind, salt = name[0], sum(map(ord, name)) + 100 * step
     if kind == "d":
         return torch.tensor([7 * row + salt for row in ids], dtype=torch.float64)
+    if kind == "k":
+        return torch.tensor([keeps(step, row) for row in ids], dtype=torch.bool)
     if kind == "t":
         return encode_text("é" * (row % 3) + f"{name}/{step}/{row}" * (row % 4 > 0) for row in ids)
     if kind == "m":
@@ -38,6 +41,11 @@ def contents(name: str, step: int, ids: list[int]) -> ColumnData:
     rows = [torch.arange((3 * row + salt) % 5) + 1000 * row + salt for row in ids]
     column = Ragged.from_rows(rows)
     return column if kind == "r" else column.with_values(column.values[:, None].half().expand(-1, 3))
+
+
+def keeps(step: int, row: int) -> bool:
+    """Whether a filter keeps a row: about half of them."""
+    return (row * 2_654_435_761 + 97 * step) >> 7 & 3 < 2
 
 
 def bits(column: ColumnData) -> tuple:
@@ -63,7 +71,7 @@ class Builder:
         self.writers = dict.fromkeys(columns.split(), SOURCE)
 
     def node(self, name: str, reads: str, writes: str, layout: Layout, repeats: int = 1,
-             together: bool = False) -> Builder:
+             together: bool = False, draws: int = 1) -> Builder:
         wanted = reads.split()
         producers = dict.fromkeys(self.writers[column] for column in wanted)
         transfers = []
@@ -75,7 +83,7 @@ class Builder:
         columns = [Column(column, column, self.writers[column], FORMS[column[0]]) for column in wanted]
         self.tasks[name] = Task(name, "role", "COMPUTE", "function", {}, (*columns, Column(ROW, ROW, SOURCE, "Tensor")),
                                 tuple(writes.split()), layout, tuple(transfers), repeats, fan,
-                                (*fan, name) if repeats > 1 else fan, together)
+                                (*fan, name) if repeats > 1 else fan, together, draws)
         self.writers |= dict.fromkeys(writes.split(), name)
         return self
 
@@ -106,14 +114,22 @@ class Walk:
         return {name: contents(name, self.step, list(range(first, first + len(records)))) for name in names}
 
     def run_step(self) -> None:
-        self.buffer.start(self.loader.next())
-        for task in self.plan.tasks:
+        for task in self.tasks():
             inputs = self.buffer.take(task)
             self.check(task, inputs)
             ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
             columns = {name: contents(name, self.step, ids.tolist()) for name in task.writes} if len(ids) else {}
             self.buffer.put(task, columns, ids)
         self.step += 1
+
+    def tasks(self) -> Iterator[Task]:
+        """As `DagWorker.tasks`."""
+        self.buffer.start(self.loader.next())
+        for index, task in enumerate(self.plan.tasks):
+            yield task
+            while task.draws > 1 and not self.buffer.full(task, self.loader.batch):
+                self.buffer.draw_again(self.loader.next())
+                yield from self.plan.tasks[: index + 1]
 
     def check(self, task: Task, inputs: Batch) -> None:
         self.seen.append((self.step, task.node, inputs.ids.tolist()))

@@ -53,8 +53,7 @@ class DagWorker:
     def run(self) -> None:
         """All steps, from the first or from where the checkpoint stands."""
         for step in self.steps():
-            self.buffer.start(self.source.next())
-            for task in self.chain:
+            for task in self.tasks():
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
                     self.presence.now(f"is in step {step}, computing node `{task.node}`")
@@ -79,6 +78,15 @@ class DagWorker:
             for role in self.roles.values():
                 role.step = step
             yield step
+
+    def tasks(self) -> Iterator[Task]:
+        """The chain over the step's prompts; its beginning over further ones while a filter leaves too few."""
+        self.buffer.start(self.source.next())
+        for index, task in enumerate(self.chain):
+            yield task
+            while task.draws > 1 and not self.buffer.full(task, self.source.batch):
+                self.buffer.draw_again(self.source.next())
+                yield from self.chain[: index + 1]
 
     def execute(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
         """Run a task's function on its columns: what it wrote, and the ids of the rows it wrote."""

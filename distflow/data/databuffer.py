@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,12 +20,15 @@ from torch import Tensor
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.homes import Census, Homes
 from distflow.data.redistribute import Redistributor
+from distflow.data.selecting import Kept, joined
 from distflow.observe.metrics import Metrics
 from distflow.schema.errors import ColumnError, RankMissing
-from distflow.schema.plan import ROW, SOURCE, Fan, Fans, Layout, Plan, Task, Transfer
+from distflow.schema.plan import KEEP, ROW, SOURCE, Fan, Fans, Layout, Plan, Task, Transfer
 
 _TEXT = "list[str]"
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
+Shelves = dict[tuple[str, Layout], Batch]
+_Draw = tuple[Shelves, dict[Layout, Homes], Kept]
 
 
 class Databuffer:
@@ -41,22 +45,59 @@ class Databuffer:
         self.fans = Fans(plan.tasks, plan.source)
         self.redistributor = Redistributor(rank, metrics, limit, group)
         self.source_layout = plan.source
-        self.shelves: dict[tuple[str, Layout], Batch] = {}
+        self.shelves: Shelves = {}
         self.homes: dict[Layout, Homes] = {}
         """Per layout: decided by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
-        """(producer, column, layout) that were redistributed in this step; the same on every rank."""
+        """(producer, column, layout) that were redistributed in this draw; the same on every rank."""
+        self.kept = Kept(_NOTHING.ids, ())
+        """What the last task that dropped rows left, of all ranks and draws."""
+        self.earlier: _Draw | None = None
+        """What the step's draws before this one left."""
+        self.draws = 0
 
     def start(self, batch: Batch) -> None:
         """Begin a step with this rank's rows of the dataset; what the last step left is dropped."""
+        self.draws, self.earlier = 0, None
+        self.redistributor.moved = 0
+        self._begin(batch)
+
+    def draw_again(self, batch: Batch) -> None:
+        """Go on with the step with further rows of the dataset, until `put` of a task that draws joins them."""
+        self.earlier = self.shelves, self.homes, self.kept
+        self._begin(batch)
+
+    def _begin(self, batch: Batch) -> None:
         self.shelves = {(SOURCE, self.source_layout): batch}
         self.homes = {}
         self.moved = set()
-        self.redistributor.moved = 0
+        self.draws += 1
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
-        """Keep what a task wrote for the rows `ids` [B], ascending."""
+        """Keep what a task wrote for the rows `ids` [B], ascending.
+
+        Where it wrote `keep`, rows leave the step, and every rank must call this.
+
+        Raises:
+            ColumnError: `keep` is not one bool a row.
+        """
         self.shelves[task.node, task.layout] = Batch(ids, columns)
+        if KEEP in task.writes:
+            self._drop(task)
+
+    def full(self, task: Task, prompts: int) -> bool:
+        """Whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
+
+        More prompts than that are cut, latest first. The answer is the same on every rank.
+        """
+        left = self.kept.ancestors(self.fans, 0)
+        if len(left) < prompts and self.draws < task.draws:
+            return False
+        if len(left) > prompts:
+            self._keep_only(Kept(left[:prompts], ()))
+        self.metrics.maximum(f"filter/{task.node}/draws", self.draws)
+        self.metrics.maximum(f"filter/{task.node}/prompts_short", max(0, prompts - len(left)))
+        return True
 
     def take(self, task: Task) -> Batch:
         """The columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
@@ -160,6 +201,44 @@ class Databuffer:
                               f"node `{transfer.producer}`, but its other inputs lack them")
         return part.select(index)
 
+    def _drop(self, task: Task) -> None:
+        """The rows that a task wants dropped leave the step; then those of earlier draws come to the others."""
+        written = self.shelves[task.node, task.layout] if task.layout.leads(self.rank) else _NOTHING
+        keep = written[KEEP] if len(written) else torch.empty(0, dtype=torch.bool)
+        if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.ndim != 1:
+            raise ColumnError(f"node `{task.node}` wrote column `{KEEP}`, which says which rows stay in the step: it "
+                              "must be a Tensor of one bool a row")
+        self.metrics.add(f"filter/{task.node}/dropped", (~keep).sum())
+        told = self.redistributor.neighbours.gather(msgpack.packb([bool(keep.all()), _packed(written.ids[keep])]))
+        said = [msgpack.unpackb(raw) for raw in told]
+        self.kept = Kept(torch.cat([_unpacked(raw) for _, raw in said]), task.out_fan)
+        if not all(whole for whole, _ in said):
+            self._keep_only(self.kept)
+        if task.draws > 1:
+            self._join()
+
+    def _keep_only(self, kept: Kept) -> None:
+        self.kept = Kept(self.kept.ids[kept.among(self.fans, self.kept.ids, self.kept.fan)], self.kept.fan)
+        for layout, homes in self.homes.items():
+            self.homes[layout] = kept.of_homes(self.fans, homes, self.fans.unit(layout))
+        for (producer, place), batch in self.shelves.items():
+            batch = kept.of(self.fans, batch, self.fans.of(producer))
+            if place in self.homes and place != self._origin(producer):  # a share may have lost all rows of a prompt
+                homes, unit = self.homes[place], self.fans.unit(place)
+                mine = torch.from_numpy(homes.units[homes.shares == place.share(self.rank)])
+                batch = Kept(mine, unit).of(self.fans, batch, self.fans.of(producer))
+            self.shelves[producer, place] = batch
+
+    def _join(self) -> None:
+        """The rows of earlier draws, which have smaller ids, come before those of this one."""
+        if self.earlier is None:
+            return
+        shelves, homes, kept = self.earlier
+        self.shelves = {key: joined(shelves[key], batch) for key, batch in self.shelves.items()}
+        self.homes = {layout: homes[layout].joined(later) for layout, later in self.homes.items()}
+        self.kept = Kept(torch.cat([kept.ids, self.kept.ids]), kept.fan)
+        self.earlier = None
+
     def _origin(self, producer: str) -> Layout:
         return self.source_layout if producer == SOURCE else self.fans.tasks[producer].layout
 
@@ -185,3 +264,11 @@ def _empty(form: str) -> ColumnData:
         return encode_text([])
     nothing = torch.empty(0, dtype=torch.int64)
     return Ragged(nothing, nothing.clone()) if form.startswith("Ragged") else torch.empty(0)
+
+
+def _packed(ids: Tensor) -> bytes:
+    return ids.numpy().tobytes()
+
+
+def _unpacked(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else _NOTHING.ids

@@ -36,6 +36,10 @@ class Homes(NamedTuple):
         times = fans.times(fan[len(unit) :])
         return lambda ids: self.of_finer(ids, times)
 
+    def joined(self, later: Homes) -> Homes:
+        """These, and those of units with larger ids."""
+        return Homes(np.concatenate([self.units, later.units]), np.concatenate([self.shares, later.shares]))
+
     def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, share) of each of the rows `ids`, of which `times` stem from one unit.
 

@@ -19,6 +19,8 @@ Fan = tuple[str, ...]
 """Nodes that repeated a row, outermost first."""
 ROW = "row"
 """The column of row ids. It is never moved: ids travel with every row."""
+KEEP = "keep"
+"""The column by which a node drops rows: those where it is False leave the step for all later nodes."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ class Task:
     """The same for the rows that it writes."""
     keep_together: bool = False
     """Whether all rows that stem from one prompt must be on the same rank."""
+    draws: int = 1
+    """How often a step may draw prompts, at most, until as many as a batch has are left after this task. It and all
+    tasks before it run once for each draw."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +166,10 @@ class Fans:
         tasks = [task for task in self.tasks.values() if task.layout == layout]
         if layout == self.source or any(task.keep_together for task in tasks):
             return ()
-        return _common([task.fan for task in tasks])
+        return common([task.fan for task in tasks])
 
 
-def _common(fans: list[Fan]) -> Fan:
+def common(fans: list[Fan]) -> Fan:
     """The longest beginning that all share."""
     same = 0
     while all(len(fan) > same and fan[same] == fans[0][same] for fan in fans):
