@@ -12,6 +12,7 @@ from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
+from planners.drawing import after_drawing, draws_of
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
@@ -23,9 +24,10 @@ def plan(spec: Spec, ranks: int) -> Plan:
     bound, unbound, mistakes = bind(spec)
     writers = {column: node for node, names in columns.written(spec, bound).items() for column in names}
     graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
-    chain, added = order.serialize(spec.dag, graph)
+    drawn, later, found_late = after_drawing(spec, bound, graph)
+    chain, added = order.serialize(spec.dag, drawn)
     layouts, unplaced = placement.place(spec, ranks)
-    mistakes = [*spec.mistakes, *mistakes, *found, *unplaced]
+    mistakes = [*spec.mistakes, *mistakes, *found, *found_late, *unplaced]
     for node in chain:
         mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
@@ -39,7 +41,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in chain)
     tasks = transfers.replicated(tasks, source)
     notes = _notes(spec, bound, flows)
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, added, tenants, notes, _inputs(spec))
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, later + added, tenants, notes, _inputs(spec))
 
 
 def _place(mistake: Mistake) -> tuple[str, int]:
@@ -51,7 +53,8 @@ def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], lay
     item, flow = spec.dag.nodes[node], flows[node]
     arriving = transfers.derive(spec, node, flows, layouts, source, moved)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
-                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None)
+                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None,
+                draws_of(spec, node, contract))
 
 
 def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:

@@ -26,6 +26,9 @@ def join(left: Tensor, right: Ragged, questions: list[str] = None) -> Tensor: "T
 @node(writes="stamp")
 def stamp(row: Tensor) -> Tensor: "Reads nothing but the rows' ids."
 
+@node(writes="keep", refills="draws")
+def sift(samples: Ragged, *, draws: int = 3) -> Tensor: "Drops rows."
+
 @node(type="MODEL_TRAIN")
 def learn(engine, targets: Ragged) -> None: "Trains."
 

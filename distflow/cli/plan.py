@@ -57,6 +57,10 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         function = task.function.partition(":")[2]
         rows.append((str(number), task.node, task.role, task.type, function, _where(task, plan), moved))
     yield from _table(rows)
+    for number, task in enumerate(plan.tasks, 1):
+        if task.draws > 1:
+            yield (f"1 to {number} run for each draw of prompts, of which a step has up to {task.draws}, until {batch} are "
+                   f"left after `{task.node}`")
 
 
 def _repeats(plan: Plan, fan: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from distflow.schema import registry
 from distflow.schema.bounds import in_words, readable, within
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
+from distflow.schema.plan import KEEP
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
@@ -25,8 +26,6 @@ TYPES = (*ENGINE_TYPES, "COMPUTE")
 REQUIRED = "<required>"
 GROUP = "group"
 """The column that says which prompt a row stems from. A step's rows are always moved by it."""
-KEEP = "keep"
-"""The column that says which rows go on: those with False leave the step for all later nodes."""
 
 
 @dataclass(frozen=True)
