@@ -49,6 +49,7 @@ class Sink:
             self.folder.write_metrics(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
+            self._say_what_is_short(done, values)
         last = done == self.run.steps
         if self.run.validation and (last or done % self.run.validation.every == 0):
             last |= self._validate(done)  # before the save, after which a resume would not do it again
@@ -66,6 +67,13 @@ class Sink:
             self.folder.close({"plan": self.plan.digest, "ranks": self.plan.ranks, "seed": self.run.seed})
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
+
+    def _say_what_is_short(self, step: int, values: dict[str, float]) -> None:
+        wanted = self.run.data.batch
+        for task in self.plan.tasks:
+            if short := values.get(f"filter/{task.node}/prompts_short"):
+                self.progress.say(f"{self.plan.name}  step {step}: node `{task.node}` left {wanted - short:.0f} of "
+                                  f"{wanted} prompts in {task.draws} draws; the step went on with them")
 
     def _validate(self, step: int) -> bool:
         """True if the model is as good as the run wants it; the same on every rank."""

@@ -59,8 +59,8 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
     yield from _table(rows)
     for number, task in enumerate(plan.tasks, 1):
         if task.draws > 1:
-            yield (f"1 to {number} run for each draw of prompts, of which a step has up to {task.draws}, until {batch} are "
-                   f"left after `{task.node}`")
+            yield (f"1 to {number} run for each draw of prompts; a step draws up to {task.draws} times, until {batch} "
+                   f"are left after `{task.node}`")
 
 
 def _repeats(plan: Plan, fan: Sequence[str]) -> int:

@@ -1,0 +1,81 @@
+"""Whole runs that drop rows and draw prompts again: the same on any number of ranks, and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+from harness import metrics_of
+
+FILTERS = """
+import torch
+from torch import Tensor
+from distflow import node
+
+@node(writes="keep")
+def lose_some(row: Tensor, completions: list[str]) -> Tensor:
+    '''A sample in five has no reward.'''
+    return row % 5 != 3
+
+@node(writes="keep", refills="draws", keep_together="group")
+def even_prompts(group: Tensor, rewards: Tensor, *, draws: int = 4) -> Tensor:
+    return group % 3 != 1
+
+@node(writes="keep")
+def nothing(row: Tensor) -> Tensor:
+    return torch.zeros(len(row), dtype=torch.bool)
+"""
+DAG = """
+name: filtered
+roles:
+  actor: {trained: true}
+  reference: {copy_of: actor}
+imports: [brevity, filters]
+nodes:
+  rollout:   {role: actor,     type: MODEL_INFERENCE, function: generate, with: {group_size: 4}}
+  reward:    {role: reward,    type: COMPUTE,         function: score, with: {reward: brevity}, dependencies: [rollout]}
+  lost:      {role: reward,    type: COMPUTE,         function: lose_some,       dependencies: [rollout]}
+  filter:    {role: actor,     type: COMPUTE,         function: even_prompts,    dependencies: [reward, lost]}
+  reference: {role: reference, type: MODEL_INFERENCE, function: logprobs,        dependencies: [rollout]}
+  advantage: {role: actor,     type: COMPUTE,         function: group_advantage, dependencies: [filter]}
+  update:    {role: actor,     type: MODEL_TRAIN,     function: policy_update,   dependencies: [advantage, reference],
+              with: {clip: 0.2, kl: 0.001}}
+"""
+RUN = ("--dag", "filtered.yaml", "--run-file", "tiny.yaml", "--set", "steps=4")
+
+
+@pytest.fixture(autouse=True)
+def files(workspace):
+    (workspace / "filters.py").write_text(FILTERS)
+    (workspace / "filtered.yaml").write_text(DAG)
+
+
+def test_any_ranks_and_layouts_keep_the_same_rows(launch, workspace):
+    """Two of three prompts stay, so a batch of four draws twice and four prompts are trained, less a fifth of rows."""
+    launch(1, *RUN, "--name", "one")
+    launch(2, *RUN, "--name", "two")
+    launch(2, *RUN, "--name", "moved", *(f"--set=layouts.{node}.dp=1" for node in ("lost", "filter", "reference")))
+    one, *others = (metrics_of(workspace / f"runs/{name}") for name in ("one", "two", "moved"))
+    for step, values in one.items():
+        assert values["filter/filter/draws"] == 2
+        assert values["filter/filter/prompts_short"] == 0
+        assert values["filter/lost/dropped"] > 0
+        for other in others:
+            assert other[step]["response/fingerprint"] == values["response/fingerprint"]
+            assert other[step]["loss"] == pytest.approx(values["loss"], abs=1e-5)
+            assert other[step]["grad_norm"] == pytest.approx(values["grad_norm"], rel=1e-3, abs=1e-5)
+
+
+def test_a_resume_goes_on_with_the_prompts_after_the_last_draw(launch, workspace):
+    launch(1, *RUN, "--name", "whole")
+    launch(1, *RUN, "--name", "begun", "--set", "steps=2")
+    launch(1, "--resume", "runs/begun", "--set", "steps=4")
+    whole, begun = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "begun"))
+    assert [line["response/fingerprint"] for line in whole.values()] == [
+        line["response/fingerprint"] for line in begun.values()]
+
+
+def test_a_step_that_loses_all_rows_trains_nothing_and_says_so(launch, workspace):
+    done = launch(2, *RUN, "--name", "none", "--set", "steps=2", "--set", "nodes.lost.function=nothing")
+    assert "step 1: node `filter` left 0 of 4 prompts in 4 draws; the step went on with them" in done.stdout
+    lines = (workspace / "runs/none/metrics.jsonl").read_text()
+    assert '"filter/filter/prompts_short": 4' in lines
+    assert '"grad_norm"' not in lines
