@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="distflow/launch.py", description="Run a DAG under torchrun.")
     add_arguments(result)
     result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
+    result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     return result
 
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = prepare(spec, plan.name, options, rank)
         from workers.start import start  # imports torch
 
-        start(spec, plan, folder, resume=bool(options.resume))
+        start(spec, plan, folder, bool(options.resume), Path(options.export) if options.export else None)
     except DistflowError as error:
         if options.debug:
             raise

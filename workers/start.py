@@ -24,11 +24,12 @@ from distflow.schema.spec import Spec
 from workers.dag_worker import DagWorker
 
 
-def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool) -> None:
+def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Path | None = None) -> None:
     """Join the others, make sure that all have the same plan, and work.
 
     Args:
         folder: of the run; on rank 0 only, the others learn it from the board.
+        export: where a resumed run writes its models instead of going on.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
@@ -37,9 +38,12 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool) -> None:
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
     worker = _worker(spec, plan, board, path, resume)
-    if board.rank == 0 and resume:
-        RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
-    worker.run()
+    if export:
+        worker.sink.write_models(worker.trained, export)
+    else:
+        if board.rank == 0 and resume:
+            RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
+        worker.run()
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 

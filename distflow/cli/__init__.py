@@ -10,7 +10,7 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "plan", "run", "resume", "nodes")
+VERBS = ("demo", "validate", "plan", "run", "resume", "export", "evaluate", "nodes")
 
 
 def main(arguments: list[str] | None = None) -> int:

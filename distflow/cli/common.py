@@ -50,12 +50,14 @@ def rank_count(options: argparse.Namespace, spec: Spec) -> int:
     return next(count for count in (options.ranks, spec.cluster.ranks, spec.run.ranks, 1) if count is not None)
 
 
-def torchrun(ranks: int, arguments: list[str]) -> int:
-    """Print the torchrun line and run it. Returns torchrun's exit code."""
+def torchrun(ranks: int, arguments: list[str], quiet: bool = False) -> int:
+    """Print the torchrun line and run it; `quiet` leaves out all but errors. Returns torchrun's exit code."""
     path = ROOT / "distflow" / "launch.py"
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     line = ["--standalone", "--nproc-per-node", str(ranks), str(shown), *arguments]
-    print(shlex.join(["torchrun", *line]), flush=True)
+    if not quiet:
+        print(shlex.join(["torchrun", *line]), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     program = [sys.executable, "-m", "torch.distributed.run"]
-    return subprocess.run([*program, *line], env=environment, check=False).returncode
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run([*program, *line], env=environment, stdout=output, check=False).returncode

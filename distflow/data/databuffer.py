@@ -122,7 +122,8 @@ class Databuffer:
         """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them."""
         held = {name: [(self.fans.of(producer), batch) for (producer, _), batch in self.shelves.items()
                        if name in batch.columns and len(batch)] for name in names}
-        finest = max((pair for pairs in held.values() for pair in pairs), key=lambda pair: len(pair[0]), default=None)
+        finest = max((pair for pairs in held.values() for pair in pairs), default=None,
+                     key=lambda pair: (len(pair[0]), len(pair[1])))
         if finest is None or not count:
             return {}
         fan, batch = finest

@@ -1,0 +1,118 @@
+"""`distflow evaluate`: how well a model, or what a run has made, answers problems. It runs the DAG `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.cli.common import torchrun
+from distflow.cli.evaluated import Subject, subject
+from distflow.observe.accuracy import interval
+from distflow.observe.folder import choose
+from distflow.schema.errors import InvalidInput
+from distflow.schema.shipped import find, find_yaml
+
+HELP = "pass@k and mean reward of a run's model, or of a model folder, with confidence intervals"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, as runs/grpo-1, or a model folder")
+    parser.add_argument("--data", metavar="[NAME=]FILE", action="append", default=[],
+                        help="problems; may be given several times. Default: what the run validates on")
+    parser.add_argument("--samples", type=int, default=1, metavar="K",
+                        help="answers to each problem: 1 takes the likeliest tokens; more are drawn at the role's "
+                             "temperature, and give pass@k up to K")
+    parser.add_argument("--role", help="which one, of a run that trained several")
+    parser.add_argument("--run-file", "--run", metavar="FILE", dest="run", help="settings for a model folder")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+                        help="override one value, as roles.actor.generation.temperature=0.6")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes, one per GPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="runs", help="folder for each data set's answers and figures")
+    parser.add_argument("--json", action="store_true", help="one JSON object a data set, and nothing else")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.samples < 1 or options.ranks < 1:
+        raise InvalidInput("--samples and --ranks must be at least 1")
+    what = subject(options.model, options.role, options.run)
+    sets = dict(_named(text) for text in options.data) or what.validation
+    if not sets:
+        raise InvalidInput(f"{options.model} has no validation data. Name the problems:  --data test.jsonl")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*what.search, *filter(None, [os.environ.get("PYTHONPATH")])])
+    results = []
+    for name, path in sets.items():
+        folder = choose(options.output, f"evaluate-{name}", None)
+        problems = _count(path)
+        if code := _answer(options, what, path, problems, folder):
+            return code
+        results.append({"data": name, "folder": str(folder), "problems": problems, **_figures(folder)})
+    for result in results:
+        print(json.dumps(result) if options.json else "\n".join(_shown(result)))
+    return 0
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    return (name, path) if separator else (Path(text).stem, text)
+
+
+def _count(path: str) -> int:
+    from distflow.data.records import open_records
+
+    found = find(path, "data")
+    if found is None:
+        raise InvalidInput(f"there is no data `{path}`. Give a .jsonl or .parquet file, or a folder that `datasets` "
+                           "saved.")
+    return len(open_records(found))
+
+
+def _answer(options: argparse.Namespace, what: Subject, path: str, problems: int, folder: Path) -> int:
+    """Let the DAG `evaluate` answer all problems in one step. Returns the exit code."""
+    dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
+    dag["imports"], nodes = what.imports, dag["nodes"]
+    nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
+    nodes["reward"]["with"] = what.reward
+    role = dict(what.role)
+    if options.samples == 1:
+        role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
+    run = {"steps": 1, "seed": options.seed, "ranks": options.ranks, "output": options.output,
+           "data": {**what.data, "train": str(find(path, "data").absolute()), "batch": problems},
+           "roles": {"actor": role}, "layouts": {"tally": {"dp": 1}}, "samples": problems * options.samples,
+           "checkpoint": {"every": 0}}
+    with tempfile.TemporaryDirectory() as place:
+        for kind, content in (("dag", dag), ("run", run)):
+            Path(place, f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        changes = [part for text in options.overrides for part in ("--set", text)]
+        return torchrun(options.ranks, ["--dag", f"{place}/dag.yaml", "--run-file", f"{place}/run.yaml", "--name",
+                                        folder.name, *changes], quiet=options.json)
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    """Each figure with its interval, and how many problems it is of."""
+    values = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    found: dict[str, Any] = {}
+    for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
+        problems = int(values[f"{name}/problems"])
+        figure = {"value": values[name], "problems": problems}
+        if values[name] >= 0 and values[f"{name}/squared"] <= values[name] + 1e-9:
+            figure["low"], figure["high"] = interval(values[name], values[f"{name}/squared"], problems)
+        found[name.partition("/")[2]] = figure
+    return {"figures": found}
+
+
+def _shown(result: dict[str, Any]) -> Iterator[str]:
+    yield f"\n{result['data']}: {result['problems']} problems, answers in {result['folder']}/samples.jsonl"
+    for name, figure in sorted(result["figures"].items(), key=lambda item: (len(item[0]), item[0])):
+        between = f"  {figure['low']:.3f} to {figure['high']:.3f}" if "low" in figure else ""
+        missing = result["problems"] - figure["problems"]
+        lost = f"  without {missing} whose reward failed" if missing else ""
+        yield f"  {name:<10} {figure['value']:.3f}{between}{lost}"
+    yield "  ranges: 95% confidence, problems being the sample"

@@ -1,0 +1,46 @@
+"""How good answers are, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+
+_Z = 1.959964
+"""The normal distribution's quantile for an interval of 95%."""
+
+
+def pass_at(k: int, answers: int, right: int) -> float:
+    """The chance that at least one of `k` answers is right, drawn without replacement from `answers` of which `right`
+    are: the unbiased estimator of pass@k (Chen et al. 2021, Eq. 1).
+
+    Raises:
+        ValueError: there are fewer than `k` answers, or more right ones than answers.
+    """
+    if not 1 <= k <= answers or not 0 <= right <= answers:
+        raise ValueError(f"pass@{k} of {answers} answers of which {right} are right: k is 1 to the number of answers")
+    return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def interval(mean: float, mean_of_squares: float, problems: int) -> tuple[float, float]:
+    """The 95% confidence interval of a mean over problems, of values from 0 to 1.
+
+    Wilson's score interval (1927) at the effective sample size (Korn and Graubard 1998): as many problems as single
+    right-or-wrong answers would need for the same variance of the mean. Problems are the sample: answers to one problem
+    are not independent of each other. Unlike mean ± 1.96 standard errors it stays within 0 to 1, and does not shrink to
+    a point when all problems are right.
+
+    Args:
+        mean, mean_of_squares: of the problems' values.
+
+    Raises:
+        ValueError: there is no problem, or a value was outside of 0 to 1.
+    """
+    if problems < 1 or not 0 <= mean_of_squares <= mean + 1e-9 or mean > 1 + 1e-9:
+        raise ValueError(f"an interval wants the mean of at least one value from 0 to 1, not {mean} of {problems}")
+    mean = min(mean, 1.0)
+    size = float(problems)
+    spread = (mean_of_squares - mean * mean) * problems / max(problems - 1, 1)
+    if spread > 1e-12:
+        size *= max(1.0, mean * (1.0 - mean) / spread)
+    centre = (mean + _Z * _Z / (2 * size)) / (1 + _Z * _Z / size)
+    half = _Z / (1 + _Z * _Z / size) * math.sqrt(mean * (1 - mean) / size + (_Z / (2 * size)) ** 2)
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,75 @@
+"""`distflow evaluate` and `distflow export` on real runs, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, environment
+
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
+VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
+
+
+def distflow(workspace, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, "-m", "distflow.cli", *arguments], cwd=workspace, capture_output=True,
+                          text=True, env={**environment(), "PYTHONPATH": str(ROOT)}, timeout=200, check=False)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def results(done: subprocess.CompletedProcess) -> list[dict]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace):
+    """Greedy answers earn what the last validation said, on one and on two ranks; the user's own reward is found."""
+    launch(1, *GRPO, *VALIDATED, "--set", "steps=2", "--name", "run")
+    accuracy = json.loads((workspace / "runs/run/summary.json").read_text())["accuracy_after"]
+    one, = results(distflow(workspace, "evaluate", "runs/run", "--json"))
+    assert one["problems"] == 10
+    assert one["figures"]["mean@1"]["value"] == pytest.approx(accuracy, abs=1e-6)
+    two, = results(distflow(workspace, "evaluate", "runs/run", "--json", "--ranks", "2", "--data", "again=train.jsonl"))
+    assert two["data"] == "again"
+    assert two["figures"]["mean@1"]["value"] == pytest.approx(accuracy, abs=1e-6)
+    samples = [json.loads(line) for line in (workspace / two["folder"] / "samples.jsonl").read_text().splitlines()]
+    assert len({row["questions"] for row in samples}) == 10
+
+
+def test_several_samples_give_pass_at_k(launch, workspace):
+    launch(1, *GRPO, *VALIDATED, "--set", "steps=1", "--name", "run")
+    done = distflow(workspace, "evaluate", "runs/run", "--samples", "3", "--set", "nodes.tally.with.threshold=0.1")
+    table = done.stdout.partition("heldout: 10 problems")[2].splitlines()[1:-1]
+    shown = {line.split()[0]: float(line.split()[1]) for line in table}
+    assert shown["pass@1"] <= shown["pass@2"] <= shown["pass@3"]
+    assert {"pass@1", "pass@2", "pass@3", "mean@3"} == set(shown)
+
+
+def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
+    launch(1, *GRPO, *VALIDATED, "--set", "steps=4", "--name", "run")
+    final = (workspace / "runs/run/model/model.safetensors").read_bytes()
+    for path in (workspace / "runs/run/model").iterdir():
+        path.unlink()
+    (workspace / "runs/run/model").rmdir()
+    refused = distflow(workspace, "evaluate", "runs/run", code=2)
+    assert "distflow export runs/run" in refused.stderr
+    distflow(workspace, "export", "runs/run")
+    assert (workspace / "runs/run/model/model.safetensors").read_bytes() == final
+    distflow(workspace, "export", "runs/run", "elsewhere")
+    assert (workspace / "elsewhere/model/model.safetensors").read_bytes() == final
+    assert "steps: 4" in (workspace / "runs/run/run.yaml").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (("nowhere",), "neither the folder of a run"),
+    ((".", "--samples", "0"), "--samples and --ranks must be at least 1"),
+    (("model",), "has no validation data. Name the problems:  --data test.jsonl"),
+    (("model", "--data", "tset.jsonl"), "there is no data `tset.jsonl`"),
+])
+def test_mistakes_are_answered_before_anything_runs(workspace, arguments, expected):
+    (workspace / "model").mkdir()
+    (workspace / "model/config.json").write_text("{}")
+    assert expected in distflow(workspace, "evaluate", *arguments, code=2).stderr
+    assert not (workspace / "runs").exists()

@@ -1,0 +1,35 @@
+"""What the answers of an evaluation are worth, problem by problem."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distflow import node
+from distflow.observe.accuracy import pass_at
+from distflow.observe.metrics import current
+
+
+@node(keep_together="group", bounds={"threshold": "> 0"})
+def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[str], completions: list[str], *,
+          samples: int = 1, threshold: float = 1.0) -> None:
+    """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
+
+    An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the
+    reward of others failed, has no pass@k. With each mean comes the mean of the squares and how many problems it is of,
+    which is what an interval needs: see `distflow.observe.accuracy`. The text is read so that it comes along to where
+    the run writes its samples.
+    """
+    ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
+    order = torch.argsort(group)
+    for earned in rewards[order].double().split(torch.unique(group, return_counts=True)[1].tolist()):
+        right = int((earned >= threshold).sum())
+        _report(f"mean@{samples}", float(earned.mean()))
+        for k in (k for k in ks if k <= len(earned)):
+            _report(f"pass@{k}", pass_at(k, len(earned), right))
+
+
+def _report(name: str, value: float) -> None:
+    current().mean(f"evaluation/{name}", value)
+    current().mean(f"evaluation/{name}/squared", value * value)
+    current().add(f"evaluation/{name}/problems", 1)
