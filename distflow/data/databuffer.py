@@ -119,23 +119,27 @@ class Databuffer:
                            else _empty(column.form) for column in task.reads})
 
     def readable(self, names: Iterable[str], count: int) -> dict[str, list[Any]]:
-        """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them."""
+        """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them.
+
+        Of the layouts that hold rows here it takes the one with most of the columns, and then with most rows.
+        """
         held = {name: [(self.fans.of(producer), batch) for (producer, _), batch in self.shelves.items()
                        if name in batch.columns and len(batch)] for name in names}
-        finest = max((pair for pairs in held.values() for pair in pairs), default=None,
-                     key=lambda pair: (len(pair[0]), len(pair[1])))
-        if finest is None or not count:
-            return {}
-        fan, batch = finest
-        ids = batch.ids[:: max(1, len(batch) // count)][:count]
-        result = {}
-        for name, pairs in held.items():
-            for shorter, batch in pairs:
-                index, lost = _places(batch.ids, ids // self.fans.times(fan[len(shorter) :]))
-                if not len(lost) and fan[: len(shorter)] == shorter:
-                    result[name] = _plain(batch.only([name]).select(index)[name])
-                    break
-        return result
+        deepest = max((len(fan) for pairs in held.values() for fan, _ in pairs), default=0)
+        best: dict[str, list[Any]] = {}
+        for fan, batch in (pair for pairs in held.values() for pair in pairs if len(pair[0]) == deepest):
+            ids = batch.ids[:: max(1, len(batch) // max(count, 1))][:count]
+            found = {name: values for name, pairs in held.items()
+                     if (values := self._readable(name, pairs, fan, ids)) is not None}
+            best = max(best, found, key=lambda columns: (len(columns), max(map(len, columns.values()), default=0)))
+        return best if count else {}
+
+    def _readable(self, name: str, pairs: list[tuple[Fan, Batch]], fan: Fan, ids: Tensor) -> list[Any] | None:
+        for shorter, batch in pairs:
+            index, lost = _places(batch.ids, ids // self.fans.times(fan[len(shorter) :]))
+            if not len(lost) and fan[: len(shorter)] == shorter:
+                return _plain(batch.only([name]).select(index)[name])
+        return None
 
     def _fetch(self, transfer: Transfer, task: Task) -> Batch:
         """The transfer's columns in the task's layout; a rank without rows may lack the columns themselves."""
