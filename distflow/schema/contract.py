@@ -13,15 +13,17 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from distflow.schema import registry
 from distflow.schema.bounds import in_words, readable, within
+from distflow.schema.dag import Head
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
+HEADS = get_args(Head)
 REQUIRED = "<required>"
 GROUP = "group"
 """The column that says which prompt a row stems from. A step's rows are always moved by it."""
@@ -74,6 +76,12 @@ class Contract:
     def key(self) -> str:
         """`module:function`, from which a worker loads it."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
+
+    @property
+    def samples(self) -> bool:
+        """Whether the node's role must be ready to sample."""
+        repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
+        return repeats and self.marks.type in ENGINE_TYPES
 
 
 def built_in() -> dict[str, Contract]:
@@ -185,6 +193,8 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
         if column not in reads:
             wrong.append(Mistake(f"{what}`requires` names column `{column}`, which is not a parameter of it",
                                  contract.where, listing(reads, "Parameters")))
+    if marks.head not in (None, *HEADS):
+        wrong.append(Mistake(f"{what}`head` is {marks.head!r}", contract.where, listing(HEADS, "It is one of")))
     if marks.keep_together not in (None, GROUP):
         wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
                              f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
