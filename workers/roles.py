@@ -30,6 +30,7 @@ from distflow.schema.run import Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
+from workers.encode import encode_targets
 from workers.engines import attention
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
@@ -50,7 +51,7 @@ class Role:
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.kind, self.config = type(model), model.config
         self.generation_config = model.generation_config if self.head == "lm" else None
-        self.seed, self.step = spec.run.seed, 0
+        self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
@@ -105,10 +106,8 @@ class Role:
         return values.cpu()
 
     def encode(self, answers: list[str]) -> Ragged:
-        """The tokens of each answer, with an end."""
-        end = self.tokenizer.eos_token_id
-        rows = [[*self.tokenizer(answer, add_special_tokens=False)["input_ids"], end] for answer in answers]
-        return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+        """The tokens of each answer, with an end; cut and counted as the targets of the data are."""
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers)
 
     def decode(self, tokens: Ragged) -> list[str]:
         """The text of each row, without special tokens."""

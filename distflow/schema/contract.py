@@ -27,6 +27,8 @@ HEADS = get_args(Head)
 REQUIRED = "<required>"
 GROUP = "group"
 """The column that says which prompt a row stems from. A step's rows are always moved by it."""
+KEEP = "keep"
+"""The column that says which rows go on: those with False leave the step for all later nodes."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def build(name: str, module: str, where: Spot, marks: registry.Marks, arguments:
     reads = [Read(item.arg, _annotation(item.annotation), index >= required) for index, item in enumerate(positional)]
     if marks.type in ENGINE_TYPES:
         reads = reads[1:]
-    bounds = {**({marks.repeats: ">= 1"} if marks.repeats else {}), **marks.bounds}
+    bounds = {**{name: ">= 1" for name in (marks.repeats, marks.refills) if name}, **marks.bounds}
     settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED,
                                   bounds.get(item.arg, ""))
                 for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
@@ -181,7 +183,7 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
     elif marks.type in ENGINE_TYPES and not positional:
         wrong.append(Mistake(f"{what}a {marks.type} function gets its role's engine as its first parameter, and this "
                              "one has none", contract.where))
-    named = [("repeats", marks.repeats), *(("requires", name) for name in marks.requires),
+    named = [("repeats", marks.repeats), ("refills", marks.refills), *(("requires", name) for name in marks.requires),
              *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
              *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair))]
     for mark, setting in named:
@@ -189,6 +191,9 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
             hint = listing(contract.settings, "Keyword-only parameters")
             wrong.append(Mistake(f"{what}`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
                                  contract.where, hint))
+    if marks.refills and KEEP not in marks.writes:
+        wrong.append(Mistake(f"{what}`refills` is for a function that says which rows stay, and it does not write "
+                             f"`{KEEP}`", contract.where, f'Instead:  writes="{KEEP}", or take `refills` away'))
     for column in marks.requires.values():
         if column not in reads:
             wrong.append(Mistake(f"{what}`requires` names column `{column}`, which is not a parameter of it",
