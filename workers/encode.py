@@ -11,6 +11,7 @@ from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.records import Record
 from distflow.observe.metrics import current
 from distflow.schema.run import Data
+from workers.roles import encode_targets
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Record]], dict[str, ColumnData]]:
@@ -29,14 +30,6 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
                 "questions": encode_text(questions), "answers": encode_text(answers), **extra}
 
     return encode
-
-
-def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
-    """The answers with their ends; what is longer than `longest` tokens loses its end, and the metrics count it."""
-    targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-               for answer in answers]
-    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
-    return _ragged([row[:longest] for row in targets])
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, int]:

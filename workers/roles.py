@@ -24,13 +24,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.records import open_records
+from distflow.observe.metrics import current
 from distflow.schema.dag import Head
 from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
 from distflow.schema.run import Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
-from workers.encode import encode_targets
 from workers.engines import attention
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
@@ -131,13 +131,39 @@ class Role:
         self.tokenizer.save_pretrained(folder)
 
 
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
+    """The answers' tokens with an end; one longer than `longest` loses its end, and the metrics count it."""
+    targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+               for answer in answers]
+    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
+    return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
+
+
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
     roles = {}
     for name in sorted(names):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
+    _require_one_vocabulary(roles)
     return roles
+
+
+def _require_one_vocabulary(roles: dict[str, Role]) -> None:
+    """Roles hand tokens to each other, so a token must mean the same to all of them.
+
+    Raises:
+        EngineError: two tokenizers number their tokens differently.
+    """
+    first, *others = roles.values()
+    for other in others:
+        ours, theirs = first.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        odd = [token for token, number in ours.items() if theirs.get(token, number) != number]
+        if odd or not (ours.keys() <= theirs.keys() or theirs.keys() <= ours.keys()):
+            odd = odd or sorted(ours.keys() ^ theirs.keys())
+            raise EngineError(f"roles `{first.name}` and `{other.name}` have different tokenizers, so that the tokens "
+                              f"of one mean nothing to the other (first difference: {odd[0]!r}). Give them models of "
+                              "one family")
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -116,7 +116,7 @@ def reward_update(engine: Role, prompts: Ragged, responses: Ragged, preference: 
     """One step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
 
     -log σ(better - worse), the model of Bradley and Terry 1952 (Ouyang et al. 2022, Eq. 1). `centering` times
-    (better + worse)² keeps scores near 0, where the loss itself leaves them free (Eisenstein et al. 2023, section 3).
+    (better + worse)² keeps scores near 0, where the loss itself leaves them free (Eisenstein et al. 2023).
     """
     rows, count = _pairs(engine, preference, group, {"prompts": prompts, "responses": responses})
 
