@@ -105,6 +105,15 @@ DAGS = [
     case("unknown_copy", 5, "acto", "role `reference` is a copy of `acto`, which is not a role", "mean `actor`?"),
     case("copies_in_a_circle", 4, "reference", "in a circle: actor → reference → actor", others=(6,)),
     case("independent_fans", 10, "update", "`rollout` and of `again`, which repeat the same rows independently"),
+    case("values_of_a_policy", 8, "actor", "node `values`: function `values` needs a model that gives one number for "
+         "each token (head: value), and that of role `actor` gives a vocabulary (head: lm)",
+         "Give the node another role (`critic`), or instead:  actor: {…, head: value}"),
+    case("logprobs_of_a_critic", 7, "reference", "`supervised_update` needs a model that gives a vocabulary (head: lm)",
+         "Give the node another role (`actor`), or instead:  reference: {…, head: lm}"),
+    case("frozen_without_head", 5, "reward", "role `reward` is not trained, and its model has no value head",
+         "--set roles.reward.model=FOLDER"),
+    case("wrong_head", 4, "valu", "must be one of 'lm' or 'value'", "Did you mean `value`?"),
+    case("smoothing_without_use", 11, "label_smoothing", "says nothing with `loss: ipo`, only with `sigmoid`"),
     case("missing_module", 3, "no_such_module", "module `no_such_module` cannot be found", "PYTHONPATH"),
     case("undecorated_function", 8, "undecorated:plain", "module `undecorated` has no function `plain` with @node"),
 ]
@@ -296,7 +305,7 @@ def test_marks_that_do_not_fit_their_function() -> None:
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
                  "`bounds` of `kl` are '=> 0'", "the default of `epsilon`, 0.0, is not above 0",
                  "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'",
-                 "`refills` is for a function that says which rows stay", "9 mistakes."):
+                 "`refills` is for a function that says which rows stay", "`head` is 'number'", "It is one of: lm, value.", "10 mistakes."):
         assert part in text
 
 
@@ -305,6 +314,19 @@ def test_validation_needs_a_trained_role(tmp_path: Path) -> None:
     dag.write_text("name: only\nroles: {actor: {}}\nnodes: {a: {role: actor, type: MODEL_INFERENCE}}\n")
     with pytest.raises(InvalidInput, match=r"training\.yaml:7: `validation` asks how well .* DAG `only` trains none"):
         plan(load(str(dag), "run_files/validation_without_training.yaml"), 2)
+
+
+def test_validation_needs_a_role_that_answers(tmp_path: Path) -> None:
+    dag = tmp_path / "dag.yaml"
+    dag.write_text("name: only\nroles: {actor: {trained: true, head: value}}\nnodes:\n"
+                   "  pairs: {role: actor, type: MODEL_INFERENCE, function: labelled_pairs}\n"
+                   "  update: {role: actor, type: MODEL_TRAIN, function: reward_update, dependencies: [pairs]}\n")
+    run = "run_files/validation_without_training.yaml"
+    columns = ["data.columns=[chosen, rejected]"]
+    with pytest.raises(InvalidInput, match="DAG `only` trains none that has a vocabulary to answer with") as caught:
+        plan(load(str(dag), run, columns), 2)
+    assert len(caught.value.mistakes) == 1
+    assert plan(load(str(dag), "run_files/good.yaml", columns), 2).tasks
 
 
 def test_no_ranks() -> None:
