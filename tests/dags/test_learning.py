@@ -45,6 +45,14 @@ class Case:
 CASES = [
     Case("sft", "loss", -0.1),
     Case("grpo"),
+    Case("dr_grpo", settings=("nodes.update.with.fixed_length=24",)),
+    Case("dapo", settings=("nodes.rollout.with.group_size=8",)),
+    Case("gspo"),
+    Case("cispo"),
+    Case("rloo"),
+    Case("reinforce_pp", settings=("nodes.rollout.with.group_size=8",)),
+    Case("remax", settings=("nodes.rollout.with.group_size=8",)),
+    Case("pf_ppo"),
 ]
 
 
