@@ -43,7 +43,8 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
     """What `launch.py` and `distflow run` both take."""
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
-                        help="models, data, steps; default: embedded_DAG.yaml if shipped, else embedded.yaml. Short: --run, but not under torchrun, which "
+                        help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
+                             "Short: --run, but not under torchrun, which "
                              "may take that for its own --run-path")
     target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")

@@ -59,6 +59,11 @@ class Role:
                                  self.head)
         self._version_in_rollout = -1
 
+    @property
+    def version(self) -> int:
+        """Of the weights: how many optimizer steps they have made since the start or the last restore."""
+        return self.engine.version
+
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None) -> Samples:
         """`repeats` samples for each prompt [P], drawn by (seed, step, row id) with the newest weights.

@@ -10,8 +10,8 @@ another name or another fruit.
 steps. Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find
 by itself that the longer answers are the right ones.
 
-`preferences` are the first questions of `train`, each with its right answer as `chosen` and as `rejected` one of the two
-mistakes that a beginner makes: to stop after the first step, or to miscalculate the last one by one.
+`preferences` are the first questions of `train`, each with its right answer as `chosen` and as `rejected` one of a
+beginner's two mistakes: to stop after the first step, or to be wrong by one in the last.
 """
 import argparse
 import itertools

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_give_the_head_is_refused(plan_of, folder, architec
 
 
 def test_a_classifier_has_no_vocabulary(plan_of, folder):
-    with pytest.raises(InvalidInput, match="role `actor` needs a model with a vocabulary, and its folder holds a class"):
+    with pytest.raises(InvalidInput, match="role `actor` needs a model with a vocabulary, and its folder holds a"):
         plan_of({}, roles={"actor": {"model": folder(CLASSIFIER)}})
 
 

@@ -81,7 +81,7 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
 
 
 @node(type="MODEL_TRAIN", keep_together="group", bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5"},
-      belongs_to={"label_smoothing": ("loss", "sigmoid")})
+      only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
     engine: Role, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged, group: Tensor,
     response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
