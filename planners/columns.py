@@ -136,6 +136,8 @@ class _Tracer:
             meant = nearest(column, sorted(known))
             hint = did_you_mean(column, sorted(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
+            if plain_form(read.form) == "list[str]":
+                hint += f"\nIf it is a field of the data, add to the run file:  data: {{…, columns: [{column}]}}"
         self.mistakes.append(Mistake(what, where, hint))
 
     def _check_fields(self) -> None:

@@ -54,7 +54,7 @@ def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], lay
     arriving = transfers.derive(spec, node, flows, layouts, source, moved)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
                 arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None,
-                draws_of(spec, node, contract))
+                draws_of(spec, node, contract), contract.samples)
 
 
 def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:
@@ -64,7 +64,7 @@ def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, 
 
 
 def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
-    return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.marks.repeats}
+    return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.samples}
 
 
 def _inputs(spec: Spec) -> str:

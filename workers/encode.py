@@ -11,6 +11,7 @@ from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.records import Record
 from distflow.observe.metrics import current
 from distflow.schema.run import Data
+from workers.roles import encode_targets
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Record]], dict[str, ColumnData]]:
@@ -22,13 +23,10 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
         prompts, cut = encode_prompts(tokenizer, data, records)
-        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                   for answer in answers]
         current().add("data/prompts_cut", cut)
-        current().add("data/targets_cut", sum(len(row) > data.max_target_tokens for row in targets))
         extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
         return {"prompts": prompts,
-                "targets": _ragged([row[: data.max_target_tokens] for row in targets]),
+                "targets": encode_targets(tokenizer, data.max_target_tokens, answers),
                 "questions": encode_text(questions), "answers": encode_text(answers), **extra}
 
     return encode

@@ -13,16 +13,18 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from distflow.schema import registry
 from distflow.schema.bounds import in_words, readable, within
+from distflow.schema.dag import Head
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
 from distflow.schema.plan import KEEP
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
+HEADS = get_args(Head)
 REQUIRED = "<required>"
 GROUP = "group"
 """The column that says which prompt a row stems from. A step's rows are always moved by it."""
@@ -75,6 +77,12 @@ class Contract:
     def key(self) -> str:
         """`module:function`, from which a worker loads it."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
+
+    @property
+    def samples(self) -> bool:
+        """Whether the node's role must be ready to sample."""
+        repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
+        return repeats and self.marks.type in ENGINE_TYPES
 
 
 def built_in() -> dict[str, Contract]:
@@ -176,7 +184,9 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
                              "one has none", contract.where))
     named = [("repeats", marks.repeats), ("refills", marks.refills), *(("requires", name) for name in marks.requires),
              *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
-             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair))]
+             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair)),
+             *(("only_with", name) for name in marks.only_with), *(("refuses", name) for name in marks.refuses),
+             *(("only_with", pair[0]) for pair in marks.only_with.values() if _is_pair(pair))]
     for mark, setting in named:
         if setting is not None and setting not in contract.settings:
             hint = listing(contract.settings, "Keyword-only parameters")
@@ -189,6 +199,8 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
         if column not in reads:
             wrong.append(Mistake(f"{what}`requires` names column `{column}`, which is not a parameter of it",
                                  contract.where, listing(reads, "Parameters")))
+    if marks.head not in (None, *HEADS):
+        wrong.append(Mistake(f"{what}`head` is {marks.head!r}", contract.where, listing(HEADS, "It is one of")))
     if marks.keep_together not in (None, GROUP):
         wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
                              f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
@@ -209,6 +221,14 @@ def _wrong_limits(contract: Contract) -> Iterator[tuple[str, str]]:
         if not _is_pair(pair):
             yield (f"`belongs_to` of `{name}` is {pair!r}, not another setting and its value",
                    'As in  belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")}')
+    for name, pair in contract.marks.only_with.items():
+        if not _is_pair(pair) or not isinstance(pair[1], tuple):
+            yield (f"`only_with` of `{name}` is {pair!r}, not another setting and a tuple of its values",
+                   'As in  only_with={"clip": ("loss", ("ppo", "gspo"))}')
+    for name, reasons in contract.marks.refuses.items():
+        if not isinstance(reasons, dict):
+            yield (f"`refuses` of `{name}` is {reasons!r}, not a reason for each value",
+                   'As in  refuses={"kl_kind": {"k1": "its gradient is zero on average"}}')
 
 
 def _is_pair(value: Any) -> bool:

@@ -96,6 +96,8 @@ class Task:
     draws: int = 1
     """How often a step may draw prompts, at most, until as many as a batch has are left after this task. It and all
     tasks before it run once for each draw."""
+    samples: bool = False
+    """Whether its role must be ready to sample."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from distflow.schema.functions import find_functions
 from distflow.schema.rewards import check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
-from distflow.schema.shipped import find, find_yaml
+from distflow.schema.shipped import SHIPPED, find, find_yaml
 from distflow.schema.source import Source, parse_value, read
 
 _DAG_KEYS = {"nodes", "imports"}
-_DAG_ROLE_KEYS = {"trained", "copy_of"}
+_DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
 _MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
                 "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
@@ -95,7 +95,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     """
     mistakes: list[Mistake] = []
     dag_source = _try(mistakes, lambda: _read(find_yaml(dag, "", "DAG")))
-    run_source = _try(mistakes, lambda: _read(find_yaml(run or DEFAULT_RUN, "runs", "run file")))
+    run_source = _try(mistakes, lambda: _read(find_yaml(run or default_run(dag), "runs", "run file")))
     cluster_source = _try(mistakes, lambda: _read(find_yaml(cluster, "clusters", "cluster"))) if cluster else None
     if dag_source is None or run_source is None:
         raise InvalidInput(mistakes)
@@ -114,6 +114,12 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     _check_data(spec)
     mistakes += check_rewards(spec)
     return spec
+
+
+def default_run(dag: str) -> str:
+    """The shipped run of a DAG whose data or roles are its own, else the one for all others."""
+    own = f"{DEFAULT_RUN}_{Path(dag).stem}"
+    return own if (SHIPPED / "runs" / f"{own}.yaml").is_file() else DEFAULT_RUN
 
 
 def _try(mistakes: list[Mistake], act: Callable[[], T]) -> T | None:
