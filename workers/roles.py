@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
@@ -22,8 +24,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.records import open_records
+from distflow.observe.metrics import current
 from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
-from distflow.schema.run import Model, RoleRun
+from distflow.schema.lora import base_of
+from distflow.schema.run import Lora, Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
@@ -45,10 +49,13 @@ class Role:
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.config, self.generation_config = model.config, model.generation_config
         self.seed, self.step = spec.run.seed, 0
+        self._load = functools.partial(load_model, spec, spec.model_of(name))
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
-        self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
-        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained)
+        self.lora = settings.lora if trained else None
+        whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, samples) if self.lora else []
+        self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
+        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, whole)
         self._version_in_rollout = -1
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
@@ -60,7 +67,9 @@ class Role:
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         if self._version_in_rollout != self.engine.version:
-            gather_into(self.engine.shards(), self.rollout.weights())
+            shards, whole = self.engine.shards(), self.rollout.weights()
+            moved = gather_into(shards, {name: whole[name] for name in whole if name in shards})
+            current().maximum("weights/bytes", moved)
             self._version_in_rollout = self.engine.version
         key = key_of(self.seed, self.step)
         return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
@@ -85,29 +94,51 @@ class Role:
         return [self.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder. Every rank calls it, the first writes."""
+        """Write a Hugging Face model folder; adapters also beside it, alone. Every rank calls it, the first writes."""
         whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in self.engine.shards().items()}
         gather_into(self.engine.shards(), whole)
         if dist.get_rank() > 0:
             return
+        model = self._merged(whole, folder) if self.lora else self._filled(whole)
+        model.generation_config = self.generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _filled(self, whole: dict[str, Tensor]) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         expected = {name for name, _ in model.named_parameters()}
         if expected != set(whole):
             raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(whole))[:5]}")
         model.load_state_dict(whole, strict=False)  # what else it has are buffers and tied weights
         model.tie_weights()
-        model.generation_config = self.generation_config
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        return model
+
+    def _merged(self, whole: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+        from workers.engines.adapters import merged  # peft takes seconds to import; only runs with adapters pay for it
+
+        beside = folder.with_name(folder.name.replace("model", "adapter", 1))
+        return merged(self._load()[0], self.lora, whole, beside)
 
 
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
     roles = {}
-    for name in sorted(names):
+    sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
+    for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name))
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
+    for name, owner in sharing.items():
+        roles[name] = _base_role(name, roles[owner])
     return roles
+
+
+def _base_role(name: str, owner: Role) -> Role:
+    """A frozen role that computes with the base of an adapted one."""
+    from workers.engines.adapters import BaseEngine
+
+    role = copy.copy(owner)
+    role.name, role.rollout, role.engine = name, None, BaseEngine(owner.engine)
+    return role
 
 
 def load_model(spec: Spec, model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -150,14 +181,35 @@ def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
     return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
 
 
-def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
-             mesh: DeviceMesh) -> HFRollout:
-    device = torch.device(mesh.device_type)
-    half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and device.type == "cuda")
-    whole = copy.deepcopy(model).to(device)
-    if half:
-        for parameter in whole.parameters():  # buffers stay float32: rounded rotary frequencies are another model
-            parameter.data = parameter.data.to(torch.bfloat16)
+def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,
+             samples: bool) -> list[nn.Parameter]:
+    """Give the model adapters; its own parameters, if they are to stay whole for the rollout to share."""
+    from workers.engines import adapters
+
+    adapters.attach(model, lora, seed)
+    frozen = adapters.base(model)
+    if _is_half(settings, mesh):
+        _halve(frozen)  # they are never updated, so that no float32 is needed
+    if samples:
+        model.to(mesh.device_type)
+    return frozen if samples else []
+
+
+def _is_half(settings: RoleRun, mesh: DeviceMesh) -> bool:
+    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and mesh.device_type == "cuda")
+
+
+def _halve(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:  # buffers stay float32: rounded rotary frequencies are another model
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _rollout(model: PreTrainedModel, shared: list[nn.Parameter], tokenizer: PreTrainedTokenizerBase,
+             settings: RoleRun, mesh: DeviceMesh) -> HFRollout:
+    """A copy of the model to sample from, which has the `shared` parameters in common with it."""
+    whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(mesh.device_type)
+    if _is_half(settings, mesh):
+        _halve(whole.parameters())
     ends = model.generation_config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or [])
     return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}))
