@@ -6,6 +6,7 @@ from distflow.schema.contract import ENGINE_TYPES, Contract
 from distflow.schema.dag import COMPUTE_ROLES
 from distflow.schema.errors import Mistake, did_you_mean, listing, nearest
 from distflow.schema.spec import Spec
+from planners.heads import check_heads
 
 
 def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Mistake]]:
@@ -25,7 +26,7 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Mistake]]:
         if contract:
             bound[name] = contract
     mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),
-                 *_check_use(spec, bool(nameless))]
+                 *check_heads(spec, bound, model_roles(spec)), *_check_use(spec, bool(nameless))]
     return bound, nameless | (set(spec.dag.nodes) - set(bound)), mistakes
 
 
@@ -107,15 +108,19 @@ def _check_training(spec: Spec, bound: dict[str, Contract], nameless: set[str]) 
 
 
 def _check_use(spec: Spec, unknown: bool) -> list[Mistake]:
-    """A DAG must use a model, and validation must have one that is trained; not asked while roles are `unknown`."""
+    """A DAG must use a model, and validation have one that is trained and answers; not asked while roles are
+    `unknown`."""
     types = {node.type for node in spec.dag.nodes.values()}
     if unknown or spec.dag_source.doubtful:
         return []
     if not types.intersection(ENGINE_TYPES):
         hint = f"Add a node of type {' or '.join(ENGINE_TYPES)}."
         return [Mistake("no node runs a model", spec.dag_source.spot(("nodes",), key=True), hint)]
-    if spec.run.validation and "MODEL_TRAIN" not in types:
+    answering = [role for role in spec.dag.roles.values() if role.trained and role.head == "lm"]
+    if spec.run.validation and not answering:
         what = f"`validation` asks how well a trained role answers, but DAG `{spec.dag.name}` trains none"
+        if "MODEL_TRAIN" in types:
+            what += " that has a vocabulary to answer with"
         return [Mistake(what, spec.run_source.spot(("validation",), key=True), "Take `validation` out.")]
     return []
 

@@ -4,7 +4,8 @@ Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
 data-parallel ranks, and one unsharded copy in the forward dtype while a step computes. Activations after Korthikanti
 et al. 2022 (§4.1): 34 bytes for each token, layer and hidden element at 2 bytes a value, attention scores not kept;
-the float32 logits, their softmax and its gradient come on top. A role that is not trained keeps those of one layer.
+the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A role
+that is not trained keeps those of one layer.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
 once on a rank whose rollout shares it; a role that copies it shares it too.
@@ -68,6 +69,8 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, dp: int)
     settings = spec.settings_of(role)
     if settings is None:
         return []
+    valued = spec.dag.roles[role].head == "value"
+    shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
     width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
     shared = not generates and base_of(spec, role) is not None
     if adapted(spec, role):
@@ -76,9 +79,9 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, dp: int)
         tenants = [] if shared else _weights(spec, role, shape, generates, dp, width)
     tokens, kept = settings.micro_batch_tokens, shape.layers if spec.dag.roles[role].trained else 1
     per_layer = _ACTIVATIONS * width * shape.hidden
-    tenants.append(Tenant(f"{role}: activations", tokens * (kept * per_layer + _LOGITS * shape.vocabulary),
+    tenants.append(Tenant(f"{role}: activations", tokens * (kept * per_layer + _LOGITS * outputs),
                           f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × "
-                          f"{shape.vocabulary:,}) B"))
+                          f"{outputs:,}) B"))
     if generates:
         length = settings.generation.max_new_tokens + spec.run.data.max_prompt_tokens
         rows = settings.generation.batch_rows

@@ -51,7 +51,8 @@ def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, Flow], lay
     item, flow = spec.dag.nodes[node], flows[node]
     arriving = transfers.derive(spec, node, flows, layouts, source, moved)
     return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
-                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None)
+                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None,
+                contract.samples)
 
 
 def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, Layout]) -> Layout:
@@ -61,7 +62,7 @@ def _source_layout(chain: list[str], flows: dict[str, Flow], layouts: dict[str, 
 
 
 def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
-    return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.marks.repeats}
+    return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.samples}
 
 
 def _inputs(spec: Spec) -> str:

@@ -104,12 +104,13 @@ class DagWorker:
                           layout.share(self.rank), layout.dp)
 
     def _sampling_roles(self) -> set[str]:
-        sampling = {task.role for task in self.chain if task.out_fan != task.fan}
+        sampling = {task.role for task in self.chain if task.samples}
         return sampling | ({self._validated_name()} if self.spec.run.validation else set())
 
     def _validated_name(self) -> str:
-        """The role whose answers are validated: the first trained one in the chain."""
-        return next(task.role for task in self.chain if task.type == "MODEL_TRAIN")
+        """The role whose answers are validated: the first trained one in the chain that has a vocabulary."""
+        return next(task.role for task in self.chain
+                    if task.type == "MODEL_TRAIN" and self.spec.dag.roles[task.role].head == "lm")
 
     def _validated_role(self):
         return self.roles[self._validated_name()]

@@ -22,16 +22,21 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
         prompts, cut = encode_prompts(tokenizer, data, records)
-        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                   for answer in answers]
         current().add("data/prompts_cut", cut)
-        current().add("data/targets_cut", sum(len(row) > data.max_target_tokens for row in targets))
         extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
         return {"prompts": prompts,
-                "targets": _ragged([row[: data.max_target_tokens] for row in targets]),
+                "targets": encode_targets(tokenizer, data.max_target_tokens, answers),
                 "questions": encode_text(questions), "answers": encode_text(answers), **extra}
 
     return encode
+
+
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
+    """The answers with their ends; what is longer than `longest` tokens loses its end, and the metrics count it."""
+    targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+               for answer in answers]
+    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
+    return _ragged([row[:longest] for row in targets])
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, int]:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -25,37 +27,43 @@ from transformers.utils.logging import disable_progress_bar
 from distflow.data.batch import Batch, Ragged
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
+from distflow.schema.dag import Head
 from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
 from distflow.schema.lora import base_of
 from distflow.schema.run import Lora, Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
+from workers.encode import encode_targets
 from workers.engines import attention
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
 from workers.engines.sampling import key_of
+from workers.engines.value import with_value_head
 
 disable_progress_bar()
 
 
 class Role:
-    """What a model function gets as its first parameter. All methods but `decode` are collective over the ranks."""
+    """What a model function gets as its first parameter. All methods but `encode` and `decode` are
+    collective over the ranks."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
                  mesh: DeviceMesh, spec: Spec, samples: bool):
-        trained = spec.dag.roles[name].trained
+        trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.config, self.generation_config = model.config, model.generation_config
-        self.seed, self.step = spec.run.seed, 0
-        self._load = functools.partial(load_model, spec, spec.model_of(name))
+        self.kind, self.config = type(model), model.config
+        self.generation_config = model.generation_config if self.head == "lm" else None
+        self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
+        self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
         whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, samples) if self.lora else []
         self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
-        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, whole)
+        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
+                                 whole)
         self._version_in_rollout = -1
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
@@ -76,18 +84,39 @@ class Role:
 
     def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The log-probability of each response token, float32."""
+        self._require("lm", "logprobs")
         return self.engine.logprobs(prompts, responses, self.settings.generation.temperature)
 
-    def update(self, batch: Batch, loss_of: LossOf, temperature: float | None = None) -> dict[str, float]:
+    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """The value before each response token, float32: of the prompt and of the tokens that came before."""
+        self._require("value", "values")
+        return self.engine.values(prompts, responses)
+
+    def score(self, prompts: Ragged, responses: Ragged) -> Tensor:
+        """[B] float32: the value of each whole response, at its last token (at the prompt's if it has none)."""
+        self._require("value", "score")
+        return self.engine.scores(prompts, responses)
+
+    def _require(self, head: Head, method: str) -> None:
+        if self.head != head:
+            raise EngineError(f"`{method}` needs a role with  head: {head}  and role `{self.name}` has  head: "
+                              f"{self.head}. Mark the function that calls it:  @node(…, head={head!r})")
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float | None = None,
+               together: bool = False) -> dict[str, float]:
         """One optimizer step over this rank's rows: see `FSDPEngine.update`."""
         temperature = self.settings.generation.temperature if temperature is None else temperature
-        return self.engine.update(batch, loss_of, temperature, self.step)
+        return self.engine.update(batch, loss_of, temperature, self.step, together)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         values = values.to(self.engine.device)
         dist.all_reduce(values, group=self.engine.mesh.get_group())
         return values.cpu()
+
+    def encode(self, answers: list[str]) -> Ragged:
+        """The tokens of each answer, with an end; cut and counted as the targets of the data are."""
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers)
 
     def decode(self, tokens: Ragged) -> list[str]:
         """The text of each row, without special tokens."""
@@ -100,12 +129,13 @@ class Role:
         if dist.get_rank() > 0:
             return
         model = self._merged(whole, folder) if self.lora else self._filled(whole)
-        model.generation_config = self.generation_config
+        if self.generation_config:
+            model.generation_config = self.generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def _filled(self, whole: dict[str, Tensor]) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        model = self.kind(self.config).float()
         expected = {name for name, _ in model.named_parameters()}
         if expected != set(whole):
             raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(whole))[:5]}")
@@ -125,7 +155,7 @@ def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMes
     roles = {}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
-        model, tokenizer = load_model(spec, spec.model_of(name))
+        model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
@@ -141,17 +171,32 @@ def _base_role(name: str, owner: Role) -> Role:
     return role
 
 
-def load_model(spec: Spec, model: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data."""
+def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data.
+
+    With `head` value, a folder that holds a classifier gives its trained head, any other a new one.
+    """
     if model.path:
         folder = find(model.path, "models", spec.folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _require_end(tokenizer, folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
+        return _load_folder(folder, head), tokenizer
     tokenizer = _tokenizer_of(spec)
     sizes = model.model_dump(exclude={"path"})
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
-    return build_model(len(tokenizer), spec.run.seed, **sizes, **ids), tokenizer
+    built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
+    return with_value_head(built) if head == "value" else built, tokenizer
+
+
+def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
+    """A classifier of tokens is as good a value model as one of sequences; some libraries write critics so."""
+    kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
+    classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
+                       if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
+    if head == "value" and classifier:
+        return classifier.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return with_value_head(model) if head == "value" else model
 
 
 def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -28,7 +28,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _describe(contract: Contract) -> Iterator[str]:
-    yield f"{contract.name}  ({contract.marks.type}, {contract.module})"
+    head = ", head: value" if contract.marks.head == "value" else ""
+    yield f"{contract.name}  ({contract.marks.type}{head}, {contract.module})"
     if contract.summary:
         yield f"  {contract.summary}"
     reads = [f"{read.name}{f': {read.form}' if read.form else ''}{' (optional)' * read.optional}"

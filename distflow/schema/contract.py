@@ -13,18 +13,22 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from distflow.schema import registry
 from distflow.schema.bounds import in_words, readable, within
+from distflow.schema.dag import Head
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
+HEADS = get_args(Head)
 REQUIRED = "<required>"
 GROUP = "group"
 """The column that says which prompt a row stems from. A step's rows are always moved by it."""
+KEEP = "keep"
+"""The column that says which rows go on: those with False leave the step for all later nodes."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,12 @@ class Contract:
     def key(self) -> str:
         """`module:function`, from which a worker loads it."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
+
+    @property
+    def samples(self) -> bool:
+        """Whether the node's role must be ready to sample."""
+        repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
+        return repeats and self.marks.type in ENGINE_TYPES
 
 
 def built_in() -> dict[str, Contract]:
@@ -152,7 +162,7 @@ def build(name: str, module: str, where: Spot, marks: registry.Marks, arguments:
     reads = [Read(item.arg, _annotation(item.annotation), index >= required) for index, item in enumerate(positional)]
     if marks.type in ENGINE_TYPES:
         reads = reads[1:]
-    bounds = {**({marks.repeats: ">= 1"} if marks.repeats else {}), **marks.bounds}
+    bounds = {**{name: ">= 1" for name in (marks.repeats, marks.refills) if name}, **marks.bounds}
     settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED,
                                   bounds.get(item.arg, ""))
                 for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
@@ -173,7 +183,7 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
     elif marks.type in ENGINE_TYPES and not positional:
         wrong.append(Mistake(f"{what}a {marks.type} function gets its role's engine as its first parameter, and this "
                              "one has none", contract.where))
-    named = [("repeats", marks.repeats), *(("requires", name) for name in marks.requires),
+    named = [("repeats", marks.repeats), ("refills", marks.refills), *(("requires", name) for name in marks.requires),
              *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
              *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair))]
     for mark, setting in named:
@@ -181,10 +191,15 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
             hint = listing(contract.settings, "Keyword-only parameters")
             wrong.append(Mistake(f"{what}`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
                                  contract.where, hint))
+    if marks.refills and KEEP not in marks.writes:
+        wrong.append(Mistake(f"{what}`refills` is for a function that says which rows stay, and it does not write "
+                             f"`{KEEP}`", contract.where, f'Instead:  writes="{KEEP}", or take `refills` away'))
     for column in marks.requires.values():
         if column not in reads:
             wrong.append(Mistake(f"{what}`requires` names column `{column}`, which is not a parameter of it",
                                  contract.where, listing(reads, "Parameters")))
+    if marks.head not in (None, *HEADS):
+        wrong.append(Mistake(f"{what}`head` is {marks.head!r}", contract.where, listing(HEADS, "It is one of")))
     if marks.keep_together not in (None, GROUP):
         wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
                              f"Rows are kept together by prompt:  keep_together={GROUP!r}"))

@@ -10,15 +10,23 @@ from distflow.schema.document import Document
 
 NodeType = Literal["MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE"]
 
+Head = Literal["lm", "value"]
+"""What a model says of each token: `lm`, which token comes next; `value`, one number."""
+
 COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
 """Roles that a COMPUTE node may name without declaring them, since it needs no model."""
 
 
 class Role(Document):
-    """A model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`."""
+    """A model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`.
+
+    `head: value` is for critics and reward models: the vocabulary of the role's model, its own or the one it copies,
+    gives way to one number for each token, which starts at zero unless the model's folder has it.
+    """
 
     trained: bool = False
     copy_of: str | None = None
+    head: Head = "lm"
 
 
 class Node(Document):

@@ -102,11 +102,13 @@ def adapted(spec: Spec, role: str) -> Lora | None:
 
 def base_of(spec: Spec, role: str) -> str | None:
     """The adapted role whose model without adapters is what frozen `role` needs; None if it needs one of its own."""
-    if spec.dag.roles[role].trained:
+    if spec.dag.roles[role].trained or spec.dag.roles[role].head != "lm":
         return None
     for name in spec.lineage(role):
-        if name not in spec.dag.roles or spec.dag.roles[name].trained:
-            return name if name in spec.dag.roles and adapted(spec, name) else None
+        if name not in spec.dag.roles or spec.dag.roles[name].head != "lm":
+            return None
+        if spec.dag.roles[name].trained:
+            return name if adapted(spec, name) else None
         if name in spec.run.roles and spec.run.roles[name].model:
             return None
     return None

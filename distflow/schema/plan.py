@@ -91,6 +91,8 @@ class Task:
     """The same for the rows that it writes."""
     keep_together: bool = False
     """Whether all rows that stem from one prompt must be on the same rank."""
+    samples: bool = False
+    """Whether its role must be ready to sample."""
 
 
 @dataclass(frozen=True)

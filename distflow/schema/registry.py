@@ -30,10 +30,13 @@ class Marks:
     type: str = "COMPUTE"
     keep_together: str | None = None
     repeats: str | None = None
+    refills: str | None = None
     default_for: tuple[str, ...] = ()
     requires: dict[str, str] = field(default_factory=dict)
     bounds: dict[str, str] = field(default_factory=dict)
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    head: str | None = "lm"
+    samples: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -47,10 +50,13 @@ def node(
     type: str = "COMPUTE",  # noqa: A002 - the word of the DAG
     keep_together: str | None = None,
     repeats: str | None = None,
+    refills: str | None = None,
     default_for: str | tuple[str, ...] = (),
     requires: dict[str, str] | None = None,
     bounds: dict[str, str] | None = None,
     belongs_to: dict[str, tuple[str, Any]] | None = None,
+    head: str | None = "lm",
+    samples: bool | None = None,
 ) -> Callable[[F], F]:
     """Make a function usable as `function:` of a node; its signature is its contract.
 
@@ -62,16 +68,20 @@ def node(
         type: MODEL_INFERENCE, MODEL_TRAIN or COMPUTE.
         keep_together: column whose equal values must not be split between ranks.
         repeats: setting that says how many rows it returns for each row that it gets.
+        refills: for a function that writes `keep`: setting that says how often a step may draw prompts again, the
+            first time included, until as many as its batch has are kept.
         default_for: roles whose nodes of this type run it when they name no function.
         requires: setting → optional column that must be there when the setting is not zero.
         bounds: setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through.
         belongs_to: setting → (another setting, its value): it must be given with that value and with no other, as
             `{"fixed_length": ("aggregate", "fixed_length_sum")}`.
+        head: for a model function, what its role must have: "lm" or "value"; None if it works with any.
+        samples: for a model function, whether its role must be ready to sample; those that repeat rows are taken to.
 
     All of them are written as plain values, so that they are known without importing the module.
     """
-    marks = Marks(writes, type, keep_together, repeats, default_for,  # type: ignore[arg-type]
-                  requires or {}, bounds or {}, belongs_to or {})
+    marks = Marks(writes, type, keep_together, repeats, refills, default_for,  # type: ignore[arg-type]
+                  requires or {}, bounds or {}, belongs_to or {}, head, samples)
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,15 @@ class Shape:
     """Tokens that prompt and response may have together; None if the configuration does not say."""
     dtype: str | None = None
     """In which its weights lie in the folder, as `bfloat16`; None if the configuration does not say."""
+    vocabulary_head: int = 0
+    """Parameters that the head over the vocabulary has for itself; 0 if it shares those of the embeddings."""
+    labels: int | None = None
+    """Numbers that it gives for each token in place of a vocabulary; None for a language model."""
+
+    def with_value_head(self) -> Shape:
+        """The same model with one number for each token."""
+        return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
+                       labels=1)
 
 
 def read_shape(config: Path) -> Shape:
@@ -53,10 +62,19 @@ def shape_of(config: dict[str, Any]) -> Shape:
     kv_width = (config.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
     per_layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    own_head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
     positions = config.get("max_position_embeddings")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return Shape(layers * per_layer + embeddings + hidden, layers, kv_width, vocabulary, hidden, positions, dtype)
+    parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
+    return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config))
+
+
+def _labels(config: dict[str, Any]) -> int | None:
+    """How many numbers a classifier gives for each token: as many as labels, of which Hugging Face's default are 2."""
+    kinds = ("ForSequenceClassification", "ForTokenClassification")
+    if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
+        return None
+    return len(config.get("id2label") or (0, 1))
 
 
 def shape_of_embedded(model: Model) -> Shape:

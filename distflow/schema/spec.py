@@ -21,7 +21,7 @@ from distflow.schema.shipped import find, find_yaml
 from distflow.schema.source import Source, parse_value, read
 
 _DAG_KEYS = {"nodes", "imports"}
-_DAG_ROLE_KEYS = {"trained", "copy_of"}
+_DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
 _MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
                 "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"

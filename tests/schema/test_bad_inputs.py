@@ -292,10 +292,11 @@ def test_module_that_fails_when_imported() -> None:
 
 def test_marks_that_do_not_fit_their_function() -> None:
     text = str(InvalidInput(mistakes_of(dag="wrong_marks")))
-    for part in ("modules/wrong_marks.py:8: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
+    for part in ("modules/wrong_marks.py:9: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
                  "`bounds` of `kl` are '=> 0'", "the default of `epsilon`, 0.0, is not above 0",
-                 "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'", "8 mistakes."):
+                 "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'",
+                 "`refills` is for a function that says which rows stay", "9 mistakes."):
         assert part in text
 
 

@@ -180,3 +180,14 @@ def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
     assert module_file("elsewhere.functions.rollout") == tmp_path / "elsewhere/functions/rollout.py"
     assert module_file("elsewhere.nothing") is None
     assert module_file("__main__.nothing") is None
+
+
+def test_a_filter_that_draws_again_says_how_often(module) -> None:
+    contract = only(module("""
+        from distflow import node
+
+        @node(writes="keep", keep_together="group", refills="max_draws")
+        def informative(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor: ...
+    """))
+    assert contract.marks.refills == "max_draws"
+    assert contract.settings["max_draws"] == Setting("max_draws", "int", "10", ">= 1")

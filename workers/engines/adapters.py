@@ -27,6 +27,9 @@ _NAME = "default"
 _PREFIX = "base_model.model."
 """What peft's own model puts before the names of the parameters of the model that it wraps."""
 
+_HEAD = "score"
+"""The value head's name, as Hugging Face's classifiers have it."""
+
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     """Freeze `model` and give it adapters, drawn from `seed` alone; they add nothing until they are trained.
@@ -38,14 +41,16 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(_config(lora), model)
+            inject_adapter_in_model(_config(lora, model), model)
         except ValueError as error:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise EngineError(f"targets {lora.targets} of `lora`: {error} Its linear layers: {known}") from None
+    if _is_valued(model):
+        model.score.requires_grad_(True)  # a value head is new, so that it is trained whole
 
 
 def base(model: nn.Module) -> list[nn.Parameter]:
-    """The frozen parameters: all but those of the adapters."""
+    """The frozen parameters: all but those of the adapters, and of a value head."""
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
@@ -77,13 +82,13 @@ class BaseEngine:
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
 
-    `weights` are the adapters', whole, by the names that `attach` gave them.
+    `weights` are the adapters' and the value head's, whole, by the names that they have after `attach`.
 
     Raises:
         EngineError: they are not the adapters that `lora` asks for.
     """
-    wrapped: PeftModel = get_peft_model(model, _config(lora))
-    missed = wrapped.load_state_dict({_PREFIX + name: tensor for name, tensor in weights.items()}, strict=False)
+    wrapped: PeftModel = get_peft_model(model, _config(lora, model))
+    missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])
     if odd:
@@ -92,7 +97,16 @@ def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folde
     return wrapped.merge_and_unload()
 
 
-def _config(lora: Lora) -> LoraConfig:
+def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
+    kind = "SEQ_CLS" if _is_valued(model) else "CAUSAL_LM"  # of a classifier peft trains and saves the head too
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora,
-                      task_type="CAUSAL_LM")
+                      task_type=kind)
+
+
+def _is_valued(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model, _HEAD, None), nn.Linear)
+
+
+def _in_peft(name: str) -> str:
+    return _PREFIX + name.replace(f"{_HEAD}.", f"{_HEAD}.modules_to_save.{_NAME}.")

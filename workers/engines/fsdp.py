@@ -17,37 +17,41 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
-from workers.engines.policy import Policy, inputs_of
+from workers.engines.policy import Policy, SharedPrompt, inputs_of
+from workers.engines.value import ValueModel
 
 _SMALL = 64_000_000
 """Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
-"""(logprobs [T], entropies [T], the micro-batch's rows) → the sum of weighted token losses."""
+"""What the head gives and the micro-batch's rows → the sum of weighted losses. A vocabulary gives log-probabilities [T]
+and entropies [T], a value head the values [T] before each token and the scores [B] of whole responses."""
+
+HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
 class FSDPEngine:
     """One role's model over all ranks of `mesh`. Its methods are collective: every rank calls them, with its rows."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, whole: Sequence[nn.Parameter] = ()):
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = ()):
         """`whole`: frozen parameters that stay whole on each rank, where they are."""
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
         if not trained:
             model.requires_grad_(False)
-        self.policy = self._shard(model, set(whole))
+        self.policy = self._shard(model, HEADS[head], set(whole))
         self.optimizer = self._optimizer() if trained else None
         self.version = 0
 
-    def _shard(self, model: PreTrainedModel, whole: set[nn.Parameter]) -> Policy:
+    def _shard(self, model: PreTrainedModel, head: type[SharedPrompt], whole: set[nn.Parameter]) -> SharedPrompt:
         half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         small = sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
         for layer in () if small else model.get_decoder().layers:
             fully_shard(layer, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
-        policy = Policy(model, chunks=4 if small else 1)
+        policy = head(model, chunks=4 if small else 1)
         fully_shard(policy, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
         return policy
 
@@ -62,16 +66,28 @@ class FSDPEngine:
         """This rank's part of each parameter that training changes, by the model's own names."""
         return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
-    @torch.no_grad()
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
         """The log-probability of each response token, float32, in the form of `responses`."""
-        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
-        pieces = [self._forward(micro, temperature)[0].cpu()[: len(micro["responses"].values)]
-                  for micro in self._micro_batches(batch)]
-        self.policy.reshard()  # the root stays whole after a forward without backward
-        return responses.with_values(torch.cat(pieces)[: len(responses.values)])
+        return responses.with_values(self._infer(prompts, responses, temperature)[0][: len(responses.values)])
 
-    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int) -> dict[str, float]:
+    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """The value before each response token, float32, in the form of `responses`."""
+        return responses.with_values(self._infer(prompts, responses)[0][: len(responses.values)])
+
+    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
+        """[B] float32: the value at the end of each response."""
+        return self._infer(prompts, responses)[1][: len(responses)]
+
+    @torch.no_grad()
+    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0) -> list[Tensor]:
+        """What the head gives, on the CPU; that of placeholders comes last."""
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
+        pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
+        self.policy.reshard()  # the root stays whole after a forward without backward
+        return [torch.cat(parts) for parts in zip(*pieces)]
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
+               together: bool = False) -> dict[str, float]:
         """One optimizer step.
 
         Args:
@@ -79,18 +95,18 @@ class FSDPEngine:
             loss_of: called for each micro-batch; its results are summed over micro-batches and ranks, so that
                 the gradient does not depend on how the rows are divided.
             step: for the learning-rate schedule.
+            together: rows of one id, which follow each other, stay in one micro-batch: their losses are not apart.
 
         Returns:
             gradient norm before clipping, and learning rate.
         """
         if self.optimizer is None:
             raise ValueError("this role is frozen")
-        micros = self._micro_batches(batch)
+        micros = self._micro_batches(batch, together)
         for index, micro in enumerate(micros):
             self.policy.set_requires_gradient_sync(index == len(micros) - 1)
-            logprobs, entropy = self._forward(micro, temperature)
-            loss = loss_of(logprobs, entropy, micro) if len(micro["responses"].values) and micro.ids[0] >= 0 \
-                else logprobs.sum() * 0.0
+            outputs = self._forward(micro, temperature)
+            loss = sum(output.sum() for output in outputs) * 0.0 if _is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -105,16 +121,19 @@ class FSDPEngine:
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device)
-        return self.policy(*inputs, temperature)
+        return self.policy(*inputs, temperature=temperature)
 
-    def _micro_batches(self, batch: Batch) -> list[Batch]:
+    def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
         """Rows cut by the token budget, and as many pieces on every rank: forward and backward are collective."""
-        cuts, used = [0], 0
-        for row, tokens in enumerate((batch["prompts"].lengths + batch["responses"].lengths).tolist()):
-            if used and used + tokens > self.settings.micro_batch_tokens:
+        tokens = batch["prompts"].lengths + batch["responses"].lengths
+        sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
+        needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens)
+        cuts, used, row = [0], 0, 0
+        for size, more in zip(sizes.tolist(), needed.tolist()):
+            if used and used + more > self.settings.micro_batch_tokens:
                 cuts.append(row)
                 used = 0
-            used += tokens
+            used, row = used + more, row + size
         pieces = [batch.slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(batch)]) if stop > start]
         count = torch.tensor(max(len(pieces), 1), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.mesh.get_group())
@@ -155,3 +174,7 @@ def _placeholder(pad_token: int) -> Batch:
     """A row that counts for nothing, for a rank that has fewer micro-batches than others."""
     one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
     return Batch(torch.tensor([-1]), {"prompts": one, "responses": one})
+
+
+def _is_placeholder(micro: Batch) -> bool:
+    return bool(micro.ids[0] < 0)

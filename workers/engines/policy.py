@@ -1,4 +1,4 @@
-"""Log-probabilities of responses under a causal language model, the prompt read once for all its responses.
+"""What a causal language model says of responses, the prompt read once for all its responses.
 
 The responses of a group share their prompt. Its keys and values are computed once and lent to each response,
 gradients flowing back through them: with G responses of R tokens after a prompt of P tokens, P + G·R tokens pass
@@ -16,19 +16,30 @@ from transformers import Cache, PreTrainedModel
 from distflow.data.batch import Ragged
 
 
-class Policy(nn.Module):
-    """Wraps a transformers model so that one forward answers what training and inference ask.
+class SharedPrompt(nn.Module):
+    """Wraps a transformers model so that one forward answers what training and inference ask. Its heads derive from it.
 
     `chunks`: responses are computed in up to so many pieces of similar length, so that short ones are not padded to
     the longest. It must be 1 where the model's layers communicate when called: ranks would call them unequally often.
     """
 
+    beyond = 0
+    """1 for a head that is also read after the last token of each response."""
+
     def __init__(self, model: PreTrainedModel, chunks: int = 4):
         super().__init__()
         self.model, self.chunks = model, chunks
 
+    def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
+        """What the head is made from at each token [B, L, D] (at the last one [B, 1, D]), and the keys and values."""
+        raise NotImplementedError
+
+    def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """The head's numbers [N] of `outputs` [N, D]; `tokens` [N] are those that follow (any token after the last)."""
+        raise NotImplementedError
+
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
-                response_lengths: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+                response_lengths: Tensor, temperature: float = 1.0) -> tuple[Tensor, ...]:
         """
         Args:
             prompts: [P, L] tokens, padded on the left; prompt_lengths: [P].
@@ -37,36 +48,49 @@ class Policy(nn.Module):
             temperature: divides the logits.
 
         Returns:
-            logprobs [T] of all response tokens back to back, and entropies [T] (detached), both float32.
+            what `read` returns, for all places of each response back to back: before each of its T tokens, and with
+            `beyond` after the last one too.
         """
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
-        prefix = self.model(prompts, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                            use_cache=True, logits_to_keep=1)
+        first, cache = self.run(prompts, only_last=True, attention_mask=mask,
+                                position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        counts = response_lengths + self.beyond
+        starts = counts.cumsum(0) - counts
         order = torch.argsort(response_lengths, stable=True)
         places, pieces = [], []
         for rows in order.chunk(min(self.chunks, len(order))):
-            lengths, prompt = response_lengths[rows], prompt_of[rows]
-            tokens = responses[rows, : max(int(lengths.max()), 2)]
-            logits = self._logits(tokens, lengths, prompt_lengths[prompt], mask[prompt], prefix.logits[prompt],
-                                  _lend(prefix.past_key_values, prompt))
-            steps = torch.arange(tokens.shape[1], device=tokens.device)
-            valid = steps < lengths[:, None]
-            pieces.append(_score(logits[valid].float() / (temperature or 1.0), tokens[valid]))
-            first = response_lengths.cumsum(0) - response_lengths
-            places.append((first[rows, None] + steps)[valid])
+            prompt, tokens = prompt_of[rows], responses[rows, : max(int(response_lengths[rows].max()), 2)]
+            outputs = self._after_prompt(tokens, response_lengths[rows], prompt_lengths[prompt], mask[prompt],
+                                         first[prompt], _lend(cache, prompt))
+            steps = torch.arange(outputs.shape[1], device=tokens.device)
+            valid = steps < counts[rows, None]
+            following = nn.functional.pad(tokens, (0, self.beyond))
+            pieces.append(self.read(outputs[valid], following[valid], temperature))
+            places.append((starts[rows, None] + steps)[valid])
         back = torch.argsort(torch.cat(places))
-        logprobs, entropies = (torch.cat(parts)[back] for parts in zip(*pieces))
-        return logprobs, entropies
+        return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
 
-    def _logits(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, mask: Tensor, first: Tensor,
-                cache: Cache) -> Tensor:
-        """[B, R, V]: the first token is foretold by the prompt's end, each later one by the token before it."""
-        steps = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    def _after_prompt(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, mask: Tensor, first: Tensor,
+                      cache: Cache) -> Tensor:
+        """[B, R + beyond, D]: what the prompt's end says, then each token; the last only if it is read beyond it."""
+        seen_tokens = tokens[:, : tokens.shape[1] - 1 + self.beyond]
+        steps = torch.arange(seen_tokens.shape[1], device=tokens.device)
         seen = torch.cat([mask, (steps < lengths[:, None]).long()], 1)
-        rest = self.model(tokens[:, :-1], attention_mask=seen, position_ids=prompt_lengths[:, None] + steps,
-                          past_key_values=cache, use_cache=True)
-        return torch.cat([first, rest.logits], 1)
+        rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=prompt_lengths[:, None] + steps,
+                           past_key_values=cache)
+        return torch.cat([first, rest], 1)
+
+
+class Policy(SharedPrompt):
+    """The vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
+
+    def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
+        output = self.model(tokens, use_cache=True, logits_to_keep=int(only_last), **places)
+        return output.logits, output.past_key_values
+
+    def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return _score(outputs.float() / (temperature or 1.0), tokens)
 
 
 def _lend(cache: Cache, prompt_of: Tensor) -> Cache:

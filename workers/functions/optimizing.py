@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from distflow import Batch
 from distflow.observe.metrics import current
+from workers.engines.fsdp import LossOf
 from workers.functions.aggregation import local_totals, token_weights
 from workers.roles import Role
 
@@ -28,8 +31,12 @@ def weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None
     return rows.with_columns({"weights": mask.with_values(weights)})
 
 
-def optimize(engine: Role, rows: Batch, loss, temperature: float | None = None) -> None:
-    """One optimizer step over all ranks' rows; what the engine reports of it goes to the metrics."""
-    report = engine.update(rows, loss, temperature)
+def optimize(engine: Role, rows: Batch, loss: LossOf, temperature: float | None = None, prefix: str = "",
+             **options: Any) -> None:
+    """One optimizer step over all ranks' rows; what the engine reports of it goes to the metrics, under `prefix`.
+
+    `options` are those of `Role.update`.
+    """
+    report = engine.update(rows, loss, temperature, **options)
     for name, value in report.items():
-        current().maximum(name, value)
+        current().maximum(f"{prefix}{name}", value)

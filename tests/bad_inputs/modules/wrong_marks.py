@@ -3,7 +3,8 @@
 from distflow import node
 
 
-@node(writes="x", type="COMPUT", repeats="copies", requires={"kl": "reference_logprobs"}, keep_together="episode",
+@node(writes="x", type="COMPUT", repeats="copies", refills="kl",
+      requires={"kl": "reference_logprobs"}, keep_together="episode",
       bounds={"kl": "=> 0", "epsilon": "> 0", "clipp": ">= 0"}, belongs_to={"kl": "clip"})
 def muddled(rewards, *, kl=0.0, epsilon=0.0):
     """Nothing fits."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from distflow.data.batch import Batch, Ragged
 from distflow.observe.metrics import current
@@ -20,6 +20,7 @@ from distflow.schema.run import Lora, RoleRun
 from workers.engines import fsdp
 from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
 from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.value import with_value_head
 from workers.roles import Role
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
@@ -42,7 +43,7 @@ def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
         attach(model, LORA, seed=3)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
-        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, base(model) if shared else ())
+        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=base(model) if shared else ())
     finally:
         fsdp._SMALL = limit
 
@@ -102,8 +103,9 @@ def _logprobs(model, batch: Batch) -> torch.Tensor:
 
 def role_of(lora: Lora | None, **settings) -> Role:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    spec = SimpleNamespace(dag=SimpleNamespace(roles={"actor": SimpleNamespace(trained=True)}),
-                           run=SimpleNamespace(seed=0, steps=10), model_of=lambda name: None)
+    run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
+    spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
     return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, mesh, spec, samples=True)
 
@@ -158,6 +160,25 @@ def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
     weights.pop(next(iter(weights)))
     with pytest.raises(EngineError, match="the adapters to be saved differ"):
         merged(copy.deepcopy(model), LORA, weights, tmp_path / "other")
+
+
+def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
+    valued = with_value_head(copy.deepcopy(model))
+    attach(valued, LORA, seed=3)
+    trained = {name: parameter for name, parameter in valued.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * 2 + 1
+    assert "score.weight" in trained
+    weights = {name: torch.randn(parameter.shape) for name, parameter in trained.items()}
+    valued.load_state_dict(weights, strict=False)
+    new = with_value_head(copy.deepcopy(model))
+    merged(new, LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    theirs = PeftModel.from_pretrained(with_value_head(copy.deepcopy(model)), tmp_path / "adapter")
+    tokens = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        expected = valued(tokens).logits
+        assert torch.allclose(whole(tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(theirs(tokens).logits, expected, atol=1e-4)
 
 
 def test_targets_that_match_nothing_are_refused(model):

@@ -1,0 +1,74 @@
+"""A language model with one number for each token instead of a vocabulary: critics and reward models.
+
+In Hugging Face's form it is a sequence classifier of one label (`AutoModelForSequenceClassification`), which is how
+reward models are published; its head is the linear layer `score`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
+
+from distflow.schema.errors import EngineError
+from workers.engines.policy import SharedPrompt
+
+
+class ValueModel(SharedPrompt):
+    """The value head: `values` [T], of each response token the value of all that stands before it; and `scores` [B],
+    the value of each response as a whole. Both are float32.
+
+    V(s_t) of a critic is thus read where token t is predicted, as in PPO (Schulman et al. 2017), and the score of a
+    reward model at the last token (Ouyang et al. 2022, section 3.5). The one multiplication of the head is done in
+    float32 whatever the model computes in: bfloat16 would round values to two or three digits.
+    """
+
+    beyond = 1
+
+    def __init__(self, model: PreTrainedModel, chunks: int = 4):
+        super().__init__(model, chunks)
+        if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
+            raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
+                              "head: value  needs")
+
+    def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
+        output = self.model.base_model(tokens, use_cache=True, **places)
+        states = output.last_hidden_state
+        return states[:, -1:] if only_last else states, output.past_key_values
+
+    def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor]:
+        weight, bias = self.model.score.weight, self.model.score.bias
+        values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
+        return (values.squeeze(-1),)
+
+    def forward(self, *inputs: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """See `SharedPrompt.forward`; a temperature says nothing here."""
+        (all_values,) = super().forward(*inputs)
+        ends = (inputs[-1] + 1).cumsum(0) - 1
+        before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
+        before[ends] = False
+        return all_values[before], all_values[ends]
+
+
+@torch.no_grad()
+def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model `model` with its vocabulary head replaced; it shares the other weights.
+
+    The new head is all zeros. One linear output has no symmetry that random weights would have to break, so nothing
+    is lost and no seed is needed. A critic starts without a baseline instead of with a random one, a reward model
+    with a loss of ln 2. The first step moves the head alone, later ones the whole model.
+
+    Raises:
+        EngineError: transformers has no sequence classifier of this architecture.
+    """
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    if kind is None:
+        raise EngineError(f"transformers has no sequence classifier for {type(model).__name__}, so a role with this "
+                          "model cannot have  head: value")
+    model.config.num_labels = 1
+    with torch.device("meta"):
+        valued = kind(model.config)
+    setattr(valued, valued.base_model_prefix, model.base_model)
+    valued.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    nn.init.zeros_(valued.score.weight)
+    return valued.train(model.training)

@@ -1,0 +1,139 @@
+"""What models with a value head say, and how a critic learns to foretell what is earned.
+
+A critic gives V(s_t), the value of all that stands before response token t; a reward model one score for each response.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow import Batch, Ragged, node
+from distflow.observe.metrics import current
+from workers.functions.aggregation import weighted_sum
+from workers.functions.discounting import generalized_advantage
+from workers.functions.kl import kl_estimate
+from workers.functions.optimizing import optimize, parts_with_rows, weighted
+from workers.roles import Role
+
+
+def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
+                       clip: float | None) -> tuple[Tensor, Tensor]:
+    """Half the squared error of each value, of which the clipped value may only make it larger.
+
+    `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`: the pessimistic clipping of PPO's reference
+    implementation ("ppo2" of OpenAI baselines; Huang et al. 2022, "The 37 implementation details of PPO", number 9).
+
+    Args:
+        values_T: the critic's values; gradients flow here alone.
+        old_T, returns_T: its values when the step started, and what they should have been; constants.
+        clip: how far a value may move from the old one, in units of reward, above 0; None leaves the clipping out.
+
+    Returns:
+        `loss_T`, and `clipped_T`, bool: the bound was active, so the value has no gradient.
+
+    Raises:
+        ValueError: shapes that differ, or a bound that is not above 0.
+    """
+    if not values_T.shape == old_T.shape == returns_T.shape:
+        shapes = [tuple(x_T.shape) for x_T in (values_T, old_T, returns_T)]
+        raise ValueError(f"values, old values and returns differ in shape: {shapes}")
+    free_T = (values_T - returns_T.detach()).square()
+    if clip is None:
+        return free_T / 2, torch.zeros_like(free_T, dtype=torch.bool)
+    if not clip > 0:
+        raise ValueError(f"clip is how far a value may move, so it must be above 0; got {clip}")
+    bounded_T = old_T.detach() + (values_T - old_T.detach()).clamp(-clip, clip)
+    bounded_T = (bounded_T - returns_T.detach()).square()
+    return torch.maximum(free_T, bounded_T) / 2, bounded_T > free_T
+
+
+@node(type="MODEL_INFERENCE", head="value", writes="values", default_for="critic")
+def values(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
+    """The value of what stands before each response token."""
+    return engine.values(prompts, responses)
+
+
+@node(type="MODEL_INFERENCE", head="value", writes="rewards", default_for="reward")
+def model_score(engine: Role, prompts: Ragged, responses: Ragged) -> Tensor:
+    """[B] float32: each response's reward by a reward model, read at its last token."""
+    rewards = engine.score(prompts, responses)
+    current().mean_of("reward/mean", rewards)
+    return rewards
+
+
+@node(writes=("advantages", "returns"), requires={"kl": "reference_logprobs"},
+      bounds={"gamma": ">= 0, <= 1", "lam": ">= 0, <= 1", "kl": ">= 0"})
+def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, reference_logprobs: Ragged | None = None,
+        response_mask: Ragged | None = None, *, gamma: float = 1.0, lam: float = 0.95, kl: float = 0.0,
+        kl_kind: Literal["k1", "k2", "k3"] = "k1") -> tuple[Ragged, Ragged]:
+    """Advantages and returns of each token by generalised advantage estimation: see `generalized_advantage`.
+
+    A reward of a whole row stands at its last token. With `kl` each token also pays for its KL estimate to the
+    reference (Ziegler et al. 2019, Eq. 2; Ouyang et al. 2022, section 3.5).
+    """
+    rewards_T = rewards.values.double() if isinstance(rewards, Ragged) else _at_last_token(rewards, values)
+    mask_T = None if response_mask is None else response_mask.values
+    if kl:
+        kl_T = kl_estimate(rollout_logprobs.values, reference_logprobs.values, kl_kind).double()
+        kl_T = kl_T if mask_T is None else torch.where(mask_T, kl_T, 0.0)
+        current().mean("reward/kl", kl_T.sum(), len(values))
+        rewards_T = rewards_T - kl * kl_T
+    advantages_T, returns_T = generalized_advantage(rewards_T, values.values, values.lengths, gamma, lam, mask_T)
+    return values.with_values(advantages_T), values.with_values(returns_T)
+
+
+def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
+    """[T] float64; a row without tokens has no action that its reward could be for."""
+    some_B = rows.lengths > 0
+    rewards_T = torch.zeros(len(rows.values), dtype=torch.float64)
+    rewards_T[rows.offsets[1:][some_B] - 1] = rewards_B[some_B].double()
+    return rewards_T
+
+
+@node(type="MODEL_TRAIN", head="value", default_for="critic", keep_together="group",
+      bounds={"clip": "> 0", "fixed_length": ">= 1", "mini_batches": ">= 1", "epochs": ">= 1"},
+      belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")})
+def value_update(
+    engine: Role, prompts: Ragged, responses: Ragged, values: Ragged, returns: Ragged, group: Tensor,
+    response_mask: Ragged | None = None, *, clip: float | None = 0.2,
+    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
+    fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
+) -> None:
+    """The critic's step of PPO: squared error to the returns, clipped around the old values.
+
+    `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
+    optimizer step.
+    """
+    mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
+    rows = Batch(group, {"prompts": prompts, "responses": responses, "old": values, "returns": returns, "mask": mask})
+    parts = parts_with_rows(engine, group, mini_batches)
+    share = 1 / (epochs * max(len(parts), 1))
+    _report_explained(engine, returns.values[mask.values], values.values[mask.values])
+
+    def loss(values_T: Tensor, scores_B: Tensor, micro: Batch) -> Tensor:
+        columns = {name: micro[name].values.to(values_T.device) for name in ("old", "returns", "mask", "weights")}
+        loss_T, clipped_T = clipped_value_loss(values_T, columns["old"], columns["returns"], clip)
+        total = weighted_sum(loss_T, columns["weights"])
+        current().add("value/loss", total.detach() * share)
+        current().mean_of("value/clipped", clipped_T[columns["mask"]])
+        return total
+
+    for _ in range(epochs):
+        for part in parts:
+            chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
+            optimize(engine, weighted(engine, chosen, aggregate, fixed_length), loss, prefix="value/")
+
+
+def _report_explained(engine: Role, returns_T: Tensor, values_T: Tensor) -> None:
+    """`value/explained`: 1 - Var(R - V) / Var(R) over all ranks; 1 is a critic that knows, 0 one that knows nothing."""
+    returns_T, errors_T = returns_T.double(), (returns_T - values_T).double()
+    moments = [returns_T.sum(), returns_T.square().sum(), errors_T.sum(), errors_T.square().sum()]
+    count, *sums = engine.total(torch.stack([torch.tensor(len(returns_T), dtype=torch.float64), *moments])).tolist()
+    if count:
+        returns, squares, errors, square_errors = (each / count for each in sums)
+        current().maximum("value/mean", returns - errors)
+        if (spread := squares - returns**2) > 1e-12:
+            current().maximum("value/explained", 1 - (square_errors - errors**2) / spread)
