@@ -36,6 +36,7 @@ from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
 from workers.encode import encode_targets
 from workers.engines import attention
+from workers.engines.decoding import Row, Session
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
@@ -64,7 +65,6 @@ class Role:
         self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
         self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
                                  whole)
-        self._version_in_rollout = -1
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None) -> Samples:
@@ -72,15 +72,28 @@ class Role:
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
+        self._refresh()
+        key = key_of(self.seed, self.step)
+        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+
+    def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
+        """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
+
+        Only this call is collective; what happens in the session concerns this rank alone.
+        """
+        self._refresh()
+        session = self.rollout.session(key_of(self.seed, self.step), keeps=True)
+        return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+
+    def _refresh(self) -> None:
+        """Bring the newest weights to the engine that samples."""
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
-        if self._version_in_rollout != self.engine.version:
+        if self.rollout.version != self.engine.version:
             shards, whole = self.engine.shards(), self.rollout.weights()
             moved = gather_into(shards, {name: whole[name] for name in whole if name in shards})
             current().maximum("weights/bytes", moved)
-            self._version_in_rollout = self.engine.version
-        key = key_of(self.seed, self.step)
-        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+            self.rollout.version = self.engine.version
 
     def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The log-probability of each response token, float32."""
