@@ -7,12 +7,16 @@ et al. 2022 (§4.1): 34 bytes for each token, layer and hidden element at 2 byte
 the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A role
 that is not trained keeps those of one layer.
 
+With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
+once on a rank whose rollout shares it; a role that copies it shares it too.
+
 `dtype: auto` is counted as what the model's config.json says that its weights are, for want of knowing the device.
 """
 
 from __future__ import annotations
 
 from distflow.schema.errors import Mistake, Spot
+from distflow.schema.lora import adapted, base_of
 from distflow.schema.plan import Tenant
 from distflow.schema.spec import Shape, Spec
 
@@ -68,22 +72,41 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, dp: int)
     valued = spec.dag.roles[role].head == "value"
     shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
     width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
-    n, trained = shape.parameters, spec.dag.roles[role].trained
-    state = _TRAINING_STATE if trained else 4
-    tokens, kept = settings.micro_batch_tokens, shape.layers if trained else 1
+    shared = not generates and base_of(spec, role) is not None
+    if adapted(spec, role):
+        tenants = _adapted_weights(spec, role, shape, generates, dp, width)
+    else:
+        tenants = [] if shared else _weights(spec, role, shape, generates, dp, width)
+    tokens, kept = settings.micro_batch_tokens, shape.layers if spec.dag.roles[role].trained else 1
     per_layer = _ACTIVATIONS * width * shape.hidden
-    whole, held = f"{n:,} × {width} B", "training state" if trained else "weights"
-    tenants = [
-        Tenant(f"{role}: {held}", -(-n * state // dp), f"{n:,} × {state} B / dp {dp}"),
-        Tenant(f"{role}: weights while computing", n * width, whole),
-        Tenant(f"{role}: activations", tokens * (kept * per_layer + _LOGITS * outputs),
-               f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × "
-               f"{outputs:,}) B")]
+    tenants.append(Tenant(f"{role}: activations", tokens * (kept * per_layer + _LOGITS * outputs),
+                          f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × "
+                          f"{outputs:,}) B"))
     if generates:
         length = settings.generation.max_new_tokens + spec.run.data.max_prompt_tokens
         rows = settings.generation.batch_rows
         per_token = 2 * shape.kv_width * width
-        tenants += [Tenant(f"{role}: rollout weights", n * width, whole),
-                    Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token,
-                           f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B")]
+        tenants.append(Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token,
+                              f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"))
     return tenants
+
+
+def _weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[Tenant]:
+    n, trained = shape.parameters, spec.dag.roles[role].trained
+    state, held = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
+    whole = f"{n:,} × {width} B"
+    tenants = [Tenant(f"{role}: {held}", -(-n * state // dp), f"{n:,} × {state} B / dp {dp}"),
+               Tenant(f"{role}: weights while computing", n * width, whole)]
+    return tenants + [Tenant(f"{role}: rollout weights", n * width, whole)] * generates
+
+
+def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[Tenant]:
+    n = shape.parameters
+    count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
+    tenants = [Tenant(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
+                      f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
+               Tenant(f"{role}: weights while computing", (n + count) * width,
+                      f"({n:,} + {count:,} of adapters) × {width} B")]
+    if generates:  # training computes with the rollout's own base
+        return [*tenants, Tenant(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
+    return [*tenants, Tenant(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]

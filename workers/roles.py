@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
@@ -27,11 +29,13 @@ from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.schema.dag import Head
 from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
-from distflow.schema.run import Model, RoleRun
+from distflow.schema.lora import base_of
+from distflow.schema.run import Lora, Model, RoleRun
 from distflow.schema.shipped import find
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
 from workers.engines import attention
+from workers.engines.decoding import Row, Session
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
@@ -52,12 +56,14 @@ class Role:
         self.kind, self.config = type(model), model.config
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
+        self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
-        self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
-        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained,
-                                 self.head)
-        self._version_in_rollout = -1
+        self.lora = settings.lora if trained else None
+        whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, samples) if self.lora else []
+        self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
+        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
+                                 whole)
 
     @property
     def version(self) -> int:
@@ -70,13 +76,28 @@ class Role:
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
-        if self.rollout is None:
-            raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
-        if self._version_in_rollout != self.engine.version:
-            gather_into(self.engine.shards(), self.rollout.weights())
-            self._version_in_rollout = self.engine.version
+        self._refresh()
         key = key_of(self.seed, self.step)
         return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+
+    def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
+        """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
+
+        Only this call is collective; what happens in the session concerns this rank alone.
+        """
+        self._refresh()
+        session = self.rollout.session(key_of(self.seed, self.step), keeps=True)
+        return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+
+    def _refresh(self) -> None:
+        """Bring the newest weights to the engine that samples."""
+        if self.rollout is None:
+            raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
+        if self.rollout.version != self.engine.version:
+            shards, whole = self.engine.shards(), self.rollout.weights()
+            moved = gather_into(shards, {name: whole[name] for name in whole if name in shards})
+            current().maximum("weights/bytes", moved)
+            self.rollout.version = self.engine.version
 
     def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The log-probability of each response token, float32."""
@@ -119,21 +140,31 @@ class Role:
         return [self.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder. Every rank calls it, the first writes."""
+        """Write a Hugging Face model folder; adapters also beside it, alone. Every rank calls it, the first writes."""
         whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in self.engine.shards().items()}
         gather_into(self.engine.shards(), whole)
         if dist.get_rank() > 0:
             return
+        model = self._merged(whole, folder) if self.lora else self._filled(whole)
+        if self.generation_config:
+            model.generation_config = self.generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _filled(self, whole: dict[str, Tensor]) -> PreTrainedModel:
         model = self.kind(self.config).float()
         expected = {name for name, _ in model.named_parameters()}
         if expected != set(whole):
             raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(whole))[:5]}")
         model.load_state_dict(whole, strict=False)  # what else it has are buffers and tied weights
         model.tie_weights()
-        if self.generation_config:
-            model.generation_config = self.generation_config
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        return model
+
+    def _merged(self, whole: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+        from workers.engines.adapters import merged  # peft takes seconds to import; only runs with adapters pay for it
+
+        beside = folder.with_name(folder.name.replace("model", "adapter", 1))
+        return merged(self._load()[0], self.lora, whole, beside)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
@@ -147,9 +178,12 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
     roles = {}
-    for name in sorted(names):
+    sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
+    for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
+    for name, owner in sharing.items():
+        roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)
     return roles
 
@@ -169,6 +203,15 @@ def _require_one_vocabulary(roles: dict[str, Role]) -> None:
             raise EngineError(f"roles `{first.name}` and `{other.name}` have different tokenizers, so that the tokens "
                               f"of one mean nothing to the other (first difference: {odd[0]!r}). Give them models of "
                               "one family")
+
+
+def _base_role(name: str, owner: Role) -> Role:
+    """A frozen role that computes with the base of an adapted one."""
+    from workers.engines.adapters import BaseEngine
+
+    role = copy.copy(owner)
+    role.name, role.rollout, role.engine = name, None, BaseEngine(owner.engine)
+    return role
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -226,14 +269,35 @@ def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
     return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
 
 
-def _rollout(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
-             mesh: DeviceMesh) -> HFRollout:
-    device = torch.device(mesh.device_type)
-    half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and device.type == "cuda")
-    whole = copy.deepcopy(model).to(device)
-    if half:
-        for parameter in whole.parameters():  # buffers stay float32: rounded rotary frequencies are another model
-            parameter.data = parameter.data.to(torch.bfloat16)
+def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,
+             samples: bool) -> list[nn.Parameter]:
+    """Give the model adapters; its own parameters, if they are to stay whole for the rollout to share."""
+    from workers.engines import adapters
+
+    adapters.attach(model, lora, seed)
+    frozen = adapters.base(model)
+    if _is_half(settings, mesh):
+        _halve(frozen)  # they are never updated, so that no float32 is needed
+    if samples:
+        model.to(mesh.device_type)
+    return frozen if samples else []
+
+
+def _is_half(settings: RoleRun, mesh: DeviceMesh) -> bool:
+    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and mesh.device_type == "cuda")
+
+
+def _halve(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:  # buffers stay float32: rounded rotary frequencies are another model
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _rollout(model: PreTrainedModel, shared: list[nn.Parameter], tokenizer: PreTrainedTokenizerBase,
+             settings: RoleRun, mesh: DeviceMesh) -> HFRollout:
+    """A copy of the model to sample from, which has the `shared` parameters in common with it."""
+    whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(mesh.device_type)
+    if _is_half(settings, mesh):
+        _halve(whole.parameters())
     ends = model.generation_config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or [])
     return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}))

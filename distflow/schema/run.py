@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from distflow.schema.document import Document
 
@@ -48,10 +56,30 @@ class Generation(Document):
     """Rows that generate at the same time on one rank."""
 
 
+class Lora(Document):
+    """Low-rank adapters (Hu et al. 2021) are trained instead of the model's own weights, which stay as they are.
+
+    What they add to a layer is scaled by alpha / rank, or with `rslora` by alpha / √rank (Kalajdzievski 2023).
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32
+    targets: list[str] = Field(default=["all-linear"], min_length=1)
+    """The linear layers that get adapters, by the last parts of their names; `all-linear`: all but the output layer."""
+    rslora: bool = False
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
 class RoleRun(Document):
     """The model, the engines and the optimizer of one role."""
 
     model: Model | None = None
+    lora: Lora | None = None
+    """Adapters of a trained role; without them its whole model is trained."""
     engine: Literal["fsdp"] = "fsdp"
     rollout: Literal["hf"] = "hf"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

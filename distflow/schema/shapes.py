@@ -11,7 +11,7 @@ from distflow.schema.run import Model
 
 _VOCABULARY = 512
 """Of the tokenizer that is trained for a model without a folder; an upper bound."""
-_WIDENING = 3
+WIDENING = 3
 """Width of the feed-forward layers of a model without a folder, in hidden sizes."""
 
 
@@ -81,5 +81,5 @@ def shape_of_embedded(model: Model) -> Shape:
     """Sizes of a model that is made at start from an `architecture`."""
     return shape_of({"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
                      "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
-                     "head_dim": model.head_dim, "intermediate_size": _WIDENING * model.hidden,
+                     "head_dim": model.head_dim, "intermediate_size": WIDENING * model.hidden,
                      "tie_word_embeddings": True, "max_position_embeddings": model.max_positions})

@@ -13,6 +13,7 @@ from distflow.schema.dag import Dag
 from distflow.schema.document import check
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
+from distflow.schema.lora import check_lora
 from distflow.schema.rewards import check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
@@ -39,6 +40,8 @@ class Spec:
     """Contracts by the name that the DAG uses."""
     cluster: Cluster = field(default_factory=Cluster)
     shapes: dict[str, Shape] = field(default_factory=dict)
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Parameters of the adapters of the roles that have some; 0 if their model's files do not say."""
     mistakes: list[Mistake] = field(default_factory=list)
     """What loading found wrong; the planner adds to them and raises them all."""
     cluster_source: Source | None = None
@@ -112,7 +115,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    mistakes += check_rewards(spec)
+    mistakes += [*check_lora(spec), *check_rewards(spec)]
     return spec
 
 

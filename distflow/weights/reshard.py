@@ -16,8 +16,9 @@ BUCKET_BYTES = 256 * 1024 * 1024
 
 
 @torch.no_grad()
-def gather_into(shards: dict[str, Tensor], targets: dict[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+def gather_into(shards: dict[str, Tensor], targets: dict[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> int:
     """Fill `targets` in place, bucket by bucket (MindSpeed RL's allgather, without its swap so far). Collective.
+    Returns the bytes that were filled.
 
     Args:
         shards: parameters by name, DTensors sharded on dimension 0 of a one-dimensional mesh, or plain tensors.
@@ -43,6 +44,7 @@ def gather_into(shards: dict[str, Tensor], targets: dict[str, Tensor], bucket_by
         size, kind = size + bytes_here, kind_here
     if bucket:
         _gather_bucket(bucket, shards, targets)
+    return sum(targets[name].numel() * targets[name].element_size() for name in shards)
 
 
 def _check(shards: dict[str, Tensor], targets: dict[str, Tensor]) -> None:

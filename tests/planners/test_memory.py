@@ -90,3 +90,23 @@ def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, 
     parameters = shape_of(CONFIG).parameters
     assert found["actor: rollout weights"] == found["actor: weights while computing"] == parameters * width
     assert found["actor: training state"] == parameters * 16 // 2
+
+
+def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> None:
+    model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
+    actor = {"model": model, "lora": {"rank": 4, "targets": ["q_proj"]}, "micro_batch_tokens": 100,
+             "generation": {"max_new_tokens": 50, "batch_rows": 7}}
+    parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 512 * 64 + 64
+    adapters = 2 * 4 * (64 + 64)
+    judge = {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge", "dependencies": ["sample"]}
+    plan = plan_of({**DIAMOND, "judge": judge}, {"critic": {"copy_of": "actor"}}, ranks=4, roles={"actor": actor})
+    assert tenants(plan) == {
+        "actor: training state": adapters * 16 // 4,
+        "actor: weights while computing": (parameters + adapters) * 4,
+        "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
+        "actor: rollout adapters": adapters * 4,
+        "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
+        "critic: activations": 100 * (68 * 64 + 12 * 512)}
+    alone = tenants(plan_of({}, ranks=4, roles={"actor": actor}))
+    assert alone["actor: weights"] == parameters * 4 // 4
+    assert "actor: rollout adapters" not in alone

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -34,36 +34,37 @@ class FSDPEngine:
     """One role's model over all ranks of `mesh`. Its methods are collective: every rank calls them, with its rows."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm"):
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = ()):
+        """`whole`: frozen parameters that stay whole on each rank, where they are."""
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
-        model.requires_grad_(trained)
-        self.policy = self._shard(model, HEADS[head])
+        if not trained:
+            model.requires_grad_(False)
+        self.policy = self._shard(model, HEADS[head], set(whole))
         self.optimizer = self._optimizer() if trained else None
         self.version = 0
 
-    def _shard(self, model: PreTrainedModel, head: type[SharedPrompt]) -> SharedPrompt:
+    def _shard(self, model: PreTrainedModel, head: type[SharedPrompt], whole: set[nn.Parameter]) -> SharedPrompt:
         half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-        small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+        small = sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
         for layer in () if small else model.get_decoder().layers:
-            fully_shard(layer, mesh=self.mesh, mp_policy=precision)
+            fully_shard(layer, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
         policy = head(model, chunks=4 if small else 1)
-        fully_shard(policy, mesh=self.mesh, mp_policy=precision)
+        fully_shard(policy, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
         return policy
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        matrices = [p for p in self.policy.parameters() if p.ndim > 1]
-        vectors = [p for p in self.policy.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": self.settings.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=tuple(self.settings.betas),
-                                 fused=True)
+        trained = list(self.shards().values())
+        groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": self.settings.weight_decay},
+                  {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.settings.learning_rate,
+                                 betas=tuple(self.settings.betas), fused=True)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter, by the model's own names."""
-        return dict(self.policy.model.named_parameters())
+        """This rank's part of each parameter that training changes, by the model's own names."""
+        return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
         """The log-probability of each response token, float32, in the form of `responses`."""
@@ -107,7 +108,7 @@ class FSDPEngine:
             outputs = self._forward(micro, temperature)
             loss = sum(output.sum() for output in outputs) * 0.0 if _is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(norm):
             raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
@@ -145,13 +146,15 @@ class FSDPEngine:
         return rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded state for torch.distributed.checkpoint."""
+        """Sharded state for torch.distributed.checkpoint, of what training changes."""
         model, optimizer = get_state_dict(self.policy, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        parameters = self.policy.named_parameters(remove_duplicate=False)  # tied ones by each of their names
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+        return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])
+                       optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
         for group, decay in zip(self.optimizer.param_groups, (self.settings.weight_decay, 0.0)):
             group.update(betas=tuple(self.settings.betas), weight_decay=decay)  # a resume may override them
         self.version += 1

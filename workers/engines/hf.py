@@ -1,4 +1,4 @@
-"""Generation by a transformers model: prompts are read once for all their samples, finished rows leave the batch."""
+"""Generation by a transformers model: prompts are read once for all their samples, rows join and leave at any time."""
 
 from __future__ import annotations
 
@@ -6,48 +6,59 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation
-from workers.engines.sampling import pick, uniform
-
-_LEAVE_SHARE = 8
-"""Finished rows are taken out once they are an eighth of the batch: taking them out copies the cache."""
-_ROOM = 16
-"""Tokens that a row may grow by before its keys and values move to a larger place."""
+from workers.engines.decoding import Row, Session
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What generation returns, row by row: `tokens` and their `logprobs`, and whether each row came to its end [B]."""
+    """What generation returns, row by row: `tokens` with their `logprobs` and the `versions` (int32) of the weights
+    that sampled them, and whether each row came to its end [B]."""
 
     tokens: Ragged
     logprobs: Ragged
+    versions: Ragged
     finished: Tensor
 
     @staticmethod
-    def concat(parts: list[Samples]) -> Samples:
-        tokens = Ragged.from_rows([row for part in parts for row in part.tokens.rows])
-        values = torch.cat([part.logprobs.values for part in parts]) if parts else torch.empty(0)
-        finished = torch.cat([part.finished for part in parts]) if parts else torch.empty(0, dtype=torch.bool)
-        return Samples(tokens, tokens.with_values(values), finished)
+    def of(rows: list[Row]) -> Samples:
+        """The last turn of each row."""
+        tokens = Ragged.from_rows([row.tokens for row in rows])
+        values = {"logprobs": torch.empty(0), "versions": torch.empty(0, dtype=torch.int32)}
+        values = {name: torch.cat([getattr(row, name) for row in rows]) if rows else empty
+                  for name, empty in values.items()}
+        return Samples(tokens, tokens.with_values(values["logprobs"]), tokens.with_values(values["versions"]),
+                       torch.tensor([row.finished for row in rows], dtype=torch.bool))
 
 
 class HFRollout:
-    """A plain transformers model that samples. Its weights are replaced in place, never reloaded."""
+    """A plain transformers model that samples. Its weights are replaced in place, never reloaded.
+
+    Raises:
+        EngineError: a layer keeps something else than keys and values, so that rows could not come and go.
+    """
 
     def __init__(self, model: PreTrainedModel, generation: Generation, pad_token: int, end_tokens: list[int]):
         self.model = model.eval().requires_grad_(False)
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
+        self.version = -1
+        """Of the weights, by their trainer's count; -1 as long as nobody says."""
+        other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers
+                 if not isinstance(layer, DynamicLayer)}
+        if other:
+            raise EngineError(f"{type(model).__name__} keeps {', '.join(sorted(other))} between tokens, not keys and "
+                              "values alone; generation by transformers cannot let its rows come and go")
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters by name, for an update in place."""
         return dict(self.model.named_parameters())
 
-    @torch.inference_mode()
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
                  max_new_tokens: int | None = None) -> Samples:
         """`repeats` samples for each prompt.
@@ -57,104 +68,20 @@ class HFRollout:
             ids: [P * repeats] row ids; with `key` they decide the randomness.
             temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
         """
-        at_once = max(1, self.generation.batch_rows // repeats)
-        parts = []
-        for start in range(0, len(prompts), at_once):
-            stop = min(start + at_once, len(prompts))
-            decoder = _Decoder(self, prompts.slice(start, stop), repeats, ids[start * repeats : stop * repeats], key)
-            parts.append(decoder.run(self.generation.temperature if temperature is None else temperature,
-                                     self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens))
-        return Samples.concat(parts)
+        session = self.session(key, temperature)
+        rows = self.rows(prompts, repeats, ids, max_new_tokens)
+        for start in range(0, len(rows), repeats):
+            session.add(rows[start : start + repeats])
+        while session.busy:
+            session.step()
+        return Samples.of(rows)
 
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
+        """See `Session`."""
+        return Session(self, key, self.generation.temperature if temperature is None else temperature, keeps)
 
-class _Decoder:
-    """One batch of rows from prompt to end."""
-
-    def __init__(self, engine: HFRollout, prompts: Ragged, repeats: int, ids: Tensor, key: int):
-        self.engine, self.model, self.key = engine, engine.model, key
-        device = self.model.device
-        self.ids = ids.to(device)
-        tokens = prompts.padded(engine.pad_token, side="left").to(device)
-        lengths = prompts.lengths.to(device)
-        mask = (torch.arange(tokens.shape[1], device=device) >= tokens.shape[1] - lengths[:, None]).long()
-        output = self.model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True,
-                            logits_to_keep=1)
-        sample_of = torch.arange(len(prompts), device=device).repeat_interleave(repeats)
-        self.cache = _roomy(output.past_key_values, sample_of)
-        self.logits, self.mask, self.position = output.logits[sample_of, -1], mask[sample_of], lengths[sample_of]
-
-    def run(self, temperature: float, max_new_tokens: int) -> Samples:
-        rows, device = len(self.ids), self.model.device
-        noise = uniform(self.key, self.ids, torch.arange(max_new_tokens, device=device)[:, None])
-        tokens = torch.zeros(max_new_tokens, rows, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(max_new_tokens, rows, device=device)
-        ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        live = torch.arange(rows, device=device)
-        """Rows of the batch that the model still computes; what it adds to an ended one is dropped at last."""
-        for step in range(max_new_tokens):
-            chosen, tokens_logprobs = pick(self.logits, noise[step, live], temperature, self.engine.generation.top_k,
-                                           self.engine.generation.top_p)
-            tokens[step, live], logprobs[step, live] = chosen, tokens_logprobs
-            ended |= self._is_end(chosen)
-            count = len(live) - int(ended.sum())
-            if count == 0 or step == max_new_tokens - 1:
-                break
-            if (len(live) - count) * _LEAVE_SHARE >= len(live):
-                kept = (~ended).nonzero().squeeze(1)
-                live, chosen, ended = live[kept], chosen[kept], ended[kept]
-                self._leave(kept)
-            self._advance(chosen)
-        ends = self._is_end(tokens)
-        finished = ends.any(0)
-        lengths = torch.where(finished, ends.int().argmax(0) + 1, max_new_tokens).cpu()
-        ragged = Ragged.from_padded(tokens.T.cpu(), lengths)
-        return Samples(ragged, Ragged.from_padded(logprobs.T.cpu(), lengths), finished.cpu())
-
-    def _is_end(self, tokens: Tensor) -> Tensor:
-        return (tokens[..., None] == self.engine.end_tokens).any(-1)
-
-    def _leave(self, kept: Tensor) -> None:
-        self.cache.batch_select_indices(kept)
-        self.mask, self.position = self.mask[kept], self.position[kept]
-
-    def _advance(self, chosen: Tensor) -> None:
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        output = self.model(chosen[:, None], attention_mask=self.mask, position_ids=self.position[:, None],
-                            past_key_values=self.cache, use_cache=True)
-        self.logits, self.position = output.logits[:, -1], self.position + 1
-
-
-class _Roomy(DynamicLayer):
-    """Keys and values of a layer with room for more, so that a new token does not copy all old ones."""
-
-    def __init__(self, layer: DynamicLayer, rows: Tensor):
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self._keep(layer.keys, layer.values, rows)
-
-    def _keep(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        used = keys.shape[2]
-        self.room = keys.new_empty(2, len(rows), keys.shape[1], used + _ROOM, keys.shape[3])
-        for room, old in zip(self.room, (keys, values)):
-            room[:, :, :used] = old[rows]
-        self.keys, self.values = self.room[0, :, :, :used], self.room[1, :, :, :used]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        used, now = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if now > self.room.shape[3]:
-            self._keep(self.keys, self.values, torch.arange(len(self.keys), device=self.keys.device))
-        self.room[0, :, :, used:now], self.room[1, :, :, used:now] = key_states, value_states
-        self.keys, self.values = self.room[0, :, :, :now], self.room[1, :, :, :now]
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._keep(self.keys, self.values, indices)
-
-
-def _roomy(cache: Cache, rows: Tensor) -> Cache:
-    """The cache with each of `rows`, with room to grow where its layers are plain ones."""
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
-        cache.batch_select_indices(rows)
-    else:
-        cache.layers = [_Roomy(layer, rows) for layer in cache.layers]
-    return cache
+    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None) -> list[Row]:
+        """`repeats` rows for each prompt, which they share."""
+        limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return [Row(id, prompt, len(prompt), limit) for prompt, ids_of_prompt in zip(
+            prompts.rows, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]

@@ -10,11 +10,11 @@ from distflow.observe.metrics import current
 from workers.roles import Role
 
 
-@node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "completions"), repeats="group_size",
-      default_for="actor", bounds={"max_new_tokens": ">= 1"})
+@node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "versions", "completions"),
+      repeats="group_size", default_for="actor", bounds={"max_new_tokens": ">= 1"})
 def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
-             max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, list[str]]:
-    """`group_size` sampled answers to each prompt: tokens, their log-probabilities, and the text."""
+             max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
+    """`group_size` sampled answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens)
     metrics, lengths = current(), samples.tokens.lengths
@@ -22,7 +22,7 @@ def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
     metrics.mean_of("response/truncated", ~samples.finished)
     metrics.add("tokens", lengths.sum())
     metrics.add("response/fingerprint", _fingerprint(samples.tokens, ids))
-    return samples.tokens, samples.logprobs, engine.decode(samples.tokens)
+    return samples.tokens, samples.logprobs, samples.versions, engine.decode(samples.tokens)
 
 
 def _fingerprint(tokens: Ragged, ids: Tensor) -> int:

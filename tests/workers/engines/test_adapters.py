@@ -1,0 +1,186 @@
+"""Low-rank adapters: what is trained, moved, shared and saved, against peft's own model."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from distflow.data.batch import Batch, Ragged
+from distflow.observe.metrics import current
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Lora, RoleRun
+from workers.engines import fsdp
+from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.value import with_value_head
+from workers.roles import Role
+
+STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
+SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
+
+
+def rows() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+
+    def ragged(lengths: list[int]) -> Ragged:
+        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
+
+    prompts = ragged([6, 3, 8]).select(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+    return Batch(torch.arange(7), {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7])})
+
+
+def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
+    limit, fsdp._SMALL = fsdp._SMALL, small
+    try:
+        attach(model, LORA, seed=3)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
+        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=base(model) if shared else ())
+    finally:
+        fsdp._SMALL = limit
+
+
+def loss_of(logprobs, entropy, micro):
+    return -logprobs.sum() / 22
+
+
+def trained(shared: bool, small: int, cut: int) -> tuple[list[float], list[float], list[float]]:
+    """Gradient norms of some steps, the log-probabilities after them, and those of the base alone."""
+    engine = engine_of(build_model(270, 0, **SIZES), shared, small)
+    mine = rows().slice(*((0, cut) if dist.get_rank() == 0 else (cut, 7)))
+    alone = BaseEngine(engine).logprobs(mine["prompts"], mine["responses"], 1.0)  # before any step, as a reference does
+    norms = [engine.update(mine, loss_of, 1.0, step)["grad_norm"] for step in range(STEPS)]
+    after = BaseEngine(engine).logprobs(mine["prompts"], mine["responses"], 1.0)
+    assert torch.equal(alone.values, after.values)
+    return norms, engine.logprobs(mine["prompts"], mine["responses"], 1.0).values.tolist(), alone.values.tolist()
+
+
+@pytest.mark.parametrize(("shared", "small"), [(True, 64_000_000), (False, 64_000_000), (True, 0), (False, 0)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_equals_peft_and_a_plain_optimizer(shared, small, ranks):
+    norms, after, alone = by_peft()
+    results = run_ranks(ranks, trained, shared, small, 5 if ranks == 2 else 7)
+    assert all(found[0] == pytest.approx(norms, rel=1e-4) for found in results)
+    assert sum((found[1] for found in results), []) == pytest.approx(after, abs=1e-4)
+    assert sum((found[2] for found in results), []) == pytest.approx(alone, abs=1e-5)
+    assert max(abs(one - other) for one, other in zip(after, alone)) > 0.1
+
+
+def by_peft() -> tuple[list[float], list[float], list[float]]:
+    """The same by peft's own model, unsharded, without micro-batches and shared prompts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = get_peft_model(build_model(270, 0, **SIZES), LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    batch, norms = rows(), []
+    with torch.no_grad():
+        before = _logprobs(model, batch).tolist()
+    for _ in range(STEPS):
+        (-_logprobs(model, batch).sum() / 22).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return norms, _logprobs(model, batch).tolist(), before
+
+
+def _logprobs(model, batch: Batch) -> torch.Tensor:
+    found = []
+    for prompt, response in zip(batch["prompts"].rows, batch["responses"].rows):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        found.append(torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1))
+    return torch.cat(found)
+
+
+def role_of(lora: Lora | None, **settings) -> Role:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
+    spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
+    settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
+    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, mesh, spec, samples=True)
+
+
+def sampled() -> None:
+    """Only adapters are sharded and move; trainer and rollout have one base, and agree."""
+    role, before = role_of(LORA), build_model(270, 0, **SIZES).state_dict()
+    batch = rows()
+    role.update(batch, loss_of)
+    prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
+    samples = role.generate(prompts, torch.arange(6), repeats=2)
+    shards, rollout = role.engine.shards(), role.rollout.weights()
+    count = 2 * 4 * (64 + 64 + 192 + 64)
+    assert current().collect(lambda part: [part])["weights/bytes"] == count * 4
+    assert sum(shard.numel() for shard in shards.values()) == count
+    assert all(isinstance(shard, DTensor) for shard in shards.values())
+    for name, parameter in role.engine.policy.model.named_parameters():
+        if name in shards:
+            assert torch.equal(rollout[name], shards[name].full_tensor())
+        else:
+            assert parameter.data_ptr() == rollout[name].data_ptr(), name
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+    repeated = prompts.select(torch.arange(3).repeat_interleave(2))
+    ours = role.logprobs(repeated, samples.tokens).values
+    assert torch.allclose(ours, samples.logprobs.values, atol=5e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_adapters_move_and_the_base_lies_once(ranks):
+    run_ranks(ranks, sampled)
+
+
+def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
+    model.save_pretrained(tmp_path / "base")
+    tokens = torch.randint(5, 260, (2, 9), generator=torch.Generator().manual_seed(1))
+    adapted = copy.deepcopy(model)
+    attach(adapted, LORA, seed=3)
+    weights = {name: torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1
+               for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    adapted.load_state_dict(weights, strict=False)
+    merged(copy.deepcopy(model), LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        assert (expected - model(tokens).logits).abs().max() > 0.1
+        assert torch.allclose(whole(tokens).logits, expected, atol=1e-5)
+        assert torch.allclose(theirs(tokens).logits, expected, atol=1e-6)
+        with adapters_off(adapted):
+            assert torch.equal(adapted(tokens).logits, model(tokens).logits)
+        assert torch.equal(adapted(tokens).logits, expected)
+    weights.pop(next(iter(weights)))
+    with pytest.raises(EngineError, match="the adapters to be saved differ"):
+        merged(copy.deepcopy(model), LORA, weights, tmp_path / "other")
+
+
+def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
+    valued = with_value_head(copy.deepcopy(model))
+    attach(valued, LORA, seed=3)
+    trained = {name: parameter for name, parameter in valued.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * 2 + 1
+    assert "score.weight" in trained
+    weights = {name: torch.randn(parameter.shape) for name, parameter in trained.items()}
+    valued.load_state_dict(weights, strict=False)
+    new = with_value_head(copy.deepcopy(model))
+    merged(new, LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    theirs = PeftModel.from_pretrained(with_value_head(copy.deepcopy(model)), tmp_path / "adapter")
+    tokens = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        expected = valued(tokens).logits
+        assert torch.allclose(whole(tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(theirs(tokens).logits, expected, atol=1e-4)
+
+
+def test_targets_that_match_nothing_are_refused(model):
+    with pytest.raises(EngineError, match="Its linear layers: down_proj, gate_proj, k_proj, lm_head, o_proj"):
+        attach(model, Lora(targets=["query"]), 0)

@@ -1,0 +1,129 @@
+"""Rows that come, go and come back: they get what they would get alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Generation
+from workers.engines.hf import HFRollout
+from workers.engines.policy import Policy, inputs_of
+
+ENDS = [2, *range(3, 270, 9)]
+
+
+@pytest.fixture
+def prompts() -> Ragged:
+    generator = torch.Generator().manual_seed(5)
+    return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 2, 19, 4, 11)])
+
+
+def engine(model, batch_rows: int = 512) -> HFRollout:
+    return HFRollout(model, Generation(max_new_tokens=9, batch_rows=batch_rows), pad_token=0, end_tokens=ENDS)
+
+
+def conversation(rollout: HFRollout, prompts: Ragged, keeps: bool, turns: int = 3, each: int = 4) -> dict:
+    """Every row gets as many tokens of observation as it has turns behind it, twice; all of it by row."""
+    session = rollout.session(key=7, keeps=keeps)
+    rows = rollout.rows(prompts, each, torch.arange(len(prompts) * each) + 100)
+    for start in range(0, len(rows), each):
+        session.add(rows[start : start + each])
+    behind, said, most = dict.fromkeys(rows, 0), {row: [] for row in rows}, 0
+    while session.busy:
+        for row in session.step():
+            said[row].append((row.tokens.tolist(), row.logprobs.tolist(), row.finished))
+            behind[row] += 1
+            if behind[row] < turns:
+                session.extend(row, torch.arange(2 * behind[row]) + 40 + row.id % 5, limit=5)
+        most = max(most, session.live + len(session.parked))
+    assert not keeps or most <= rollout.generation.batch_rows
+    for row in rows:
+        row.sequence = torch.cat([row.sequence, row.tokens])
+    return {"rows": rows, "said": list(said.values())}
+
+
+@pytest.mark.parametrize(("batch_rows", "keeps"), [(512, True), (7, True), (7, False), (1, True)])
+def test_a_row_samples_the_same_whatever_its_company_and_whether_its_past_was_kept(model, prompts, batch_rows, keeps):
+    model.double()
+    alone = conversation(engine(model), prompts, keeps=False)["said"]
+    company = conversation(engine(model, batch_rows), prompts, keeps)["said"]
+    for row, other in zip(alone, company, strict=True):
+        assert [turn[0] for turn in row] == [turn[0] for turn in other]
+        for turn, same in zip(row, other, strict=True):
+            assert turn[1] == pytest.approx(same[1], abs=1e-5)
+            assert turn[2] == same[2]
+
+
+def test_the_trainer_agrees_over_several_turns(model, prompts):
+    done = conversation(engine(model, 7), prompts, keeps=True)
+    rows = done["rows"]
+    responses = Ragged.from_rows([row.sequence[row.prompt :] for row in rows])
+    repeated = prompts.select(torch.arange(5).repeat_interleave(4))
+    with torch.no_grad():
+        logprobs, _ = Policy(model)(*inputs_of(repeated, responses, 0, torch.device("cpu")), 1.0)
+    for row, said, trained in zip(rows, done["said"], responses.with_values(logprobs).rows):
+        start = 0
+        for turn, (tokens, sampled, _) in enumerate(said, 1):
+            assert row.sequence[row.prompt :][start : start + len(tokens)].tolist() == tokens
+            assert trained[start : start + len(tokens)].tolist() == pytest.approx(sampled, abs=1e-5)
+            start += len(tokens) + 2 * turn
+        assert start - 2 * len(said) == len(trained)
+
+
+def test_a_prompt_is_read_once_and_an_extended_row_reads_only_what_is_new(model, prompts):
+    read = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(tuple(args[0].shape)), with_kwargs=True)
+    session = (rollout := engine(model)).session(key=1, keeps=True)
+    rows = rollout.rows(prompts.slice(2, 3), 8, torch.arange(8), max_new_tokens=1)
+    session.add(rows)
+    assert session.step() == rows
+    session.extend(rows[3], torch.tensor([50, 51]), limit=1)
+    assert session.step() == rows[3:4]
+    assert read == [(1, 19), (1, 3)]  # the sampled token, which the model had not read, and the two new ones
+
+
+def test_a_place_is_taken_as_soon_as_it_is_free(model, prompts):
+    """One row never ends, the others after one token each: it takes as many steps as it has tokens."""
+    rollout = engine(model, batch_rows=2)
+    session = rollout.session(key=1)
+    limits = [6, 1, 1, 1, 1, 1, 1]
+    rows = rollout.rows(prompts.select(torch.zeros(7, dtype=torch.int64)), 1, torch.arange(7))
+    rollout.end_tokens = torch.tensor([-1])
+    for row, limit in zip(rows, limits):
+        row.limit = limit
+        session.add([row])
+    assert [[row.id for row in session.step()] for _ in range(6)] == [[1], [2], [3], [4], [5], [0, 6]]
+    assert not session.busy
+
+
+def test_layers_with_a_sliding_window(prompts):
+    config = MistralConfig(vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                           num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=5)
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config)
+    ours = engine(model, batch_rows=2).generate(prompts, 1, torch.arange(5), 0, temperature=0.0).tokens.rows
+    for prompt, row in zip(prompts.rows, ours):
+        theirs = model.generate(prompt[None], max_new_tokens=9, do_sample=False, eos_token_id=ENDS, pad_token_id=0)[0]
+        assert row.tolist() == theirs[len(prompt) :].tolist()
+
+
+def test_a_model_that_keeps_another_state_is_refused(model):
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(EngineError, match="LinearAttention"):
+        engine(model)
+
+
+def test_versions_say_which_weights_sampled_each_token(model, prompts):
+    rollout = engine(model)
+    session = rollout.session(key=1)
+    rollout.end_tokens = torch.tensor([-1])
+    rows = rollout.rows(prompts.slice(0, 1), 2, torch.arange(2), max_new_tokens=5)
+    session.add(rows)
+    for version in (3, 3, 4, 4, 4):
+        rollout.version = version
+        session.step()
+    assert [row.versions.tolist() for row in rows] == [[3, 3, 4, 4, 4]] * 2
+    assert rows[0].versions.dtype == torch.int32

@@ -1,0 +1,112 @@
+"""Low-rank adapters through peft: small matrices are trained beside the layers of a model that stays as it is.
+
+The model's own weights, its base, lie once on a rank that also samples: training and sampling compute with the same
+tensors, and only the adapters are sharded, gathered and sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
+from distflow.schema.lora import ALL_LINEAR
+from distflow.schema.run import Lora
+from workers.engines.fsdp import FSDPEngine
+
+_NAME = "default"
+"""What peft calls an adapter that has no name."""
+_PREFIX = "base_model.model."
+"""What peft's own model puts before the names of the parameters of the model that it wraps."""
+
+_HEAD = "score"
+"""The value head's name, as Hugging Face's classifiers have it."""
+
+
+def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
+    """Freeze `model` and give it adapters, drawn from `seed` alone; they add nothing until they are trained.
+
+    Raises:
+        EngineError: no layer of the model is meant; lists its linear layers.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(_config(lora, model), model)
+        except ValueError as error:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            raise EngineError(f"targets {lora.targets} of `lora`: {error} Its linear layers: {known}") from None
+    if _is_valued(model):
+        model.score.requires_grad_(True)  # a value head is new, so that it is trained whole
+
+
+def base(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen parameters: all but those of the adapters, and of a value head."""
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model computes as its base alone."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.set_scale(_NAME, 0.0)  # peft's own switch unsets requires_grad, which FSDP has already looked at
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(_NAME, 1.0)
+
+
+class BaseEngine:
+    """A frozen role whose model is the base of an adapted one: nothing of it is kept twice."""
+
+    def __init__(self, engine: FSDPEngine):
+        self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
+
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
+        """See `FSDPEngine.logprobs`."""
+        with adapters_off(self.engine.policy):
+            return self.engine.logprobs(prompts, responses, temperature)
+
+
+def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+    """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
+
+    `weights` are the adapters' and the value head's, whole, by the names that they have after `attach`.
+
+    Raises:
+        EngineError: they are not the adapters that `lora` asks for.
+    """
+    wrapped: PeftModel = get_peft_model(model, _config(lora, model))
+    missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
+    wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+    odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])
+    if odd:
+        raise EngineError(f"the adapters to be saved differ from the model's: {odd[:5]}")
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+    return wrapped.merge_and_unload()
+
+
+def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
+    targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
+    kind = "SEQ_CLS" if _is_valued(model) else "CAUSAL_LM"  # of a classifier peft trains and saves the head too
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora,
+                      task_type=kind)
+
+
+def _is_valued(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model, _HEAD, None), nn.Linear)
+
+
+def _in_peft(name: str) -> str:
+    return _PREFIX + name.replace(f"{_HEAD}.", f"{_HEAD}.modules_to_save.{_NAME}.")

@@ -1,0 +1,244 @@
+"""Continuous decoding: rows join the batch at any time, leave it when they end, and may come back with more to read."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from workers.engines.sampling import pick, uniform
+from workers.engines.slots import Past, Slots, beginnings
+
+if TYPE_CHECKING:
+    from workers.engines.hf import HFRollout
+
+_SHARE = 8
+"""Empty slots that nobody waits for are given up once they are an eighth of all: that copies the cache. Prompts are
+read ahead for as many slots."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A row that is sampled in one or more turns.
+
+    With the session's key `id` and the position behind the prompt decide the randomness. `tokens`, `logprobs` and
+    `versions` (of the weights) are those of the last turn; `finished` says whether it came to an end of its own.
+    """
+
+    id: int
+    sequence: Tensor
+    """Every token before the turn, the prompt included; on the CPU."""
+    prompt: int
+    """How many of them are the prompt's."""
+    limit: int
+    """Tokens that the turn may have."""
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    finished: bool = False
+    past: Past | None = None
+    """What the model has read of it, as long as there is room for it."""
+
+
+class Session:
+    """Rows under one key. `add` and `extend` bring rows, `step` adds a token to each and returns those that ended."""
+
+    def __init__(self, engine: HFRollout, key: int, temperature: float, keeps: bool = False):
+        """`keeps`: what was read of a row that has ended stays, so that it may go on without being read again."""
+        self.engine, self.model, self.key = engine, engine.model, key
+        self.temperature, self.keeps = temperature, keeps
+        self.device = self.model.device
+        self.unread: deque[list[Row]] = deque()
+        """Rows that share all that is to be read."""
+        self.ready: deque[tuple[Row, Past]] = deque()
+        self.parked: dict[Row, None] = {}
+        """Rows with a past that are in no slot, the longest away first."""
+        self.rows: list[Row | None] = []
+        """By slot."""
+        self.slots, self.state = Slots(), _no_slots(self.device)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row is sampled or waits for it."""
+        return bool(self.live or self.unread or self.ready)
+
+    @property
+    def live(self) -> int:
+        return sum(row is not None for row in self.rows)
+
+    def add(self, rows: list[Row]) -> None:
+        """Samples of one prompt, which is read once for all of them."""
+        self.unread.append(rows)
+
+    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+        """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
+        row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
+        self.unread.appendleft([row])
+
+    def forget(self, row: Row) -> None:
+        """The row has had its last turn."""
+        self.parked.pop(row, None)
+        row.past = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """One token more for each row in a slot; the rows whose turn ended with it."""
+        self._fill()
+        if not self.rows:
+            return []
+        state, slot = self.state, torch.arange(len(self.rows), device=self.device)
+        settings = self.engine.generation
+        chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
+                                settings.top_k, settings.top_p)
+        state["tokens"][slot, state["count"]] = chosen
+        state["logprobs"][slot, state["count"]] = logprobs
+        state["versions"][slot, state["count"]] = self.engine.version
+        state["count"] += state["live"]
+        end = self._is_end(chosen)
+        gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
+        left = self._leave(gone, end[gone].tolist()) if len(gone) else []
+        if self.live:
+            self._advance(chosen)
+        return left
+
+    def _is_end(self, tokens: Tensor) -> Tensor:
+        return (tokens[:, None] == self.engine.end_tokens).any(-1)
+
+    def _advance(self, chosen: Tensor) -> None:
+        """The model reads the chosen tokens."""
+        if not self.unread and not self.ready and (len(self.rows) - self.live) * _SHARE >= len(self.rows):
+            chosen = self._compact(chosen)
+        self.slots.make_room()
+        width, length = self.slots.width + 1, self.state["length"]
+        mask = torch.arange(width, device=self.device) >= width - 1 - length[:, None]
+        output = self.model(chosen[:, None], attention_mask=mask, position_ids=length[:, None],
+                            past_key_values=self.slots, use_cache=True)
+        self.state["logits"] = output.logits[:, -1]
+        length += 1
+
+    def _compact(self, chosen: Tensor) -> Tensor:
+        """Give up empty slots."""
+        kept = self.state["live"].nonzero().squeeze(1)
+        self.rows = [row for row in self.rows if row is not None]
+        self.slots.keep(kept, len(kept), self.slots.width)
+        self.state = {name: value[kept] for name, value in self.state.items()}
+        return chosen[kept]
+
+    def _leave(self, gone: Tensor, finished: list[bool]) -> list[Row]:
+        """Take rows out of their slots; each gets what it sampled."""
+        state, slots = self.state, gone.tolist()
+        rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
+                                 state["length"][gone].tolist())
+        tokens, logprobs, versions = (state[name][gone].cpu() for name in ("tokens", "logprobs", "versions"))
+        for place, (row, count) in enumerate(zip(rows, counts)):
+            row.tokens, row.logprobs = tokens[place, :count], logprobs[place, :count]
+            row.versions, row.finished = versions[place, :count], finished[place]
+        if self.keeps:
+            batch = self.slots.take(gone, max(lengths))
+            for place, (row, length) in enumerate(zip(rows, lengths)):
+                row.past = Past(batch, place, length)
+                self.parked[row] = None
+        state["live"][gone], state["count"][gone] = False, 0
+        for slot in slots:
+            self.rows[slot] = None
+        if self.live:
+            self.slots.see(int(state["length"][state["live"]].max()))
+        return rows
+
+    def _fill(self) -> None:
+        """Rows that wait take the free slots."""
+        free = self.engine.generation.batch_rows - self.live
+        while self.unread and free > len(self.ready):
+            self._read_next(max(free - len(self.ready), self.engine.generation.batch_rows // _SHARE))
+        coming = [self.ready.popleft() for _ in range(min(free, len(self.ready)))]
+        if coming:
+            self._join([row for row, _ in coming], [past for _, past in coming])
+        while self.parked and self.live + len(self.parked) > self.engine.generation.batch_rows:
+            self.forget(next(iter(self.parked)))  # it is read from its beginning when it comes back
+
+    def _read_next(self, wanted: int) -> None:
+        """Read for at least `wanted` rows, as long as there are as many."""
+        chosen: list[list[Row]] = []
+        while self.unread and sum(map(len, chosen)) < wanted:
+            chosen.append(self.unread.popleft())
+        for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
+            self.ready.extend((row, past) for row in rows)
+            self.forget(rows[0])
+
+    def _read(self, rows: list[Row]) -> list[Past]:
+        """The model reads what it has not read of these rows.
+
+        All of them read as many tokens as the one with most, instead of padding some that they had read before: the
+        columns of a row then follow each other without a hole.
+        """
+        lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
+        read = torch.tensor([row.past.length if row.past else 0 for row in rows], device=self.device)
+        longest = int((lengths - read).max())
+        before = (lengths - longest).clamp(min=0)
+        cache: Cache = DynamicCache()
+        for keys, values in beginnings([row.past for row in rows], before) if bool(before.any()) else ():
+            cache.layers.append(DynamicLayer())
+            cache.layers[-1].update(keys, values)
+        tokens = torch.full((len(rows), longest), self.engine.pad_token)
+        for place, row in enumerate(rows):
+            tail = row.sequence[-longest:]
+            tokens[place, longest - len(tail) :] = tail
+        width = longest + int(before.max())
+        mask = torch.arange(width, device=self.device) >= width - lengths[:, None]
+        positions = (lengths[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)
+        output = self.model(tokens.to(self.device), attention_mask=mask, position_ids=positions,
+                            past_key_values=cache, use_cache=True, logits_to_keep=1)
+        batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+        return [Past(batch, place, length, logits)
+                for place, (length, logits) in enumerate(zip(lengths.tolist(), output.logits[:, -1]))]
+
+    def _join(self, rows: list[Row], pasts: list[Past]) -> None:
+        """Put rows into slots: empty ones first, then new ones."""
+        empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
+        old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
+        taken = [*empty, *range(old, count)]
+        self.rows += [None] * (count - old)
+        slots = torch.tensor(taken, device=self.device)
+        width = max(Slots.width_of(pasts), self.slots.width if self.live else 0)
+        if count > old or width > self.slots.width:
+            self.slots.keep(torch.arange(old, device=self.device), count, width)
+        self.slots.put(slots, pasts)
+        self.slots.see(width)
+        for slot, row in zip(taken, rows):
+            self.rows[slot] = row
+        self._start(rows, pasts, slots, count)
+
+    def _start(self, rows: list[Row], pasts: list[Past], slots: Tensor, count: int) -> None:
+        """The state of `count` slots, with these rows at their beginnings."""
+        limits = torch.tensor([row.limit for row in rows], device=self.device)
+        first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
+        ids = torch.tensor([row.id for row in rows], device=self.device)
+        table = max(int(limits.max()), self.state["tokens"].shape[1])
+        noise = uniform(self.key, ids[:, None], first[:, None] + torch.arange(table, device=self.device))
+        logits = torch.stack([past.logits for past in pasts])
+        fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
+                 "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
+                 "logits": logits, "noise": noise}
+        for name, old in self.state.items():
+            new = fresh.get(name)
+            shape = (count, table) if new is None else (count, *new.shape[1:])
+            if old.shape != shape:
+                grown = (old if new is None else new).new_zeros(shape)
+                grown[: len(old), *(slice(0, size) for size in old.shape[1:])] = old
+                self.state[name] = old = grown
+            if new is not None:
+                old[slots] = new
+
+
+def _no_slots(device: torch.device) -> dict[str, Tensor]:
+    """What is known of each slot: tables [slots, tokens of a turn], the logits of the next token, and counts."""
+    kinds = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int32, "noise": torch.float64}
+    numbers = {"limit": torch.int64, "length": torch.int64, "count": torch.int64, "live": torch.bool}
+    return {**{name: torch.zeros(0, 0, dtype=kind, device=device) for name, kind in kinds.items()},
+            **{name: torch.zeros(0, dtype=kind, device=device) for name, kind in numbers.items()},
+            "logits": torch.zeros(0, 0, device=device)}
