@@ -53,7 +53,7 @@ class DagWorker:
     def run(self) -> None:
         """All steps, from the first or from where the checkpoint stands."""
         for step in self.steps():
-            self.buffer.start(self.source.next())
+            self.buffer.start(self.source.next(), self.source.drawn)
             for task in self.chain:
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)

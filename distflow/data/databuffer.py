@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.data.debts import debts
 from distflow.data.homes import Census, Homes
 from distflow.data.redistribute import Redistributor
 from distflow.observe.metrics import Metrics
@@ -46,9 +47,15 @@ class Databuffer:
         """Per layout: decided by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) that were redistributed in this step; the same on every rank."""
+        self.drawn: range | None = None
 
-    def start(self, batch: Batch) -> None:
-        """Begin a step with this rank's rows of the dataset; what the last step left is dropped."""
+    def start(self, batch: Batch, drawn: range | None = None) -> None:
+        """Begin a step with this rank's rows of the dataset; what the last step left is dropped.
+
+        Args:
+            drawn: the rows of all shares in this step; messages name those of a rank that does not come.
+        """
+        self.drawn = drawn
         self.shelves = {(SOURCE, self.source_layout): batch}
         self.homes = {}
         self.moved = set()
@@ -123,8 +130,10 @@ class Databuffer:
                 lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
                 f"{producer}/{task.node}")
         except RankMissing as error:
-            raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of node "
-                              f"`{producer}`, on rank {origin.first} to {origin.last}: {error}") from error
+            rows = debts(self.fans, producer, origin, self.homes.get(origin), self.drawn, self.rank, error.ranks)
+            raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
+                              f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
+                              f"rows {rows}", error.ranks) from error
         earlier = self.shelves.get((producer, layout))
         self.shelves[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
