@@ -81,11 +81,11 @@ class DagWorker:
 
     def tasks(self) -> Iterator[Task]:
         """The chain over the step's prompts; its beginning over further ones while a filter leaves too few."""
-        self.buffer.start(self.source.next())
+        self.buffer.start(self.source.next(), self.source.drawn)
         for index, task in enumerate(self.chain):
             yield task
             while task.draws > 1 and not self.buffer.full(task, self.source.batch):
-                self.buffer.draw_again(self.source.next())
+                self.buffer.draw_again(self.source.next(), self.source.drawn)
                 yield from self.chain[: index + 1]
 
     def execute(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,96 +28,123 @@ def assign(weights: Tensor, shares: int, settled: Tensor | None = None) -> Tenso
     Args:
         settled: [units]: the share of a unit that has one already, -1 for one that is free.
     """
-    order = torch.sort(weights, descending=True, stable=True).indices
-    if settled is None or not bool((settled >= 0).any()):
-        dealt = _deal(weights, order, shares)
+    sizes = weights.numpy()
+    return torch.from_numpy(_assign(sizes, _heaviest_first(sizes), shares, _settled(sizes, settled)))
+
+
+def _assign(sizes: np.ndarray, order: np.ndarray, shares: int, settled: np.ndarray) -> np.ndarray:
+    if not (settled >= 0).any():
+        dealt = _deal(sizes, order, shares)
         if dealt is not None:
             return dealt
-        settled = torch.full_like(weights, -1)
-    return _greedy(weights, order, shares, settled)
+    return _greedy(sizes, order, shares, settled)
 
 
-def _greedy(weights: Tensor, order: Tensor, shares: int, settled: Tensor) -> Tensor:
+def _greedy(sizes: np.ndarray, order: np.ndarray, shares: int, settled: np.ndarray) -> np.ndarray:
     """Each free unit in turn to the lightest share."""
     units = order[settled[order] < 0]
-    heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(weights, shares, settled)))]
+    heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(sizes, shares, settled)))]
     heapq.heapify(heap)
     chosen = []
-    for size in weights[units].tolist():
+    for size in sizes[units].tolist():
         load, count, share = heap[0]
         chosen.append(share)
         heapq.heapreplace(heap, (load + size, count + 1, share))
-    result = settled.clone()
-    result[units] = torch.tensor(chosen, dtype=torch.int64)
+    result = settled.copy()
+    result[units] = chosen
     return result
 
 
-def _deal(weights: Tensor, order: Tensor, shares: int) -> Tensor | None:
+def _deal(sizes: np.ndarray, order: np.ndarray, shares: int) -> np.ndarray | None:
     """The same for many units without a loop over them: dealt out forth and back, like cards, and only the lightest
     one by one. None if there are too few units, or if that leaves a share heavier than one of even shares may be."""
     many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
     if many <= 0:
         return None
-    if int(weights.min()) == int(weights.max()):
-        return torch.arange(len(weights)) % shares
-    there = torch.arange(shares)
-    result = torch.full_like(weights, -1)
-    result[order[: many * shares]] = torch.cat([there, there.flip(0)]).repeat(many // 2)
-    result = _greedy(weights, order[many * shares :], shares, result)
-    return result if _heaviest(weights, result, shares) <= int(weights.sum()) / shares * _TOLERANCE else None
+    if sizes.min() == sizes.max():
+        return np.arange(len(sizes)) % shares
+    there = np.arange(shares)
+    result = np.full(len(sizes), -1)
+    result[order[: many * shares]] = np.tile(np.concatenate([there, there[::-1]]), many // 2)
+    result = _greedy(sizes, order[many * shares :], shares, result)
+    return result if _heaviest(sizes, result, shares) <= int(sizes.sum()) / shares * _TOLERANCE else None
 
 
 def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: Tensor | None = None) -> Tensor:
     """The same, at most 1% heavier, with as many units as that allows left on the machine that they are on.
 
-    Each unit goes to the lightest share of its machine as long as the load stays within what `assign` reaches for its
-    heaviest share, and 1% more; those that do not fit go to the lightest share of all. If that ends heavier, `assign`
-    it is.
+    Each machine fills its shares with its own units, heaviest first, as long as their loads stay within what `assign`
+    reaches for its heaviest share, and 1% more; those that do not fit go to the lightest share of all. If that ends
+    heavier, `assign` it is.
 
     Args:
         machines: [shares]: the machine of each share.
         at: [units]: the machine of each unit; -1 if it does not matter.
     """
-    shares = len(machines)
-    anywhere = assign(weights, shares, settled)
-    if len(set(machines)) == 1:
-        return anywhere
-    bound = int(_heaviest(weights, anywhere, shares) * _TOLERANCE)
-    settled = torch.full_like(weights, -1) if settled is None else settled
-    loads, counts = _taken(weights, shares, settled)
-    result, sizes, home, moved = settled.tolist(), weights.tolist(), at.tolist(), False
-    heaps: dict[int, list[tuple[int, int, int]]] = {machine: [] for machine in set(machines)}
-    for share, machine in enumerate(machines):
-        heapq.heappush(heaps[machine], (loads[share], counts[share], share))
-    for unit in torch.sort(weights, descending=True, stable=True).indices.tolist():
-        heap = heaps.get(home[unit])
-        if result[unit] >= 0:
-            continue
-        if not heap or heap[0][0] + sizes[unit] > bound:
-            moved = True
-            continue
-        load, count, share = heap[0]
-        result[unit] = share
-        heapq.heapreplace(heap, (load + sizes[unit], count + 1, share))
-    near = torch.tensor(result, dtype=torch.int64)
-    rest = assign(weights, shares, near) if moved else near
-    return rest if _heaviest(weights, rest, shares) <= bound else anywhere
+    sizes, places, machine_of = weights.numpy(), at.numpy(), np.array(machines)
+    order, shares, near = _heaviest_first(sizes), len(machines), _settled(sizes, settled)
+    anywhere = _assign(sizes, order, shares, near)
+    if (machine_of == machine_of[0]).all():
+        return torch.from_numpy(anywhere)
+    heaviest = _heaviest(sizes, anywhere, shares)
+    bound, free = int(heaviest * _TOLERANCE), order[near[order] < 0]
+    loads, counts = _taken(sizes, shares, near)
+    for machine in np.unique(machine_of).tolist():
+        there, units = np.flatnonzero(machine_of == machine), free[places[free] == machine]
+        taken = [(loads[share], counts[share], share) for share in there.tolist()]
+        near[units] = _near(sizes[units], taken, heaviest, bound)
+    rest = _greedy(sizes, order, shares, near) if (near < 0).any() else near
+    return torch.from_numpy(rest if _heaviest(sizes, rest, shares) <= bound else anywhere)
 
 
-def _taken(weights: Tensor, shares: int, settled: Tensor) -> tuple[list[int], list[int]]:
+def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
+    """The share of each of a machine's units, heaviest first, -1 for one that does not fit.
+
+    Args:
+        taken: (load, units, share) of each of its shares.
+    """
+    result = np.full(len(sizes), -1)
+    if not any(count for _, count, _ in taken):
+        fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
+        dealt = _deal(fitting, np.arange(len(fitting)), len(taken))
+        if dealt is not None and _heaviest(fitting, dealt, len(taken)) <= bound:
+            result[: len(fitting)] = np.array([share for *_, share in taken])[dealt]
+            return result
+    heapq.heapify(taken)
+    for unit, size in enumerate(sizes.tolist()):
+        load, count, share = taken[0]
+        if load + size <= bound:
+            result[unit] = share
+            heapq.heapreplace(taken, (load + size, count + 1, share))
+    return result
+
+
+def _heaviest_first(sizes: np.ndarray) -> np.ndarray:
+    return np.argsort(-sizes, kind="stable")
+
+
+def _settled(sizes: np.ndarray, settled: Tensor | None) -> np.ndarray:
+    """A copy that may be filled."""
+    return np.full(len(sizes), -1) if settled is None else settled.numpy().copy()
+
+
+def _taken(sizes: np.ndarray, shares: int, settled: np.ndarray) -> tuple[list[int], list[int]]:
     """Each share's load, and its units, so far."""
     units = settled >= 0
-    none = torch.zeros(shares, dtype=torch.int64)
-    loads = none.index_add(0, settled[units], weights[units])
-    return loads.tolist(), torch.bincount(settled[units], minlength=shares).tolist()
+    return _loads(sizes[units], settled[units], shares).tolist(), np.bincount(settled[units], minlength=shares).tolist()
 
 
-def _heaviest(weights: Tensor, shares_of: Tensor, shares: int) -> int:
-    return int(torch.zeros(shares, dtype=torch.int64).index_add_(0, shares_of, weights).max())
+def _loads(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> np.ndarray:
+    """[shares]; exact below 2^53."""
+    return np.bincount(shares_of, sizes, shares).astype(np.int64)
+
+
+def _heaviest(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> int:
+    return int(_loads(sizes, shares_of, shares).max())
 
 
 def imbalance(weights: Tensor, shares_of: Tensor, shares: int) -> float:
     """The heaviest share's load over the mean load; 1.0 is perfect."""
-    loads = torch.zeros(shares, dtype=torch.int64).index_add_(0, shares_of, weights)
+    loads = _loads(weights.numpy(), shares_of.numpy(), shares)
     total = int(loads.sum())
     return int(loads.max()) * shares / total if total else 1.0

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.data.debts import debts
 from distflow.data.homes import Census, Homes
 from distflow.data.redistribute import Redistributor
 from distflow.data.selecting import Kept, joined
@@ -50,24 +51,31 @@ class Databuffer:
         """Per layout: decided by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) that were redistributed in this draw; the same on every rank."""
+        self.drawn: range | None = None
+        """The dataset's rows that all ranks together have in this step; None when some of them were dropped."""
         self.kept = Kept(_NOTHING.ids, ())
         """What the last task that dropped rows left, of all ranks and draws."""
         self.earlier: _Draw | None = None
         """What the step's draws before this one left."""
         self.draws = 0
 
-    def start(self, batch: Batch) -> None:
-        """Begin a step with this rank's rows of the dataset; what the last step left is dropped."""
+    def start(self, batch: Batch, drawn: range | None = None) -> None:
+        """Begin a step with this rank's rows of the dataset; what the last step left is dropped.
+
+        Args:
+            drawn: the rows of all shares in this step; messages name those of a rank that does not come.
+        """
         self.draws, self.earlier = 0, None
         self.redistributor.moved = 0
-        self._begin(batch)
+        self._begin(batch, drawn)
 
-    def draw_again(self, batch: Batch) -> None:
+    def draw_again(self, batch: Batch, drawn: range | None = None) -> None:
         """Go on with the step with further rows of the dataset, until `put` of a task that draws joins them."""
         self.earlier = self.shelves, self.homes, self.kept
-        self._begin(batch)
+        self._begin(batch, drawn)
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch, drawn: range | None) -> None:
+        self.drawn = drawn
         self.shelves = {(SOURCE, self.source_layout): batch}
         self.homes = {}
         self.moved = set()
@@ -169,8 +177,10 @@ class Databuffer:
                 lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
                 f"{producer}/{task.node}")
         except RankMissing as error:
-            raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of node "
-                              f"`{producer}`, on rank {origin.first} to {origin.last}: {error}") from error
+            rows = debts(self.fans, producer, origin, self.homes.get(origin), self.drawn, self.rank, error.ranks)
+            raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
+                              f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
+                              f"rows {rows}", error.ranks) from error
         earlier = self.shelves.get((producer, layout))
         self.shelves[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
@@ -223,6 +233,7 @@ class Databuffer:
             self._join()
 
     def _keep_only(self, kept: Kept) -> None:
+        self.drawn = None
         self.kept = Kept(self.kept.ids[kept.among(self.fans, self.kept.ids, self.kept.fan)], self.kept.fan)
         for layout, homes in self.homes.items():
             self.homes[layout] = kept.of_homes(self.fans, homes, self.fans.unit(layout))
@@ -238,7 +249,7 @@ class Databuffer:
         """The rows of earlier draws, which have smaller ids, come before those of this one."""
         if self.earlier is None:
             return
-        shelves, homes, kept = self.earlier
+        (shelves, homes, kept), self.drawn = self.earlier, None
         self.shelves = {key: joined(shelves[key], batch) for key, batch in self.shelves.items()}
         self.homes = {layout: homes[layout].joined(later) for layout, later in self.homes.items()}
         self.kept = Kept(torch.cat([kept.ids, self.kept.ids]), kept.fan)

@@ -41,6 +41,11 @@ class Dataloader:
         return Batch(ids, {**columns, "group": ids})
 
     @property
+    def drawn(self) -> range:
+        """The rows of the last step, of all shares."""
+        return range(self.position - self.batch, self.position)
+
+    @property
     def epoch(self) -> float:
         """Passes over the dataset so far."""
         return self.position / len(self.records)

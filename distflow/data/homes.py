@@ -46,9 +46,12 @@ class Homes(NamedTuple):
         Raises:
             ColumnError: a row stems from a unit that no rank had.
         """
-        index = np.searchsorted(self.units, ids // times)
+        units = ids // times if times > 1 else ids
+        if len(units) == len(self.units) and (units == self.units).all():  # the usual case: one row a unit, in order
+            return np.arange(len(ids)), self.shares
+        index = np.searchsorted(self.units, units)
         found = index < len(self.units)
-        found[found] = self.units[index[found]] == (ids // times)[found]
+        found[found] = self.units[index[found]] == units[found]
         if not found.all():
             raise ColumnError(f"some rank has rows {ids[~found][:_SHOWN].tolist()}, which stem from rows that no rank "
                               "had when this layout was filled")
@@ -110,8 +113,8 @@ class Census:
         """The homes, from what every rank counted; and the heaviest share's load over the mean, None if all were
         settled before. Units stay on their machine (`machine_of` a rank) where that costs no balance."""
         tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in census]
-        table = _merged(np.concatenate([np.vstack([table, np.full_like(table[:1], machine)])
-                                        for table, machine in zip(tables, machine_of)], axis=1))
+        machine = np.repeat(machine_of, [table.shape[1] for table in tables])
+        table = _merged(np.vstack([np.concatenate(tables, axis=1), machine]))
         _, units, weights, owners, at = table[:, table[0] == len(self.unit)]
         for level in range(len(self.unit)):
             _, ids, tokens, *_ = table[:, table[0] == level]
@@ -137,9 +140,10 @@ def _elements(column: Ragged) -> np.ndarray:
 def _merged(table: np.ndarray) -> np.ndarray:
     """Each (level, id) once, ascending, with its tokens in all, the share that any of its rows has, and, if there are
     machines, that of the most tokens."""
-    table = table[:, np.lexsort((table[2], table[1], table[0]))]
-    if not table.shape[1]:
-        return table
+    level, unit = table[:2]
+    if ((level[1:] > level[:-1]) | (level[1:] == level[:-1]) & (unit[1:] > unit[:-1])).all():
+        return table  # the usual case: ranks have rows one after the other
+    table = table[:, np.lexsort((table[2], unit, level))]
     first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)]))
     last = np.concatenate([first[1:], [table.shape[1]]]) - 1
     return np.vstack([table[:2, first], np.add.reduceat(table[2], first), np.maximum.reduceat(table[3], first),

@@ -137,10 +137,10 @@ class Neighbours:
                 for rank, number, size in _RING.iter_unpack(os.read(self.ear, 256 * _RING.size)):
                     self.heard[rank, number] = size
             elif ready:
-                raise RankMissing(f"rank {deaths[ready[0]]} ended while others waited for it")
+                raise RankMissing(f"rank {deaths[ready[0]]} ended while others waited for it", [deaths[ready[0]]])
             else:
                 raise RankMissing(f"rank {', '.join(map(str, missing))} did not come within the wait limit of "
-                                  f"{limit:g} s")
+                                  f"{limit:g} s", missing)
 
     def _meet_all(self, contacts: dict[int, list]) -> dict[int, Neighbour] | None:
         """The neighbours by rank; None if this process may not open what is theirs."""

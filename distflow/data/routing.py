@@ -117,7 +117,7 @@ class Route:
         self.position = row - (rows.cumsum() - rows)[self.holder]
         self.ids, self.share = ids[row], share
         self.bounds = np.searchsorted(share, np.arange(shares + 1))
-        twice = (np.diff(self.ids) == 0) & (np.diff(share) == 0)
+        twice = (self.ids[1:] == self.ids[:-1]) & (share[1:] == share[:-1])
         if twice.any():
             one, other = self.holder[:-1][twice][0], self.holder[1:][twice][0]
             raise ColumnError(f"rows {self.ids[1:][twice][:_SHOWN].tolist()} of columns {', '.join(forms)} exist "
@@ -129,11 +129,12 @@ class Route:
                       for name, form in forms.items()}
 
     def _part(self, counts: np.ndarray, width: int) -> Part:
-        ends = np.concatenate([[0], counts.cumsum()])
-        elements = np.diff(ends[self.bounds])
-        starts = self.totals
-        self.totals = starts + -(-elements * width // _ALIGNED) * _ALIGNED
-        return Part(width, counts, ends[:-1] - ends[self.bounds[self.share]], starts, elements * width)
+        ends = np.zeros(len(counts) + 1, dtype=np.int64)
+        counts.cumsum(out=ends[1:])
+        edges = ends[self.bounds]
+        sizes, starts = (edges[1:] - edges[:-1]) * width, self.totals
+        self.totals = starts + -(-sizes // _ALIGNED) * _ALIGNED
+        return Part(width, counts, ends[:-1] - edges[self.share], starts, sizes)
 
     def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
         """The pairs of a share, or those of them whose rows a rank has; by id."""

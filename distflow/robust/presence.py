@@ -30,7 +30,7 @@ class Presence:
         except dist.DistError:
             return ""  # the store ended with the machine that hosted it
         if not elsewhere:
-            return "no rank that is alive: all had come as far as this one when one of them ended"
+            return "no rank says that it is elsewhere: all had come as far as this one when one ended or was cut off"
         more = f"; and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""
         return "; ".join(elsewhere[:_SHOWN]) + more
 

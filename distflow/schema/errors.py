@@ -101,7 +101,14 @@ class Disagreement(DistflowError):
 
 
 class RankMissing(DistflowError):
-    """A rank ended, or did not come within the wait limit, while others waited for it. Its own output says why."""
+    """A rank ended, or did not come within the wait limit, while others waited for it. Its own output says why.
+
+    `ranks` are those that are missing, empty where that is not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

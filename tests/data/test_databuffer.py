@@ -209,7 +209,7 @@ def wait_in_vain(plan: Plan) -> str:
     presence = Presence(store, dist.get_rank(), 3)
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
     buffer.redistributor.neighbours  # noqa: B018 - all ranks make it
-    buffer.start(Batch(torch.arange(0)))
+    buffer.start(Batch(torch.arange(0)), range(10, 16))
     presence.now("is in step 4, " + ("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`"))
     if dist.get_rank() == 2:
         store.wait(["gave up 0", "gave up 1"])
@@ -222,10 +222,13 @@ def wait_in_vain(plan: Plan) -> str:
 
 
 def test_who_is_waited_for_is_named():
-    plan = Builder(3, Layout(3)).node("a", "r_prompt", "r_a d_a", Layout(3)).node("b", "r_a d_a", "", ONE).plan()
+    plan = (Builder(3, Layout(3)).node("a", "r_prompt", "r_a d_a", Layout(3), repeats=2)
+            .node("b", "r_a d_a", "", ONE)).plan()
     first, second, _ = run_ranks(3, wait_in_vain, plan)
     for rank, text in enumerate((first, second)):
-        assert f"node `b` on rank {rank} waits for columns r_a, d_a of node `a`, on rank 0 to 2: rank 2 did" in text
+        assert (f"node `b` on rank {rank} waits for columns r_a, d_a of the rows of node `a`, on rank 0 to 2: "
+                "rank 2 did") in text
+        assert "Of these rows rank 2 owes 4 of them by its share: 28, 29, 30, 31" in text
         assert "rank 2 is in step 4, computing node `a`, for " in text.splitlines()[-1]
 
 

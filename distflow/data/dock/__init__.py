@@ -7,6 +7,7 @@
     desk.py, peers.py   what a process knows, and state updates between processes
     lease.py       what a holder knows
     line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where
+    memory.py      payloads through shared memory, within a machine
     snapshot.py, intervals.py, diagnosis.py, errors.py, volume.py
 """
 

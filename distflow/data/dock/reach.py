@@ -15,6 +15,7 @@ from torch import Tensor
 from distflow.data.dock.errors import KINDS, DockError, Overdue, Unreachable
 from distflow.data.dock.layout import Address
 from distflow.data.dock.line import Closed, Line, dial
+from distflow.data.dock.memory import Segments
 from distflow.schema.errors import CheckpointError, ColumnError
 
 _PAUSE = 0.05
@@ -136,8 +137,11 @@ class Reach:
     def _line(self, address: Address) -> Line:
         if address not in self.lines:
             line = dial(address, self.token, self.patience)
-            line.send({"op": "hello", "who": self.who, "session": self.session})
-            epoch = line.receive()[0]["epoch"]
+            memory = Segments()
+            line.send({"op": "hello", "who": self.who, "session": self.session, "memory": memory.claim(self.token)})
+            answer = line.receive()[0]
+            line.memory = memory if answer["memory"] else None
+            epoch = answer["epoch"]
             self.lines[address] = line
             if self.epochs.setdefault(address, epoch) != epoch:
                 self.epochs[address] = epoch

@@ -25,6 +25,7 @@ from distflow.data.dock.errors import DockError, Full, Overdue, Refused
 from distflow.data.dock.kept import Marks
 from distflow.data.dock.layout import Address, Layout
 from distflow.data.dock.line import Closed, Line, check_token, welcome
+from distflow.data.dock.memory import Windows
 from distflow.data.dock.parcel import unpack
 from distflow.data.dock.selection import Ask
 from distflow.data.dock.snapshot import capture, restore, write
@@ -133,7 +134,8 @@ class Service:
             person = self.desk.enter(session, str(hello.get("who", peer)))
             self.lines.add(line)
         try:
-            line.send({"epoch": self.desk.epoch})
+            line.memory = Windows.onto(hello.get("memory"), self.token)
+            line.send({"epoch": self.desk.epoch, "memory": line.memory is not None})
             while not self.over:
                 self._answer(line, person, session)
         except TimeoutError as error:
