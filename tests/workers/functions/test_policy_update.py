@@ -179,8 +179,8 @@ def share_of(shares, options):
 
 def row(advantage: float, rollout: list[float], group: int = 0, trained: list[bool] | None = None) -> Row:
     count = len(rollout)
-    return {"group": group, "advantage": advantage, "tokens": [2] * count, "rollout": rollout, "importance": [1.0] * count,
-            "reference": [-1.0] * count, "trained": trained or [True] * count}
+    return {"group": group, "advantage": advantage, "tokens": [2] * count, "rollout": rollout,
+            "importance": [1.0] * count, "reference": [-1.0] * count, "trained": trained or [True] * count}
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
