@@ -33,7 +33,7 @@ def columns(rows):
 
 
 @settings(derandomize=True, deadline=None)
-@given(rows=ROWS, level=LEVELS, cap=st.floats(0.5, 4))
+@given(rows=ROWS, level=LEVELS, cap=st.floats(1, 4))
 def test_truncated_importance(rows, level, cap):
     weights = truncated_importance(*columns(rows), level=level, cap=cap)
     expected = [1.0 if ratio is None else min(ratio, cap) for row in rows for ratio in ratios(row, level)]

@@ -64,9 +64,7 @@ def test_token_rewards_without_a_reference_and_a_mask():
 def test_the_overlong_penalty_is_that_of_the_paper():
     lengths = [0, 80, 81, 90, 99, 100, 130]
     responses = Ragged.from_rows([torch.zeros(length, dtype=torch.int64) for length in lengths])
-    rewards = overlong_penalty(torch.ones(7), responses, max_length=100, cache=20)
+    rewards = overlong_penalty(torch.ones(7), responses, max_length=100, margin=0.2)
     assert rewards.tolist() == pytest.approx([1.0, 1.0, 0.95, 0.5, 0.05, 0.0, 0.0])
-    halved = overlong_penalty(torch.ones(7), responses, max_length=100, cache=20, penalty=0.5)
+    halved = overlong_penalty(torch.ones(7), responses, max_length=100, penalty=0.5)
     assert halved.tolist() == pytest.approx([1.0, 1.0, 0.975, 0.75, 0.525, 0.5, 0.5])
-    with pytest.raises(ValueError, match="lower it"):
-        overlong_penalty(torch.ones(7), responses, max_length=10, cache=20)
