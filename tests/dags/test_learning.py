@@ -29,9 +29,13 @@ checkpoint: {every: 0}
 """
 
 
+PAIRS = "data.columns=[chosen, rejected]"
+
+
 @dataclass(frozen=True)
 class Case:
-    """A DAG, shipped or a path, whose `metric` rises by more than `by`, or falls by more if that is negative."""
+    """A DAG, shipped or a path, whose `metric` rises by more than `by`, or falls by more if that is negative. In
+    `settings`, WEAK is the folder of the weak start, TEACHER that of a model that knows the answers."""
 
     dag: str
     metric: str = "reward/mean"
@@ -54,6 +58,12 @@ CASES = [
     Case("remax", settings=("nodes.rollout.with.group_size=8", "steps=16")),
     Case("pf_ppo"),
     Case(str(ROOT / "examples/opo/opo")),
+    Case("ppo"),
+    Case("online_dpo"),
+    Case("dpo", "preference/margin", 0.5, settings=(PAIRS,)),
+    Case("reward_model", "preference/margin", 0.2,
+         settings=(PAIRS, "roles={reward: {model: WEAK, learning_rate: 3e-4}}")),
+    Case("distill", "distillation/reverse_kl", -0.1, settings=("roles.teacher={model: TEACHER}",)),
 ]
 
 
@@ -72,13 +82,28 @@ def weak_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/sft/model"
 
 
+@pytest.fixture(scope="session")
+def teacher(weak_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weak start after it has seen the answers."""
+    folder = tmp_path_factory.mktemp("teacher")
+    prepare(folder, weak_start)
+    run(folder, "--dag", "sft.yaml", "--run-file", "few.yaml", "--name", "sft")
+    return folder / "runs/sft/model"
+
+
+def prepare(folder: Path, model: Path) -> None:
+    """The few problems (with pairs of answers), and a run file."""
+    problems = (ROOT / "dags/data/arithmetic/preferences.jsonl").read_text().splitlines()[:PROBLEMS]
+    (folder / "few.jsonl").write_text("\n".join(problems) + "\n")
+    (folder / "few.yaml").write_text(FEW.replace("model: weak", f"model: {model}"))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_learns(case: Case, weak_start: Path, tmp_path: Path) -> None:
-    problems = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:PROBLEMS]
-    (tmp_path / "few.jsonl").write_text("\n".join(problems) + "\n")
-    (tmp_path / "few.yaml").write_text(FEW.replace("model: weak", f"model: {weak_start}"))
+def test_learns(case: Case, weak_start: Path, teacher: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, weak_start)
+    settings = [setting.replace("WEAK", str(weak_start)).replace("TEACHER", str(teacher)) for setting in case.settings]
     run(tmp_path, "--dag", f"{case.dag}.yaml", "--run-file", "few.yaml", "--name", "run",
-        *(word for setting in case.settings for word in ("--set", setting)))
+        *(word for setting in settings for word in ("--set", setting)))
     values = [step[case.metric] for step in metrics_of(tmp_path / "runs/run").values()]
     change = (sum(values[-ENDS:]) - sum(values[:ENDS])) / ENDS
     assert change > case.by if case.by > 0 else change < case.by, values
