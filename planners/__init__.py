@@ -1,5 +1,6 @@
 """From a DAG, a run and a cluster to a plan. Pure functions: no torch, no clock, no files."""
 
+from planners.docking import through_dock
 from planners.serialize import plan
 
-__all__ = ["plan"]
+__all__ = ["plan", "through_dock"]

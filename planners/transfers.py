@@ -43,7 +43,7 @@ def derive(spec: Spec, node: str, flows: dict[str, Flow], layouts: dict[str, Lay
         rows = spec.run.data.batch
         for repeater in () if producer == SOURCE else flows[producer].out_fan:
             rows *= flows[repeater].repeats
-        size = rows * sum(_row_bytes(spec, name, flows[node].forms.get(name, "Tensor")) for name in new)
+        size = rows * sum(row_bytes(spec, name, flows[node].forms.get(name, "Tensor")) for name in new)
         result.append(Transfer(producer, tuple(names), "all_to_all", size))
     return tuple(result)
 
@@ -75,7 +75,7 @@ def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]
     return {rank: size * (has[rank] + gets[rank] - 2 * has[rank] * gets[rank]) for rank in ranks}
 
 
-def _row_bytes(spec: Spec, name: str, form: str) -> int:
+def row_bytes(spec: Spec, name: str, form: str) -> int:
     """One row's size at the run's longest."""
     if form == "Tensor":
         return _TOKEN if name in _OF_TOKENS else _NUMBER

@@ -14,12 +14,16 @@ HELP = "print the chain of each rank, transfers, added dependencies and memory"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dag_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="as JSON, with all details")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, with all details")
+    form.add_argument("--dock", type=_positive, metavar="WAREHOUSES",
+                      help="also what a step would move through a transfer dock of so many warehouses")
 
 
 def main(options: argparse.Namespace) -> int:
     spec, plan = load_and_plan(options)
-    print(plan.to_json() if options.json else "\n".join(describe(plan, spec)))
+    lines = [plan.to_json()] if options.json else [*describe(plan, spec), *_dock(plan, spec, options.dock)]
+    print("\n".join(lines))
     return 0
 
 
@@ -77,6 +81,24 @@ def _where(task: Task, plan: Plan) -> str:
     last = layout.first + layout.dp - 1
     ranks = f"ranks {layout.first}–{last}" if layout.dp > 1 else f"rank {layout.first}"
     return f"dp {layout.dp} ({ranks}; others only send)"
+
+
+def _dock(plan: Plan, spec: Spec, warehouses: int | None) -> Iterator[str]:
+    from planners import through_dock
+
+    if warehouses is None:
+        return
+    volume = through_dock(spec, plan, warehouses)
+    yield from ("", "through the dock, if every edge passed it (bytes a step, rows at the run's longest)")
+    rows = [(f"{edge.producer} → {edge.reader or 'dock'}", ", ".join(edge.columns), _size(edge.bytes_per_step))
+            for edge in volume.edges]
+    yield from _table([*rows, (f"each of {warehouses} warehouses", "", _size(volume.through_each_warehouse))])
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("a dock has at least one warehouse")
+    return int(text)
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from distflow.data.exchange import gather
 from distflow.robust.whole import FILES, PROGRESS, read_progress, whole
-from distflow.schema.errors import CheckpointError, Disagreement
+from distflow.schema.errors import CheckpointError, Disagreement, DistflowError
 
 
 class Stateful(Protocol):
@@ -31,12 +32,16 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
 
-    def save(self, step: int, sharded: dict[str, Stateful], progress: dict[str, Any]) -> None:
+    def save(self, step: int, sharded: dict[str, Stateful], progress: dict[str, Any],
+             parts: Mapping[str, Callable[[Path], Any]] | None = None) -> None:
         """Write the state after `step` steps. Collective.
 
         Args:
             sharded: engines by role; each rank writes its shards.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
+            parts: what else belongs to the run at this step, by name; rank 0 calls each with a folder for its files,
+                as `{"dock": dock.snapshot}`. They count from the moment when the whole checkpoint does, and
+                `whole.part` finds them again.
 
         Raises:
             CheckpointError: a rank could not write its part; the older checkpoints are untouched.
@@ -52,6 +57,8 @@ class Checkpoints:
             dcp.save({name: engine.state_dict() for name, engine in sharded.items()}, checkpoint_id=partial)
         except CheckpointException as error:
             raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
+        if parts:
+            _write_parts(partial, parts)
         if dist.get_rank() == 0:
             _write_progress(partial, {"step": step, **progress})
             _remove(final)
@@ -92,8 +99,24 @@ class Checkpoints:
         return found[-1]
 
 
+def _write_parts(folder: Path, parts: Mapping[str, Callable[[Path], Any]]) -> None:
+    """On rank 0; what goes wrong there is raised on every rank, or the others would wait."""
+    trouble = ""
+    if dist.get_rank() == 0:
+        for name, write in parts.items():
+            try:
+                (folder / name).mkdir()
+                write(folder / name)
+            except (OSError, DistflowError) as error:
+                trouble = f"{name} could not be written into {folder}: {error}"
+                break
+    trouble = gather(trouble.encode())[0].decode()
+    if trouble:
+        raise CheckpointError(trouble)
+
+
 def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     with (folder / PROGRESS).open("w") as file:
         json.dump({**progress, FILES: sizes}, file)
         file.flush()

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distflow.schema.errors import CheckpointError
+
 PROGRESS = "progress.json"
 FILES = "files"
 
@@ -17,6 +19,21 @@ FILES = "files"
 def whole(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, oldest first; those that are partial or torn are passed over."""
     return sorted(path for path in folder.glob("step-*") if not path.suffix and read_progress(path) is not None)
+
+
+def part(folder: Path, name: str) -> Path:
+    """The files of a further part of the newest whole checkpoint, such as the dock's; by `Service(snapshot=…)` a
+    process of the dock starts from its own before the ranks load theirs.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or the newest has no such part.
+    """
+    found = whole(folder)
+    if not found:
+        raise CheckpointError(f"there is no whole checkpoint in {folder}")
+    if not (found[-1] / name).is_dir():
+        raise CheckpointError(f"{found[-1]} has no part `{name}`: the run that wrote it had none")
+    return found[-1] / name
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@
     lease.py       what a holder knows
     line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where
     memory.py      payloads through shared memory, within a machine
-    snapshot.py, intervals.py, diagnosis.py, errors.py, volume.py
+    snapshot.py, journal.py  for a process that is restored
+    intervals.py, diagnosis.py, errors.py, volume.py
 """
 
 from distflow.data.dock.client import Dock

@@ -44,7 +44,7 @@ class Child:
 
 
 def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int = 1 << 20, max_bytes: int = 16 << 30,
-          snapshot: Path | None = None) -> Child:
+          snapshot: Path | None = None, journal: Path | None = None) -> Child:
     """Start a process of the dock; the arguments are those of `Service`.
 
     Raises:
@@ -53,6 +53,7 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int
     command = [sys.executable, "-m", "distflow.data.dock.child", "--host", host, "--port", str(port),
                "--max-rows", str(max_rows), "--max-bytes", str(max_bytes)]
     command += ["--snapshot", str(snapshot)] if snapshot else []
+    command += ["--journal", str(journal)] if journal else []
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
@@ -73,11 +74,12 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=1 << 20)
     parser.add_argument("--max-bytes", type=int, default=16 << 30)
     parser.add_argument("--snapshot", type=Path)
+    parser.add_argument("--journal", type=Path)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, and reaches us as a closed input
     token = bytes.fromhex(sys.stdin.readline().strip())
     service = Service(token, given.host, given.port, max_rows=given.max_rows, max_bytes=given.max_bytes,
-                      snapshot=given.snapshot)
+                      snapshot=given.snapshot, journal=given.journal)
     print(json.dumps(service.start()), flush=True)
     sys.stdin.read()
     service.close()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,8 +50,6 @@ class Dock:
         self.reach = Reach(token, self.who, self.session, patience, self._again)
         self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         """The last ones, told again to a controller that was restored from an older snapshot."""
-        self.heard: dict[int, float] = {}
-        """By the number of a lease, when it came, or when its last renewal was asked for."""
         self.known: Layout | None = None
         self.addresses = [tuple(address) for address in addresses]
 
@@ -122,7 +118,6 @@ class Dock:
             reply, _ = self.reach.ask(self._home(consumer), request, wait=wait)
         except Overdue as error:
             self._explain(error)
-        self._hear(reply["lease"], time.monotonic())
         return Lease.granted(consumer, step, reply)
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
@@ -150,9 +145,7 @@ class Dock:
         Raises:
             LeaseLost: too late; others have the rows.
         """
-        began = time.monotonic()
         self.reach.ask(self._home(lease.consumer), {"op": "renew", "consumer": lease.consumer, "lease": lease.number})
-        self._hear(lease.number, began)
 
     def release(self, lease: Lease) -> None:
         """Give the rows back before the time."""
@@ -165,13 +158,13 @@ class Dock:
         weights; a commit that is refused means that others train on these rows.
 
         Raises:
-            LeaseLost: the lease ran out and others were given its rows. Nothing was committed.
+            LeaseLost: the lease ran out and others were given its rows, or its controller was restored and cannot
+                know whether they were. Nothing was committed.
         """
         request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
-                   "ids": lease.all_ids.numpy().tobytes(),
-                   "age": time.monotonic() - self.heard.get(lease.number, -math.inf)}
+                   "ids": lease.all_ids.numpy().tobytes()}
         reply, _ = self.reach.ask(self._home(lease.consumer), request)
-        self.commits.append(request | {"age": 0.0})
+        self.commits.append(request | {"told": True})
         return reply["new"]
 
     @contextlib.contextmanager
@@ -179,7 +172,7 @@ class Dock:
         """Renew from a thread while the block runs. A stopped or dead process loses its lease, a stuck one does not."""
         over = threading.Event()
         other = Dock(self.addresses, self.reach.token, self.who, self.reach.patience, session=self.session)
-        other.known, other.heard = self.layout, self.heard
+        other.known, other.commits = self.layout, self.commits
 
         def beat() -> None:
             with contextlib.suppress(DockError):  # the commit will say that the lease was lost
@@ -216,11 +209,6 @@ class Dock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _hear(self, number: int, when: float) -> None:
-        self.heard[number] = when
-        while len(self.heard) > _COMMITS_KEPT:
-            self.heard.pop(next(iter(self.heard)))
 
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]

@@ -6,7 +6,7 @@ its lock around every call. MindSpeed RL §"Distributed Transfer Dock Strategy";
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +41,14 @@ class Granted:
 
 
 class Controller:
-    """Of one consumer. `epoch` makes the lease numbers of a restored controller differ from those before."""
+    """Of one consumer.
 
-    def __init__(self, consumer: Consumer, epoch: int = 1):
+    Args:
+        epoch: makes the lease numbers of a restored controller differ from those before.
+        lives: the epochs before of which it knows every commit, since a journal has them.
+    """
+
+    def __init__(self, consumer: Consumer, epoch: int = 1, lives: Iterable[int] = ()):
         self.consumer = consumer
         self.reads = set(consumer.reads)
         self.rows: dict[int, Row] = {}
@@ -54,7 +59,7 @@ class Controller:
         """Committed rows, leases and steps."""
         self.leases: dict[int, Granted] = {}
         self.expired: dict[int, Granted] = {}
-        self.epoch, self.number = epoch, epoch << 32
+        self.epoch, self.number, self.lives = epoch, epoch << 32, {epoch, *lives}
         self.discarded = self.returned = self.refused = 0
         """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
 
@@ -148,23 +153,30 @@ class Controller:
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float, age: float = 0.0) -> bool:
+    def commit(self, number: int, step: int | None, ids: list[int], now: float, *, told: bool = False,
+               keep: Callable[[], None] = lambda: None) -> bool:
         """The rows are consumed for good; False if this very commit was made before.
 
-        A late commit stands if nobody else was given any of the rows. After a restore nobody knows whether somebody
-        was: then it stands only if its holder has heard of its lease less than `seconds` ago (`age`).
+        A late commit stands if nobody else was given any of the rows. A lease of an earlier life of this controller,
+        whose commits it may have forgotten, is void: another may have been given its rows and committed them. Only
+        a commit that was answered in that life stands, and is told again.
+
+        Args:
+            told: it was answered before this controller was restored; counts more than a lease that was given since.
+            keep: called when it is sure that it stands, before anything is changed; may refuse by an error.
 
         Raises:
-            LeaseLost: somebody was; nothing is committed then.
+            LeaseLost: somebody else may have committed the rows; nothing is committed then.
         """
         self.expire(now)
         if number in self.finished:
             return False
-        taken = [row for row in ids if row in self.done or self._other(row, number)]
-        unsure = number >> 32 != self.epoch and age >= self.consumer.seconds
+        taken = [row for row in ids if row in self.done or (not told and self._other(row, number))]
+        unsure = number >> 32 not in self.lives and not told
         if taken or unsure or (step is not None and step in self.steps):
             self.refused += 1
             raise LeaseLost(self._lost(number, taken or ids, step))
+        keep()
         self.leases.pop(number, None)
         self.expired.pop(number, None)
         self.finished.add(number)
@@ -213,6 +225,16 @@ class Controller:
         """These rows are known to be committed, by a warehouse that remembers it."""
         self._finish([row for row in ids if row not in self.done])
 
+    def replay(self, commits: Iterable[tuple[int, int | None, list[int]]]) -> None:
+        """Commits (lease, step, ids) of a journal, some of which may be known."""
+        for number, step, ids in commits:
+            if number in self.finished:
+                continue
+            self.finished.add(number)
+            if step is not None:
+                self.steps.add(step)
+            self._finish(ids)
+
     def state(self) -> dict[str, Any]:
         """What a snapshot keeps: what is committed. Rows are told again by warehouses, and leases are void."""
         return {name: getattr(self, name).ranges for name in ("done", "finished", "steps")}
@@ -254,6 +276,10 @@ class Controller:
     def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
         leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}
         done = [row for row in ids if row in self.done]
+        if number >> 32 not in self.lives:
+            return (f"lease {number} of `{self.consumer.name}` is of an earlier life of its controller, which was "
+                    f"restored without a journal: its rows {ids[:_SHOWN]} may have been committed by others since. "
+                    "Throw away what was made of them")
         fate = []
         if leases:
             fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:_SHOWN]))})")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
 from distflow.data.dock.controller import Controller
 from distflow.data.dock.errors import DockError
 from distflow.data.dock.intervals import Intervals
-from distflow.data.dock.layout import Ids, Layout
+from distflow.data.dock.journal import Journal
+from distflow.data.dock.layout import Consumer, Ids, Layout
 from distflow.data.dock.peers import Outbox, Update
 from distflow.data.dock.warehouse import Warehouse
 
@@ -36,8 +38,8 @@ class Person:
 class Desk:
     """One process's part of the dock. It can hold rows as soon as `meet` has told it the layout."""
 
-    def __init__(self, token: bytes, epoch: int, max_rows: int, max_bytes: int):
-        self.token, self.epoch = token, epoch
+    def __init__(self, token: bytes, epoch: int, max_rows: int, max_bytes: int, journal: Journal | None = None):
+        self.token, self.epoch, self.journal = token, epoch, journal
         self.changed = threading.Condition()
         self.warehouse = Warehouse(0, 1, max_rows, max_bytes)
         self.controllers: dict[str, Controller] = {}
@@ -64,7 +66,7 @@ class Desk:
         house.number, house.count, self.layout = number, len(layout.addresses), layout
         for consumer in layout.consumers:
             if consumer.home == number:
-                known = self.controllers.setdefault(consumer.name, Controller(consumer, self.epoch))
+                known = self.controllers.get(consumer.name) or self.take_up(consumer)
                 known.consumer, known.reads = consumer, set(consumer.reads)
         self.stop()
         self.outboxes = {other: self._outbox(other) for other in range(house.count) if other != number}
@@ -72,6 +74,28 @@ class Desk:
             self.apply(update)
         for outbox in self.outboxes.values():
             outbox.start()
+
+    def take_up(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> Controller:
+        """A consumer's controller, with what a snapshot and the journal know of its commits."""
+        made = Controller(consumer, self.epoch, self.journal.lives if self.journal else ())
+        if state is not None:
+            made.restore(state)
+        if self.journal is not None:
+            made.replay(self.journal.commits(consumer.name))
+        self.controllers[consumer.name] = made
+        return made
+
+    def commit(self, consumer: str, number: int, step: int | None, ids: Ids, told: bool) -> bool:
+        """A commit at one of the controllers here, kept before it counts; see `Controller.commit`."""
+
+        def keep() -> None:
+            if self.journal is not None:
+                self.journal.commit(consumer, number, step, ids)
+
+        new = self.controller(consumer).commit(number, step, ids.tolist(), time.monotonic(), told=told, keep=keep)
+        if new:
+            self.retire(consumer, ids)
+        return new
 
     def stop(self) -> None:
         for outbox in self.outboxes.values():

@@ -22,13 +22,14 @@ from distflow.data.dock.desk import Desk, Person, read_ids
 from distflow.data.dock.diagnosis import crowd, fates, shortage, status
 from distflow.data.dock.door import Door
 from distflow.data.dock.errors import DockError, Full, Overdue, Refused
+from distflow.data.dock.journal import Journal
 from distflow.data.dock.kept import Marks
 from distflow.data.dock.layout import Address, Layout
 from distflow.data.dock.line import Closed, Line, check_token, welcome
 from distflow.data.dock.memory import Windows
 from distflow.data.dock.parcel import unpack
 from distflow.data.dock.selection import Ask
-from distflow.data.dock.snapshot import capture, restore, write
+from distflow.data.dock.snapshot import capture, messages, restore, write
 from distflow.schema.errors import DistflowError
 
 _log = logging.getLogger("distflow.dock")
@@ -49,17 +50,21 @@ class Service:
         port: 0 lets the system choose.
         max_rows, max_bytes: what the warehouse takes before producers must wait.
         snapshot: a file that `Dock.snapshot` wrote, to go on from.
+        journal: a file of this process alone, in which it keeps commits before it answers them. Give the same one
+            when only this process is restored; a new one when the weights are set back to the snapshot's checkpoint
+            too, for then the commits since are to be made again.
 
     Raises:
-        CheckpointError: the snapshot is torn.
+        CheckpointError: the snapshot is torn, or the journal cannot be read.
         DockError: the port is taken, or the token is too short.
     """
 
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, max_rows: int = 1 << 20,
-                 max_bytes: int = 16 << 30, snapshot: Path | None = None):
+                 max_bytes: int = 16 << 30, snapshot: Path | None = None, journal: Path | None = None):
         check_token(token)
         self.token = token
-        self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes)
+        kept = Journal(journal) if journal is not None else None
+        self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes, kept)
         self.door = Door()
         self.lines: set[Line] = set()
         self.writing = threading.Lock()
@@ -74,6 +79,8 @@ class Service:
         if snapshot is not None:
             with self.desk.changed:
                 restore(self.desk, snapshot)
+        if kept is not None:
+            kept.begin(self.desk.epoch)
         self.actions: dict[str, Callable[[Line, Person, str, Header, int], Reply]] = {
             "meet": self.meet, "layout": self.layout, "put": self.put, "fetch": self.fetch, "saved": self.saved,
             "lease": self.lease, "renew": self.renew, "commit": self.commit, "release": self.release,
@@ -118,6 +125,8 @@ class Service:
             for line in list(self.lines):
                 line.hang_up()
             self.desk.changed.notify_all()
+            if self.desk.journal is not None:
+                self.desk.journal.close()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         """One connection: its proof, then requests until it ends."""
@@ -241,11 +250,7 @@ class Service:
     def commit(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
         ids = read_ids(header["ids"])
         with self.desk.changed:
-            controller = self.desk.controller(header["consumer"])
-            new = controller.commit(header["lease"], header["step"], ids.tolist(), time.monotonic(),
-                                    header.get("age", 0.0))
-            if new:
-                self.desk.retire(header["consumer"], ids)
+            new = self.desk.commit(header["consumer"], header["lease"], header["step"], ids, header.get("told", False))
         return {"new": new}, []
 
     def release(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
@@ -274,9 +279,9 @@ class Service:
     def snapshot(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
         with self.writing:
             with self.desk.changed:
-                messages = capture(self.desk)
+                head, parcels = capture(self.desk)
             path = Path(header["folder"]) / f"warehouse-{self.desk.warehouse.number}.dock"
-            return {"bytes": write(messages, path)}, []
+            return {"bytes": write(messages(head, parcels), path)}, []
 
 
 def _granted(granted: Granted, share: int, seconds: float) -> Header:

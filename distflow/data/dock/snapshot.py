@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,22 +22,23 @@ import msgpack
 import numpy
 import torch
 
-from distflow.data.dock.controller import Controller
 from distflow.data.dock.desk import Desk, read_ids, read_table
 from distflow.data.dock.intervals import Intervals
 from distflow.data.dock.kept import Kept
 from distflow.data.dock.layout import Layout
 from distflow.data.dock.parcel import Parcel, pack, unpack
-from distflow.data.dock.warehouse import Warehouse
 from distflow.schema.errors import CheckpointError
 
 _MAGIC, _LENGTHS, _SUM = b"DFS1", struct.Struct("<IQ"), struct.Struct("<II")
 _END = 0xFFFFFFFF
 Message = tuple[dict[str, Any], list[Any]]
+Living = dict[int, tuple[int, list[str]]]
+"""See `Warehouse.living`."""
 
 
-def capture(desk: Desk) -> list[Message]:
-    """All messages of a snapshot; their buffers are those of the warehouse, which nobody changes."""
+def capture(desk: Desk) -> tuple[dict[str, Any], list[tuple[Parcel, Living]]]:
+    """The head of a snapshot, and each parcel with its living rows. Metadata: rows are not touched, and as nobody
+    changes a parcel, they can be packed later."""
     house = desk.warehouse
     consumed: dict[str, list[int]] = {}
     for row, kept in house.rows.items():
@@ -47,13 +48,19 @@ def capture(desk: Desk) -> list[Message]:
             "gone": house.gone.ranges,
             "consumed": {name: numpy.array(rows, numpy.int64).tobytes() for name, rows in consumed.items()},
             "controllers": {name: controller.state() for name, controller in desk.controllers.items()}}
-    return [(head, []), *(message for parcel in house.parcels for message in _parcel(house, parcel))]
+    return head, [(parcel, house.living(parcel)) for parcel in house.parcels]
 
 
-def _parcel(house: Warehouse, parcel: Parcel) -> Iterator[Message]:
+def messages(head: dict[str, Any], parcels: Iterable[tuple[Parcel, Living]]) -> Iterator[Message]:
+    """All messages of a snapshot, one after the other; needs no lock."""
+    yield head, []
+    for parcel, live in parcels:
+        yield from _parcel(parcel, live)
+
+
+def _parcel(parcel: Parcel, live: Living) -> Iterator[Message]:
     """Its living rows: those that are finished, and those that are saved turns."""
     names = list(parcel.batch.columns)
-    live = house.living(parcel)
     for turn in (False, True):
         local = [place for place, (_, found) in live.items() if bool(found) != turn]
         if local:
@@ -83,12 +90,11 @@ def restore(desk: Desk, path: Path) -> None:
             house.rows[row].consumed.add(consumer)
     for consumer in layout.consumers:
         if consumer.name in head["controllers"]:
-            desk.controllers[consumer.name] = Controller(consumer, desk.epoch)
-            desk.controllers[consumer.name].restore(head["controllers"][consumer.name])
+            desk.take_up(consumer, head["controllers"][consumer.name])
     desk.meet(layout, head["number"])
 
 
-def write(messages: list[Message], path: Path) -> int:
+def write(messages: Iterable[Message], path: Path) -> int:
     """Write a snapshot under its name only when all of it is on disk; returns its bytes.
 
     Raises:
@@ -107,15 +113,13 @@ def write(messages: list[Message], path: Path) -> int:
     return size
 
 
-def _write(messages: list[Message], file: BinaryIO) -> int:
-    checksum = size = 0
-    parts: list[Any] = [_MAGIC]
+def _write(messages: Iterable[Message], file: BinaryIO) -> int:
+    checksum, size = zlib.crc32(_MAGIC), file.write(_MAGIC)
     for header, buffers in messages:
         packed = msgpack.packb(header)
-        parts += [_LENGTHS.pack(len(packed), sum(map(len, buffers))), packed, *buffers]
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-        size += file.write(part)
+        for part in (_LENGTHS.pack(len(packed), sum(map(len, buffers))), packed, *buffers):
+            checksum = zlib.crc32(part, checksum)
+            size += file.write(part)
     return size + file.write(_SUM.pack(_END, checksum))
 
 

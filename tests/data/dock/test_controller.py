@@ -154,29 +154,62 @@ def test_discarded_rows_count_as_committed():
     assert 0 not in made.rows
 
 
-def test_a_restored_controller_takes_the_commit_of_a_lease_from_before():
+def restored(state, lives=(), commits=(), rows=range(4)):
+    after = Controller(UPDATE, epoch=2, lives=lives)
+    after.restore(state)
+    after.replay(commits)
+    after.learn(table(rows), ["tokens", "rewards"])
+    return after
+
+
+def test_a_controller_with_a_journal_takes_the_commit_of_a_lease_from_before():
     before = controller()
     first = before.lease(Ask(2), 0.0, "a")
-    after = Controller(UPDATE, epoch=2)
-    after.restore(before.state())
+    after = restored(before.state(), lives=[1])
     assert after.commit(first.number, None, ids(first), 1.0)
-    after.learn(table(range(4)), ["tokens", "rewards"])
     assert ids(after.lease(Ask(9), 1.0, "b")) == [2, 3]
 
 
-def test_a_holder_that_was_silent_commits_nothing_to_a_restored_controller():
-    """Another was given its rows and trained on them after the snapshot was taken."""
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
+    """The first holder lost its connection, not its time; the second was given its rows and committed them after the
+    snapshot was taken. Neither order of the two lets the first one commit."""
     before = controller(range(1))
     state = before.state()
     first = before.lease(Ask(1), 0.0, "a")
-    second = before.lease(Ask(1), 20.0, "b")
-    assert before.commit(second.number, None, ids(second), 21.0)
-    after = Controller(UPDATE, epoch=2)
-    after.restore(state)
-    after.learn(table(range(1)), ["tokens", "rewards"])
+    before.dropped("a", 0.5)
+    second = before.lease(Ask(1), 0.6, "b")
+    assert before.commit(second.number, 7, ids(second), 0.7)
+    after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
+    with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier life of its controller"):
+        after.commit(first.number, None, ids(first), 1.0)
+    assert after.commit(second.number, 7, ids(second), 1.0, told=True) == (not journal)
     with pytest.raises(LeaseLost):
-        after.commit(first.number, None, ids(first), 22.0, age=22.0)
-    assert after.commit(second.number, None, ids(second), 22.0, age=2.0)
+        after.commit(first.number, None, ids(first), 1.0)
+
+
+def test_what_was_answered_counts_more_than_a_lease_that_was_given_since():
+    before = controller(range(1))
+    state = before.state()
+    first = before.lease(Ask(1), 0.0, "a")
+    before.commit(first.number, None, ids(first), 0.1)
+    after = restored(state, rows=range(1))
+    again = after.lease(Ask(1), 1.0, "b")
+    assert after.commit(first.number, None, ids(first), 1.0, told=True)
+    with pytest.raises(LeaseLost, match="committed by another"):
+        after.commit(again.number, None, ids(again), 2.0)
+
+
+def test_a_commit_that_cannot_be_kept_is_none():
+    def full():
+        raise DockError("the disk is full")
+
+    made = controller()
+    first = made.lease(Ask(4), 0.0, "a")
+    with pytest.raises(DockError, match="full"):
+        made.commit(first.number, 3, ids(first), 0.1, keep=full)
+    assert not len(made.done)
+    assert made.commit(first.number, 3, ids(first), 0.2)
 
 
 def test_what_a_lost_warehouse_took_with_it():
@@ -291,5 +324,58 @@ class Interleaving(RuleBasedStateMachine):
         assert rest | set(self.trained) == set(range(self.next))
 
 
+class Restored(Interleaving):
+    """The controller is also restored, from a snapshot of any age, at any time. It has a journal, or else all who have
+    an answer tell it again before anything else happens."""
+
+    journal = True
+
+    @initialize()
+    def begin(self):
+        super().begin()
+        self.state, self.answered, self.lives = self.made.state(), [], [1]
+
+    @rule()
+    def snapshot(self):
+        self.state = self.made.state()
+
+    @rule()
+    def restore(self):
+        self.made = Controller(UPDATE, len(self.lives) + 1, self.lives if self.journal else ())
+        self.lives.append(self.made.epoch)
+        self.made.restore(self.state)
+        if self.journal:
+            self.made.replay(self.answered)
+        self.made.learn(table(range(self.next)), ["tokens", "rewards"])
+        for number, step, rows in () if self.journal else self.answered:
+            self.made.commit(number, step, rows, self.now, told=True)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data):
+        number, step, rows, _ = data.draw(st.sampled_from(self.held))
+        before = set(self.trained)
+        super().commit(FixedDraw((number, step, rows, None)))
+        if set(self.trained) != before:
+            self.answered.append((number, step, rows))
+
+
+class FixedDraw:
+    """Draws what it was given."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def draw(self, _):
+        return self.value
+
+
+class RestoredWithoutJournal(Restored):
+    journal = False
+
+
+TestRestored, TestRestoredWithoutJournal = Restored.TestCase, RestoredWithoutJournal.TestCase
+for case in (TestRestored, TestRestoredWithoutJournal):
+    case.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
 TestInterleaving = Interleaving.TestCase
 TestInterleaving.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)

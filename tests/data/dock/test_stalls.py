@@ -14,6 +14,7 @@ from distflow.data.batch import Batch
 from distflow.data.dock import Consumer, Dock, DockError, Overdue, Refused, Service, Unreachable, door, selection
 from distflow.data.dock import line as lines
 from distflow.data.dock import service as services
+from distflow.data.dock import snapshot as snapshots
 from distflow.data.dock.line import dial
 from distflow.data.dock.selection import RULES
 
@@ -196,6 +197,31 @@ def test_snapshots_of_one_process_do_not_write_into_each_other(dock, token, tmp_
     assert most == [1, 1, 1]
     for client in clients:
         client.close()
+
+
+def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monkeypatch):
+    """The lock is held for what is known of rows, not for the rows: others work on, and it stays as it was."""
+    at, busy_once = dock(1, (UPDATE,)), []
+
+    def pack(*given):
+        if not busy_once:
+            busy_once.append(True)
+            with Dock(at.addresses, token, "busy", patience=2) as busy:
+                busy.commit(busy.lease("update", 2))
+                busy.put(tokens([9], 1 << 16))
+        return packed(*given)
+
+    packed = snapshots.pack
+    monkeypatch.setattr(snapshots, "pack", pack)
+    at.put(tokens(range(4), 1 << 16))
+    at.snapshot(tmp_path)
+    assert busy_once
+    restored = Service(token, snapshot=tmp_path / "warehouse-0.dock")
+    assert sorted(restored.desk.warehouse.rows) == [0, 1, 2, 3]
+    assert len(restored.desk.controllers["update"].done) == 0
+    heads, _ = restored.desk.warehouse.cut(torch.arange(4).numpy(), ["tokens"])
+    assert heads[0][0] == "tokens"
+    restored.close()
 
 
 def test_a_rule_that_fails_is_an_answer(dock):
