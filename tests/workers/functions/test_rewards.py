@@ -1,7 +1,8 @@
 import pytest
 
 from distflow.schema.errors import InvalidInput
-from workers.functions.rewards import find_reward, math, score
+from workers.rewards.scoring import find_reward
+from workers.rewards.texts import math
 
 
 @pytest.mark.parametrize(("completion", "answer", "expected"), [
@@ -24,10 +25,6 @@ from workers.functions.rewards import find_reward, math, score
 ])
 def test_math_compares_final_answers(completion, answer, expected):
     assert math(completion, answer) == expected
-
-
-def test_score_keeps_the_order_of_rows():
-    assert score(["#### 1", "#### 2", ""], ["#### 1", "#### 3", "#### 0"]).tolist() == [1.0, 0.0, 0.0]
 
 
 def test_an_unknown_reward_is_refused_with_a_proposal():
