@@ -69,7 +69,7 @@ class Worker:
     def __init__(self, results: int):
         self.results, self.process = results, os.getpid()
         self.loop = asyncio.new_event_loop()
-        self.known: dict[str, Callable[..., Any]] = {}
+        self.known: dict[tuple[str, str], Callable[..., Any]] = {}
         self.companions: set[int] = set()
         """Processes that modules have started while they were imported; they may stay."""
 
@@ -84,15 +84,15 @@ class Worker:
             self._send("done", job)
 
     def _function(self, job: Job) -> Callable[..., Any]:
-        name = job["name"]
-        if name not in self.known:
+        name, known = job["name"], (job["module"], job["name"])
+        if known not in self.known:
             load_module(job["module"])
             if name not in REWARDS:
                 raise DistflowError(f"reward `{name}` is not there when module `{job['module']}` is imported alone. "
                                     "Define it at the top of a module, and import no module that needs the run.")
-            self.known[name] = REWARDS[name]
+            self.known[known] = REWARDS[name]
             self.companions = descendants(self.process)
-        return self.known[name]
+        return self.known[known]
 
     def _run(self, function: Callable[..., Any], job: Job) -> None:
         coroutine = inspect.iscoroutinefunction(function)

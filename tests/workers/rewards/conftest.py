@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.schema import registry
+from workers.rewards import scoring
 
 
 @pytest.fixture
@@ -26,5 +27,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         return name
 
     yield write
+    for pool in scoring._pools.values():  # their processes look for modules where this test has put its own
+        pool.close()
     registry.REWARDS.clear()
     registry.REWARDS.update(before)
