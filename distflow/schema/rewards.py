@@ -33,6 +33,7 @@ _TAKEN = ("mean", "seconds", "failed", "retried", "timeouts")
 """What the metrics `reward/NAME` say of all rewards together."""
 _OF_ONE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
 """What a parameter for one sample is called, and the column that it is a row of."""
+_KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
 _FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
           "list[float]": "Ragged"}
 _FORMS_OF_ALL = {f"list[{kind}]": form for kind, form in _FORMS.items()}
@@ -217,6 +218,11 @@ def _contract(plain: Contract) -> RewardContract:
         what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
         raise InvalidInput(Mistake(what, plain.where, "Give it another name."))
     forms, who = _FORMS_OF_ALL if batched else _FORMS, f"reward `{plain.name}`"
+    for read in plain.reads:
+        kind = _KINDS.get(_OF_ONE.get(read.name, read.name))
+        if kind and forms.get(read.form, kind) != kind:
+            what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
+            raise InvalidInput(Mistake(what, plain.where, "Leave its annotation out, or correct it."))
     columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
     return RewardContract(plain.name, plain.where, columns, plain.settings, batched)

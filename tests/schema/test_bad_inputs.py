@@ -208,7 +208,7 @@ def test_override(override: str, says: str) -> None:
 def test_every_file_is_tried() -> None:
     elsewhere = {"good", "empty", "list", "cycle", "cycle_of_three", "two_cycles", "several", "missing_steps",
                  "no_roles", "wrong_values", "validation_without_training", "broken_module",
-                 "crashing_module", "wrong_marks"}
+                 "crashing_module", "wrong_marks", "wrong_rewards"}
     for folder, cases in (("dags", DAGS), ("run_files", RUNS), ("clusters", CLUSTERS)):
         files = {path.stem for path in (BAD / folder).glob("*.yaml")}
         assert files - elsewhere == {each.file for each in cases}

@@ -116,7 +116,8 @@ BAD = {"sleeps": "took longer than 2 s", "ignores": "took longer than 2 s", "com
        "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT",
        "is killed": "its process was killed by SIGKILL (out of memory?)",
        "recurses": "raised RecursionError", "eats": "raised MemoryError", "nan": "returned nan, not",
-       "inf": "returned inf, not", "none": "returned None, not", "text": "returned '1.0', not", "list": "returned [1.0]",
+       "inf": "returned inf, not", "none": "returned None, not", "list": "returned [1.0], not",
+       "text": "returned '1.0', not",
        "starts": "left 1 processes running", "closes": "its process"}
 
 
