@@ -14,7 +14,7 @@ from distflow.schema.document import check
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
 from distflow.schema.lora import check_lora
-from distflow.schema.rewards import check_rewards
+from distflow.schema.rewards import RewardContract, check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
 from distflow.schema.shipped import SHIPPED, find, find_yaml
@@ -45,6 +45,8 @@ class Spec:
     mistakes: list[Mistake] = field(default_factory=list)
     """What loading found wrong; the planner adds to them and raises them all."""
     cluster_source: Source | None = None
+    rewards: dict[str, RewardContract] = field(default_factory=dict)
+    """Contracts of the rewards that can be named."""
 
     @property
     def folder(self) -> Path:

@@ -76,7 +76,7 @@ DAGS = [
     case("nobody_writes", 7, "advantage", "function `group_advantage` reads column `rewards`, which no node writes",
          "Columns: advantages, answers,", "advantage: {…, reads: {rewards: COLUMN}}"),
     case("unordered_writers", 8, "other", "nodes `reward` and `other` both write column `rewards`", "    7 |  reward:",
-         "    8 |  other:", "Rename it:  other: {…, writes: {rewards: other_rewards}}"),
+         "    8 |  other:", "Rename it:  other: {…, writes: {rewards: other_rewards}}", others=(8,)),
     case("writes_dataset_column", 7, "reward", "writes column `answers`, which comes from the dataset", "Rename it:"),
     case("writes_twice", 6, "rollout", "node `rollout` writes column `responses` twice"),
     case("unknown_setting", 8, "epsilom", "function `group_advantage` has no setting `epsilom`",
@@ -221,7 +221,7 @@ def test_override(override: str, says: str) -> None:
 def test_every_file_is_tried() -> None:
     elsewhere = {"good", "empty", "list", "cycle", "cycle_of_three", "two_cycles", "several", "missing_steps",
                  "no_roles", "wrong_values", "validation_without_training", "broken_module",
-                 "crashing_module", "wrong_marks"}
+                 "crashing_module", "wrong_marks", "wrong_rewards"}
     for folder, cases in (("dags", DAGS), ("run_files", RUNS), ("clusters", CLUSTERS)):
         files = {path.stem for path in (BAD / folder).glob("*.yaml")}
         assert files - elsewhere == {each.file for each in cases}
