@@ -1,4 +1,4 @@
-"""What users register: node functions and rewards. A registry is a dict and a decorator."""
+"""What users register: node functions, rewards and environments. A registry is a dict and a decorator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
+from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Reward = str
 """The annotation of a setting that names a reward."""
 
+Environment = str
+"""The annotation of a setting that names an environment."""
+
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
+ENVIRONMENTS: dict[str, type] = {}
 _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
                  RuntimeError, ArithmeticError, AssertionError)
 """What a mistake in a module raises when it is imported."""
@@ -85,6 +89,36 @@ def reward(function: F) -> F:
     return _register(REWARDS, function)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a turn of the model: what it shows, whether that was the last, what it is worth.
+
+    The rewards of a trajectory's turns are added up. What is shown with the last turn is not read by the model.
+    """
+
+    observation: str = ""
+    done: bool = False
+    reward: float = 0.0
+
+
+def environment(kind: type | None = None, *, safe: bool = False) -> Any:
+    """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
+
+    `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
+    keyword-only ones the settings of `environment_settings:`. `step(text)`, a function or a coroutine, gets what the
+    model said in its turn and returns a `Turn`. All of it runs in a process of its own.
+
+    Args:
+        safe: doing the same steps again in a new instance gives the same and changes nothing elsewhere. A step that
+            failed because its process ended is then tried again; else the trajectory is left out.
+    """
+    def register(kind: type) -> type:
+        kind.__distflow_safe__ = safe  # type: ignore[attr-defined]
+        return _register(ENVIRONMENTS, kind)  # type: ignore[type-var, arg-type]
+
+    return register if kind is None else register(kind)
+
+
 def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
     """Raises InvalidInput if another module has registered a function of the same name."""
     other = registry.get(function.__name__)
@@ -93,6 +127,20 @@ def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
                            f"module `{other.__module__}`. Give it another.")
     registry[function.__name__] = function
     return function
+
+
+def load_environment(name: str) -> type:
+    """The environment `module:Name`, or one that an imported module registered under its name alone.
+
+    Raises:
+        InvalidInput: there is none; or its module fails when it is imported.
+    """
+    module, separator, own = name.rpartition(":")
+    kind = getattr(load_module(module), own, None) if separator else ENVIRONMENTS.get(own)
+    if kind is None or not hasattr(kind, "__distflow_safe__"):
+        where = f"module `{module}` has" if separator else "there is"
+        raise InvalidInput(f"{where} no environment `{own}`. {did_you_mean(own, ENVIRONMENTS, 'Environments')}")
+    return kind
 
 
 def load_module(name: str, hint: str = "") -> types.ModuleType:

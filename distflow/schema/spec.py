@@ -11,6 +11,7 @@ from distflow.schema.cluster import Cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
 from distflow.schema.document import check
+from distflow.schema.environments import Kind, check_environments
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
 from distflow.schema.rewards import check_rewards
@@ -42,6 +43,8 @@ class Spec:
     mistakes: list[Mistake] = field(default_factory=list)
     """What loading found wrong; the planner adds to them and raises them all."""
     cluster_source: Source | None = None
+    environments: dict[str, Kind] = field(default_factory=dict)
+    """By node."""
 
     @property
     def folder(self) -> Path:
@@ -113,6 +116,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     _check_models(spec)
     _check_data(spec)
     mistakes += check_rewards(spec)
+    mistakes += check_environments(spec)
     return spec
 
 
