@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distflow.schema import registry
 from distflow.schema.contract import REQUIRED, Contract, Read, Setting, built_in, module_file
-from distflow.schema.errors import Mistake, Spot, did_you_mean, shown
+from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean, shown
 
 if TYPE_CHECKING:
     from distflow.schema.spec import Spec
@@ -74,6 +74,22 @@ def reading(spec: Spec, node: str, contract: Contract) -> Contract:
     return dataclasses.replace(contract, reads=contract.reads + extra) if extra else contract
 
 
+def load_environment(name: str) -> type:
+    """The class of an environment: `module:Name`, or the name of one that is shipped or that an imported module has.
+
+    Raises:
+        InvalidInput: there is none; or its module fails when it is imported.
+    """
+    module, separator, own = name.rpartition(":")
+    if not separator and own not in registry.ENVIRONMENTS:
+        module = next((each for each in _shipped() if own in {kind.name for kind in kinds_of(each)}), "")
+    found = getattr(registry.load_module(module), own, None) if module else registry.ENVIRONMENTS.get(own)
+    if found is None or not hasattr(found, "__distflow_safe__"):
+        where = f"module `{module}` has" if separator else "there is"
+        raise InvalidInput(f"{where} no environment `{own}`. {did_you_mean(own, registry.ENVIRONMENTS)}")
+    return found
+
+
 def kind_of(environment: type) -> Kind:
     """What an imported class shows."""
     columns, settings = {}, {}
@@ -134,11 +150,13 @@ def _of_source(module: str, path: Path, item: ast.ClassDef) -> Kind | None:
         if ast.unparse(called) not in ("environment", "distflow.environment"):
             continue
         methods = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        if item.bases and "__init__" not in methods:
+            return None  # what it inherits is known when it is imported
         where = Spot(shown(path), item.lineno, text=f"class {item.name}")
         words = decorator.keywords if isinstance(decorator, ast.Call) else []
         safe = any(word.arg == "safe" and ast.unparse(word.value) == "True" for word in words)
         columns, settings = _parameters(methods["__init__"].args) if "__init__" in methods else ({}, {})
-        return Kind(item.name, module, where, columns, settings, "step" in methods or bool(item.bases), safe,
+        return Kind(item.name, module, where, columns, settings, bool(item.bases) or "step" in methods, safe,
                     isinstance(methods.get("step"), ast.AsyncFunctionDef))
     return None
 

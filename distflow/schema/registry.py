@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean, shown
+from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Reward = str
@@ -127,20 +127,6 @@ def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
                            f"module `{other.__module__}`. Give it another.")
     registry[function.__name__] = function
     return function
-
-
-def load_environment(name: str) -> type:
-    """The environment `module:Name`, or one that an imported module registered under its name alone.
-
-    Raises:
-        InvalidInput: there is none; or its module fails when it is imported.
-    """
-    module, separator, own = name.rpartition(":")
-    kind = getattr(load_module(module), own, None) if separator else ENVIRONMENTS.get(own)
-    if kind is None or not hasattr(kind, "__distflow_safe__"):
-        where = f"module `{module}` has" if separator else "there is"
-        raise InvalidInput(f"{where} no environment `{own}`. {did_you_mean(own, ENVIRONMENTS, 'Environments')}")
-    return kind
 
 
 def load_module(name: str, hint: str = "") -> types.ModuleType:

@@ -61,5 +61,5 @@ def _around(tokenizer: PreTrainedTokenizerBase, role: str) -> tuple[str, str]:
     if not found:
         other = "user" if role == "tool" else "tool"
         raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`{why}. "
-                           f"Instead:  with: {{observation_role: {other}}}   or give the tokenizer a template that does")
+                           f"Instead:  with: {{observation_role: {other}}}   or give the tokenizer another template")
     return before, after

@@ -30,7 +30,7 @@ def main() -> None:
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        from distflow.schema.registry import load_environment
+        from distflow.schema.environments import load_environment
         from workers.environments import instances  # noqa: F401 - loaded once for all that are forked
 
         kind = load_environment(job["kind"])

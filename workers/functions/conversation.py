@@ -13,8 +13,8 @@ from torch import Tensor
 from distflow import Ragged, Turn, node
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
-from distflow.schema.environments import kind_of
-from distflow.schema.registry import Environment, load_environment
+from distflow.schema.environments import kind_of, load_environment
+from distflow.schema.registry import Environment
 from workers.engines.chat import Between
 from workers.engines.decoding import Row, Session
 from workers.environments.host import Failure, Host, Hosting, host_of
