@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -95,14 +96,27 @@ class _Talking:
         self.by_row = {talk.row.id: talk for talk in talks}
         try:
             while self.session.busy or self.host.busy:
+                start = time.perf_counter()
                 for row in self.session.step():
                     self._said(self.by_row[row.id])
-                idle, start = not self.session.busy, time.perf_counter()
-                for row, answer in self.host.turns(wait=idle):
+                stepped = time.perf_counter()
+                for row, answer in self._turns(stepped - start):
                     self._heard(self.by_row[row], answer)
-                self.idle += time.perf_counter() - start if idle else 0.0
         finally:
             self.host.tidy()
+
+    def _turns(self, step: float) -> list[tuple[int, Turn | Failure]]:
+        """What environments have answered. With nothing to sample the first one is waited for, and those that follow
+        it within the time of a step: they are then read together."""
+        if self.session.busy:
+            return self.host.turns()
+        start = time.perf_counter()
+        found = self.host.turns(math.inf)
+        until = time.perf_counter() + step
+        while self.host.busy and (rest := until - time.perf_counter()) > 0:
+            found += self.host.turns(rest)
+        self.idle += time.perf_counter() - start
+        return found
 
     def _said(self, talk: _Talk) -> None:
         """The model has ended its turn: the environment's begins."""

@@ -38,7 +38,7 @@ def answers(host: Host, asked: dict[int, str]) -> dict[int, Turn | Failure]:
         host.step(row, {"question": f"q{row}"}, text)
     found: dict[int, Turn | Failure] = {}
     while host.busy:
-        found |= dict(host.turns(wait=True))
+        found |= dict(host.turns(60.0))
     return found
 
 
@@ -104,12 +104,12 @@ def test_coroutines_wait_together(hosted, tmp_path):
     for row in range(20):
         host.step(row, {"question": str(word)}, "wait")
     host.step(20, {"question": str(word)}, "now")
-    assert host.turns(wait=True) == [(20, Turn("at last", True, 1.0))]
+    assert host.turns(60.0) == [(20, Turn("at last", True, 1.0))]
     assert host.busy
     word.touch()
     found = {}
     while host.busy:
-        found |= dict(host.turns(wait=True))
+        found |= dict(host.turns(60.0))
     assert sorted(found) == list(range(20))
 
 
