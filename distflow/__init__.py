@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "node": "distflow.schema.registry",
     "reward": "distflow.schema.registry",
+    "environment": "distflow.schema.registry",
+    "Turn": "distflow.schema.registry",
     "DistflowError": "distflow.schema.errors",
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",

@@ -17,6 +17,7 @@ from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import attended
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
+from distflow.observe.trajectories import trajectories
 from distflow.robust.checkpoint import Checkpoints
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
@@ -47,6 +48,8 @@ class DagWorker:
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
         self.first = self._restore() if resume else 0
+        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", spec.run.trajectories,
+                            self.first if resume else None)
         validator = Validator(spec, self._validated_role()) if spec.run.validation else None
         self.sink = Sink(spec, plan, folder, self.first if resume else None, validator, self._save)
 
@@ -75,6 +78,7 @@ class DagWorker:
         self.sink.start(self.first)
         for step in range(self.first, self.spec.run.steps):
             torch.manual_seed(key_of(self.spec.run.seed, step))
+            trajectories().start(step)
             for role in self.roles.values():
                 role.step = step
             yield step

@@ -11,6 +11,7 @@ from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.records import Record
 from distflow.observe.metrics import current
 from distflow.schema.run import Data
+from workers.engines.chat import prompt_tokens
 from workers.roles import encode_targets
 
 
@@ -34,16 +35,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, int]:
     """The records' questions, and how many of them lost their beginning."""
-    prompts = [_prompt(tokenizer, record[data.question]) for record in records]
+    prompts = [prompt_tokens(tokenizer, record[data.question]) for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
     return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), cut
-
-
-def _prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": question}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    return tokenizer(f"{question}\n")["input_ids"]
 
 
 def _ragged(rows: list[list[int]]) -> Ragged:

@@ -1,6 +1,6 @@
 """Write the embedded task: arithmetic word problems in the shape of GSM8K, small enough to learn on two CPU cores.
 
-    python dags/data/make_arithmetic.py     # rewrites dags/data/arithmetic/*.jsonl
+    python dags/data/make_arithmetic.py     # rewrites the files in dags/data/arithmetic
 
 One row is {"question": str, "answer": "<working> #### <number>", "level": 1 | 2 | 3}. The files depend on the seed and
 on nothing else. Train and held-out never share a (template, operands) pair, so a problem cannot be remembered under
@@ -8,7 +8,8 @@ another name or another fruit.
 
 `demonstrations` are the questions of `train`, answered by a hasty teacher who mostly stops after the first of two
 steps. Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find
-by itself that the longer answers are the right ones.
+by itself that the longer answers are the right ones. `tool_demonstrations` are some of them with a calculator: each
+step is a turn of the model's, its result one of the calculator's, in the tokens of the embedded chat template.
 
 `preferences` are the first questions of `train`, each with its right answer as `chosen` and as `rejected` one of a
 beginner's two mistakes: to stop after the first step, or to be wrong by one in the last.
@@ -25,6 +26,8 @@ NAMES = ("Ada", "Ben", "Cem", "Dia", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun", 
 ITEMS = ("apples", "pears", "plums", "nuts", "shells", "stamps", "coins", "cards", "cups", "beads", "books", "stones")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 HASTE = 0.8  # share of the two-step problems that the hasty teacher leaves after one step
+TOOL_ROWS = 3000
+RESULT = "<eos><|user|>{}<|assistant|>"  # what stands between two turns of the model
 LARGEST = 99  # every number of a problem, intermediate ones included, has at most two digits
 
 
@@ -144,6 +147,13 @@ def compare(rng: random.Random, row: dict) -> dict:
     return row | {"chosen": right, "rejected": miscalculate(rng, right) if same else hasty}
 
 
+def with_tool(row: dict) -> dict:
+    """Return the row with each result of its working told by a calculator."""
+    working, _, final = row["answer"].partition(" #### ")
+    steps = (step.split(" = ") for step in working.split(", "))
+    return row | {"answer": "".join(f"{asked} ={RESULT.format(told)}" for asked, told in steps) + f"#### {final}"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=int, default=6000, help="rows to train on")
@@ -157,7 +167,8 @@ def main() -> None:
     rng = random.Random(options.seed)
     demonstrations = [demonstrate(rng, row) for row in train]
     preferences = [compare(rng, row) for row in train[: options.preferences]]
-    sets = {"train": train, "demonstrations": demonstrations, "heldout": heldout, "preferences": preferences}
+    sets = {"train": train, "demonstrations": demonstrations, "heldout": heldout, "preferences": preferences,
+            "tool_demonstrations": [with_tool(row) for row in demonstrations[:TOOL_ROWS]]}
     for name, rows in sets.items():
         path = options.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

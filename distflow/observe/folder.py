@@ -61,9 +61,9 @@ class RunFolder:
         self.path = path
         if resumed_at is not None:
             for name in ("metrics.jsonl", "samples.jsonl"):
-                _forget_after(path / name, resumed_at)
-        self.metrics = _append(path / "metrics.jsonl")
-        self.samples = _append(path / "samples.jsonl")
+                forget_after(path / name, resumed_at)
+        self.metrics = append(path / "metrics.jsonl")
+        self.samples = append(path / "samples.jsonl")
         redone = None if resumed_at is None else resumed_at + 1
         self.board = SummaryWriter(str(path / "tensorboard"), purge_step=redone)
 
@@ -105,7 +105,7 @@ class RunFolder:
 
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
         """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""
-        self.metrics.write(json.dumps({"step": step, **_finite(values)}) + "\n")
+        self.metrics.write(json.dumps({"step": step, **finite(values)}) + "\n")
         self.metrics.flush()
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
@@ -113,7 +113,7 @@ class RunFolder:
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """One line a row."""
         for row in rows:
-            self.samples.write(json.dumps({"step": step, **_finite(row)}, ensure_ascii=False) + "\n")
+            self.samples.write(json.dumps({"step": step, **finite(row)}, ensure_ascii=False) + "\n")
         self.samples.flush()
 
     def close(self, facts: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class RunFolder:
         self.board.close()
         with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
             summary = {**summarize([json.loads(line) for line in lines]), **facts}
-        (self.path / "summary.json").write_text(json.dumps(_finite(summary), indent=1))
+        (self.path / "summary.json").write_text(json.dumps(finite(summary), indent=1))
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,21 +141,22 @@ def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "tokens_per_second": round(tokens / seconds, 1) if seconds else None}
 
 
-def _append(path: Path) -> TextIO:
+def append(path: Path) -> TextIO:
+    """The file, to be written to at its end."""
     # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with None for each NaN and infinity in it."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget_after(path: Path, step: int) -> None:
+def forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that a resumed run will do again, and a torn last line."""
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""What users register: node functions and rewards. A registry is a dict and a decorator."""
+"""What users register: node functions, rewards and environments. A registry is a dict and a decorator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ Reward = str | list[str] | dict[str, Any]
 Regex = str
 """The annotation of a setting that is a regular expression."""
 
+Environment = str
+"""The annotation of a setting that names an environment."""
+
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
+ENVIRONMENTS: dict[str, type] = {}
 _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
                  RuntimeError, ArithmeticError, AssertionError)
 """What a mistake in a module raises when it is imported."""
@@ -139,6 +143,36 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
         return _register(REWARDS, function)
 
     return register if function is None else register(function)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a turn of the model: what it shows, whether that was the last, what it is worth.
+
+    The rewards of a trajectory's turns are added up. What is shown with the last turn is not read by the model.
+    """
+
+    observation: str = ""
+    done: bool = False
+    reward: float = 0.0
+
+
+def environment(kind: type | None = None, *, safe: bool = False) -> Any:
+    """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
+
+    `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
+    keyword-only ones the settings of `environment_settings:`. `step(text)`, a function or a coroutine, gets what the
+    model said in its turn and returns a `Turn`. All of it runs in a process of its own.
+
+    Args:
+        safe: doing the same steps again in a new instance gives the same and changes nothing elsewhere. A step that
+            failed because its process ended is then tried again; else the trajectory is left out.
+    """
+    def register(kind: type) -> type:
+        kind.__distflow_safe__ = safe  # type: ignore[attr-defined]
+        return _register(ENVIRONMENTS, kind)  # type: ignore[type-var, arg-type]
+
+    return register if kind is None else register(kind)
 
 
 def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:

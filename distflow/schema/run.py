@@ -148,5 +148,7 @@ class Run(Document):
     output: str = "runs"
     samples: NonNegativeInt = 4
     """Rows that samples.jsonl gets each step."""
+    trajectories: NonNegativeInt = 16
+    """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank before the run stops and says who is missing."""

@@ -11,6 +11,7 @@ from distflow.schema.cluster import Cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
 from distflow.schema.document import check
+from distflow.schema.environments import Kind, check_environments
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
 from distflow.schema.lora import check_lora
@@ -47,6 +48,8 @@ class Spec:
     cluster_source: Source | None = None
     rewards: dict[str, RewardContract] = field(default_factory=dict)
     """Contracts of the rewards that can be named."""
+    environments: dict[str, Kind] = field(default_factory=dict)
+    """By node."""
 
     @property
     def folder(self) -> Path:
@@ -117,7 +120,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    mistakes += [*check_lora(spec), *check_rewards(spec)]
+    mistakes += [*check_lora(spec), *check_rewards(spec), *check_environments(spec)]
     return spec
 
 

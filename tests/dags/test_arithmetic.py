@@ -12,10 +12,13 @@ SETS = {name: [json.loads(line) for line in (DATA / f"arithmetic/{name}.jsonl").
         for name in ("train", "demonstrations", "heldout", "preferences")}
 
 
+TOOLS = "tool_demonstrations"
+
+
 def test_the_script_makes_the_shipped_files(tmp_path):
     subprocess.run([sys.executable, str(DATA / "make_arithmetic.py"), "--out", str(tmp_path)], check=True,
                    capture_output=True)
-    for name in SETS:
+    for name in (*SETS, TOOLS):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (DATA / f"arithmetic/{name}.jsonl").read_bytes()
 
 
@@ -61,3 +64,13 @@ def test_no_held_out_question_is_trained():
     assert not questions["train"] & questions["heldout"]
     assert all(len(questions[name]) == len(SETS[name]) for name in SETS)
     assert {problem["level"] for problem in SETS["heldout"]} == {1, 2, 3}
+
+
+def test_the_tool_is_asked_for_each_step():
+    """Without what stands between the turns it is the working of the demonstration."""
+    rows = [json.loads(line) for line in (DATA / f"arithmetic/{TOOLS}.jsonl").read_text().splitlines()]
+    for row, plain in zip(rows, SETS["demonstrations"]):
+        *turns, final = row["answer"].split("<|assistant|>")
+        working = ", ".join(turn.replace("<eos><|user|>", " ") for turn in turns)
+        assert f"{working} {final}" == plain["answer"]
+        assert row["question"] == plain["question"]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from workers.engines.hf import HFRollout
 
 _SHARE = 8
-"""Empty slots that nobody waits for are given up once they are an eighth of all: that copies the cache. Prompts are
-read ahead for as many slots."""
+"""Empty slots that nobody waits for are given up once they are an eighth of all: that copies the cache. Rows are read
+for an eighth of the slots at a time; those that come back wait until as many have."""
 
 
 @dataclass(eq=False)
@@ -58,6 +58,8 @@ class Session:
         self.ready: deque[tuple[Row, Past]] = deque()
         self.parked: dict[Row, None] = {}
         """Rows with a past that are in no slot, the longest away first."""
+        self.away: set[Row] = set()
+        """Rows that may come back."""
         self.rows: list[Row | None] = []
         """By slot."""
         self.slots, self.state = Slots(), _no_slots(self.device)
@@ -79,9 +81,14 @@ class Session:
         """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
         row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
         self.unread.appendleft([row])
+        self.away.discard(row)
 
     def forget(self, row: Row) -> None:
         """The row has had its last turn."""
+        self._drop(row)
+        self.away.discard(row)
+
+    def _drop(self, row: Row) -> None:
         self.parked.pop(row, None)
         row.past = None
 
@@ -143,6 +150,7 @@ class Session:
             for place, (row, length) in enumerate(zip(rows, lengths)):
                 row.past = Past(batch, place, length)
                 self.parked[row] = None
+            self.away.update(rows)
         state["live"][gone], state["count"][gone] = False, 0
         for slot in slots:
             self.rows[slot] = None
@@ -153,13 +161,14 @@ class Session:
     def _fill(self) -> None:
         """Rows that wait take the free slots."""
         free = self.engine.generation.batch_rows - self.live
-        while self.unread and free > len(self.ready):
+        enough = not self.live or sum(map(len, self.unread)) * _SHARE >= self.live + len(self.away)
+        while enough and self.unread and free > len(self.ready):
             self._read_next(max(free - len(self.ready), self.engine.generation.batch_rows // _SHARE))
         coming = [self.ready.popleft() for _ in range(min(free, len(self.ready)))]
         if coming:
             self._join([row for row, _ in coming], [past for _, past in coming])
         while self.parked and self.live + len(self.parked) > self.engine.generation.batch_rows:
-            self.forget(next(iter(self.parked)))  # it is read from its beginning when it comes back
+            self._drop(next(iter(self.parked)))  # it is read from its beginning when it comes back
 
     def _read_next(self, wanted: int) -> None:
         """Read for at least `wanted` rows, as long as there are as many."""
@@ -168,7 +177,7 @@ class Session:
             chosen.append(self.unread.popleft())
         for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
             self.ready.extend((row, past) for row in rows)
-            self.forget(rows[0])
+            self._drop(rows[0])
 
     def _read(self, rows: list[Row]) -> list[Past]:
         """The model reads what it has not read of these rows.

@@ -21,11 +21,11 @@ def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
     metrics.mean_of("response/length", lengths)
     metrics.mean_of("response/truncated", ~samples.finished)
     metrics.add("tokens", lengths.sum())
-    metrics.add("response/fingerprint", _fingerprint(samples.tokens, ids))
+    metrics.add("response/fingerprint", fingerprint(samples.tokens, ids))
     return samples.tokens, samples.logprobs, samples.versions, engine.decode(samples.tokens)
 
 
-def _fingerprint(tokens: Ragged, ids: Tensor) -> int:
+def fingerprint(tokens: Ragged, ids: Tensor) -> int:
     """A number that is the same for the same samples on any number of ranks (and differs for others, almost surely)."""
     place = torch.arange(len(tokens.values)) - tokens.offsets[:-1][tokens.row_of]
     mixed = (ids[tokens.row_of] * 1_000_003 + place) * 1_000_003 + tokens.values

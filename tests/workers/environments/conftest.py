@@ -1,0 +1,125 @@
+"""Environments of the user's own, good ones and hostile ones, in a module that processes can load."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+SOURCE = '''
+import asyncio, os, signal, socket, subprocess, time
+from pathlib import Path
+from distflow import Turn, environment
+
+
+@environment
+class Counter:
+    """Shows how often it was asked, and what it was asked."""
+    def __init__(self, question):
+        self.question, self.asked = question, 0
+
+    def step(self, text):
+        self.asked += 1
+        return Turn(f"{self.question} {self.asked} {text} {os.getpid()}", done=text == "stop", reward=0.5)
+
+
+@environment(safe=True)
+class Shared(Counter):
+    pass
+
+
+@environment(safe=True)
+class Patient:
+    """Waits for a word from outside, without keeping others of its process from working."""
+    def __init__(self, question):
+        self.question = question
+
+    async def step(self, text):
+        while text == "wait" and not Path(self.question).exists():
+            await asyncio.sleep(0.005)
+        return Turn("at last", done=True, reward=1.0)
+
+
+class Hostile:
+    def __init__(self, question, *, places="."):
+        self.question, self.places, self.said = question, Path(places), []
+
+    def step(self, text):
+        self.said.append(text)
+        act = getattr(self, text, None)
+        return act() if act else Turn(" ".join(self.said), reward=0.25)
+
+    def sleep(self):
+        time.sleep(3600)
+
+    def deaf(self):
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            time.sleep(3600)
+
+    def raises(self):
+        raise KeyError("no such tool")
+
+    def nonsense(self):
+        return {"observation": "?"}
+
+    def infinite(self):
+        return Turn(reward=float("nan"))
+
+    def leave(self):
+        os._exit(3)
+
+    def exit(self):
+        raise SystemExit(0)
+
+    def eat(self):
+        return Turn(str(len(bytearray(1 << 40))))
+
+    def fork(self):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (self.places / "stray").write_text(str(os.getpid()))
+                time.sleep(3600)
+            os._exit(0)
+        time.sleep(3600)
+
+    def garbage(self):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                os.write(int(name), b"\\\\xc1garbage" * 100)
+            except OSError:
+                pass
+        time.sleep(3600)
+
+    def flood(self):
+        return Turn("x" * (8 << 20))
+
+    def once(self):
+        """Fails the first time, whoever is asked."""
+        try:
+            (self.places / f"once-{self.question}").touch(exist_ok=False)
+        except FileExistsError:
+            return Turn(" ".join(self.said))
+        os._exit(1)
+
+
+@environment
+class Unsafe(Hostile):
+    pass
+
+
+@environment(safe=True)
+class Safe(Hostile):
+    pass
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of the module; it is gone with the test."""
+    (tmp_path / "my_tools.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_tools"
+    sys.modules.pop("my_tools", None)

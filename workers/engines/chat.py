@@ -1,0 +1,65 @@
+"""The turns of a conversation as tokens, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from distflow.schema.errors import InvalidInput
+
+_ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
+"""Texts that no template writes of its own."""
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """A question by the chat template; without one, as it is, on a line of its own."""
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": question}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    return tokenizer(f"{question}\n")["input_ids"]
+
+
+class Between:
+    """The tokens between a sampled answer and the next one: what the template writes around an observation.
+
+    They are found once, from a conversation in which answer and observation are known texts; no sampled token is ever
+    decoded and encoded again. Special tokens that stand in an observation's text are mere text.
+
+    Args:
+        end_tokens: any of them ends an answer.
+        role: whose turn the observation is.
+
+    Raises:
+        InvalidInput: the template does not write such a conversation; proposes the other role.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
+                 role: Literal["user", "tool"] = "user"):
+        self.tokenizer = tokenizer
+        before, after = _around(tokenizer, role) if tokenizer.chat_template else ("\n", "\n")
+        self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
+        ends = [place for place, token in enumerate(self.before) if token in end_tokens]
+        self._behind_end = self.before[ends[0] + 1 :] if ends else self.before
+
+    def tokens(self, observation: str, ended: bool) -> list[int]:
+        """`ended`: the answer before has its end token; else the template's is put after it."""
+        text = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [*(self._behind_end if ended else self.before), *text, *self.after]
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, role: str) -> tuple[str, str]:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER},
+                {"role": role, "content": _OBSERVATION}]
+    why = ""
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        text, why = "", f": {error}"
+    before, found, after = text.partition(_ANSWER)[2].partition(_OBSERVATION)
+    if not found:
+        other = "user" if role == "tool" else "tool"
+        raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`{why}. "
+                           f"Instead:  with: {{observation_role: {other}}}   or give the tokenizer another template")
+    return before, after

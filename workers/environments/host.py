@@ -1,0 +1,187 @@
+"""A rank's side of its environments: it never waits for one, and ends those that take too long."""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from distflow.schema.errors import EngineError
+from distflow.schema.registry import Turn
+from workers.environments.process import Failure, Hosting, Process, Talk
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_START = 120.0
+"""Seconds that an environment's module may take to be imported."""
+_AT_ONCE = 64
+"""Processes that have been told to end, until it is seen to that they did."""
+_hosts: dict[str, Host] = {}
+_LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.environments.nursery import main; main()"
+
+
+def host_of(hosting: Hosting) -> Host:
+    """The host of these environments; it stays for the steps to come."""
+    key = repr(hosting)
+    if key not in _hosts:
+        _hosts[key] = Host(hosting)
+    return _hosts[key]
+
+
+class Host:
+    """Environments by row. `step` hands over what the model said, `turns` gives what has come back."""
+
+    def __init__(self, hosting: Hosting):
+        self.hosting = hosting
+        self.talks: dict[int, Talk] = {}
+        self.selector = selectors.DefaultSelector()
+        self.shared: list[Process] = []
+        self.over: list[int] = []
+        """Processes that have been told to end."""
+        self.failures: deque[tuple[int, Failure]] = deque()
+        self.nursery, self.line = self._start()
+
+    def _start(self) -> tuple[subprocess.Popen, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        job = {"kind": self.hosting.kind, "settings": self.hosting.settings, "path": sys.path,
+               "memory_mib": self.hosting.memory_mib}
+        with theirs:
+            nursery = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
+                                       pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr,
+                                       start_new_session=True)
+        ours.settimeout(_START)
+        try:
+            said = json.loads(ours.recv(1 << 16) or b'{"failed": "its process ended"}')
+        except TimeoutError:
+            said = {"failed": f"importing it takes longer than {_START:.0f} s"}
+        if "failed" in said:
+            nursery.kill()
+            nursery.wait()
+            raise EngineError(f"environment `{self.hosting.kind}` could not be loaded: {said['failed']}")
+        return nursery, ours
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self.failures) or any(each.asked or each.waiting for each in self._processes())
+
+    def step(self, row: int, columns: dict[str, str], text: str) -> None:
+        """The model said `text` in its turn; the row's environment is made if this is its first."""
+        talk = self.talks.setdefault(row, Talk(row, columns))
+        talk.said.append(text)
+        talk.tries = 0
+        self._ask(talk)
+
+    def turns(self, patience: float = 0.0) -> list[tuple[int, Turn | Failure]]:
+        """Rows whose environment has answered: waits up to `patience` seconds for one, if a step is under way."""
+        found: list[tuple[int, Turn | Failure]] = []
+        until = time.monotonic() + patience
+        while True:
+            for process in self._processes():
+                process.pump()
+            deadline = min([until, *(each.deadline for each in self._processes())])
+            waits = self.busy and not self.failures
+            for key, events in self.selector.select(max(0.0, deadline - time.monotonic()) if waits else 0.0):
+                found += self._hear(key.data, events)
+            for process in [each for each in self._processes() if each.deadline <= time.monotonic()]:
+                self._lose(process, f"took longer than {self.hosting.seconds:g} s", timeout=True)
+            found += self.failures
+            self.failures.clear()
+            if found or not self.busy or time.monotonic() >= until:
+                return found
+
+    def end(self, row: int) -> None:
+        """The row is not asked again."""
+        talk = self.talks.pop(row, None)
+        if talk and talk.place:
+            if self.hosting.safe:
+                talk.place.forget(row)
+            else:
+                self._close(talk.place)
+
+    def tidy(self) -> None:
+        """Let go of everything that was left behind."""
+        for row in list(self.talks):
+            self.end(row)
+        if self.over:
+            self.line.sendall(b"k" + array.array("i", self.over).tobytes())
+            self.over.clear()
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes():
+            process.line.close()
+        self.selector.close()
+        self.line.close()
+        self.nursery.wait()
+
+    def _processes(self) -> list[Process]:
+        return [key.data for key in self.selector.get_map().values()]
+
+    def _ask(self, talk: Talk) -> None:
+        talk.tries += 1
+        if talk.place is None:
+            talk.place = self._place()
+        talk.place.waiting.append(talk)
+
+    def _place(self) -> Process:
+        """A process for an environment: of its own, or the least used of those that may be shared."""
+        if self.hosting.safe and len(self.shared) >= self.hosting.processes:
+            return min(self.shared, key=lambda each: len(each.waiting) + len(each.asked))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.line, [b"f"], [theirs.fileno()])
+        process = Process(self.hosting, self.selector, int.from_bytes(self.line.recv(4), "little"), ours)
+        if self.hosting.safe:
+            self.shared.append(process)
+        return process
+
+    def _hear(self, process: Process, events: int) -> list[tuple[int, Turn | Failure]]:
+        if events & selectors.EVENT_WRITE:
+            process.flush()
+        answers, wrong = process.hear() if events & selectors.EVENT_READ else ([], "")
+        found: list[tuple[int, Turn | Failure]] = []
+        for row, answer in answers:
+            if isinstance(answer, Turn):
+                found.append((row, answer))
+            else:
+                self._retry(self.talks[row], answer)
+        if wrong:
+            self._lose(process, wrong)
+        return found
+
+    def _lose(self, process: Process, reason: str, timeout: bool = False) -> None:
+        """End a process. The step that was under way has failed; other environments that it held are made again."""
+        late = [talk for talk, deadline in process.asked.items() if deadline <= time.monotonic()] if timeout else \
+            [talk for talk, deadline in process.asked.items() if deadline < math.inf]
+        others = [talk for talk in [*process.asked, *process.waiting] if talk not in late]
+        self._close(process)
+        for talk in self.talks.values():
+            talk.place = None if talk.place is process else talk.place
+        for talk in others:
+            talk.tries -= 1
+            self._ask(talk)
+        for talk in late:
+            self._retry(talk, Failure(reason, timeout))
+
+    def _retry(self, talk: Talk, failure: Failure) -> None:
+        """Once more from its beginning, if that is safe; else the trajectory has failed."""
+        if self.hosting.safe and talk.tries < 2:
+            self._ask(talk)
+        else:
+            self.failures.append((talk.row, failure))
+
+    def _close(self, process: Process) -> None:
+        process.close()
+        self.over.append(process.pid)
+        if process in self.shared:
+            self.shared.remove(process)
+        if process.asked or process.waiting or len(self.over) >= _AT_ONCE:  # it may be at work: at once
+            self.line.sendall(b"k" + array.array("i", self.over).tobytes())
+            self.over.clear()

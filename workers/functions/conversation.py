@@ -1,0 +1,189 @@
+"""Conversations of a model with environments: turns sampled, turns observed, and sampling that does not wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow import Ragged, Turn, node
+from distflow.observe.metrics import current
+from distflow.observe.trajectories import trajectories
+from distflow.schema.environments import kind_of, load_environment
+from distflow.schema.registry import Environment
+from workers.engines.chat import Between
+from workers.engines.decoding import Row, Session
+from workers.environments.host import Failure, Host, Hosting, host_of
+from workers.functions.rollout import fingerprint
+from workers.roles import Role
+
+Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]
+
+
+@node(type="MODEL_INFERENCE", repeats="group_size",
+      writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
+              "turns", "keep"),
+      bounds={"max_turns": ">= 1", "max_new_tokens": ">= 1", "max_tokens": ">= 1", "step_seconds": "> 0",
+              "processes": ">= 1", "memory_mib": ">= 1"})
+def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environment,
+             environment_settings: dict | None = None, group_size: int = 1, max_turns: int = 4,
+             max_new_tokens: int | None = None, max_tokens: int = 1024,
+             observation_role: Literal["user", "tool"] = "user", step_seconds: float = 10.0, processes: int = 2,
+             memory_mib: int = 4096, **columns: list[str],
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
+    """`group_size` conversations with an environment for each prompt: all that follows the prompt, which tokens of it
+    were sampled, the rewards that the environment gave, the number of turns, and whether it came to a proper end.
+
+    A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends before.
+    A trajectory whose environment fails, or takes longer than `step_seconds`, is not kept.
+    """
+    own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
+    ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
+    session, rows = engine.converse(prompts, ids, group_size, min(own, max_tokens))
+    kind = kind_of(load_environment(environment))
+    hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
+                      memory_mib)
+    between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
+    talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()})
+             for place, each in enumerate(rows)]
+    for start in range(0, len(rows), group_size):
+        session.add(rows[start : start + group_size])
+    talking = _Talking(session, host_of(hosting), engine, between, (max_turns, own, max_tokens))
+    talking.run(talks)
+    _report(talks, ids, environment, talking.idle)
+    return _columns(talks, engine)
+
+
+@dataclass(eq=False)
+class _Talk:
+    """A conversation. Its pieces, sampled and observed ones: tokens, log-probabilities, versions, whether sampled."""
+
+    row: Row
+    columns: dict[str, str]
+    pieces: list[tuple[Tensor, Tensor, Tensor, bool]] = field(default_factory=list)
+    turns: int = 0
+    length: int = 0
+    reward: float = 0.0
+    asked: float = 0.0
+    failure: Failure | None = None
+    cut: bool = False
+
+    @property
+    def text(self) -> list[int]:
+        return torch.cat([tokens for tokens, *_ in self.pieces]).tolist()
+
+    def add(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, sampled: bool) -> None:
+        self.pieces.append((tokens, logprobs, versions, sampled))
+        self.length += len(tokens)
+
+
+class _Talking:
+    """Samples what can be sampled while environments work on the rest."""
+
+    def __init__(self, session: Session, host: Host, engine: Role, between: Between, limits: tuple[int, int, int]):
+        self.session, self.host, self.engine, self.between = session, host, engine, between
+        self.max_turns, self.max_new_tokens, self.max_tokens = limits
+        self.idle = 0.0
+        """Seconds without anything to sample."""
+
+    def run(self, talks: list[_Talk]) -> None:
+        """All of them to their ends."""
+        self.by_row = {talk.row.id: talk for talk in talks}
+        try:
+            while self.session.busy or self.host.busy:
+                start = time.perf_counter()
+                for row in self.session.step():
+                    self._said(self.by_row[row.id])
+                stepped = time.perf_counter()
+                for row, answer in self._turns(stepped - start):
+                    self._heard(self.by_row[row], answer)
+        finally:
+            self.host.tidy()
+
+    def _turns(self, step: float) -> list[tuple[int, Turn | Failure]]:
+        """What environments have answered. With nothing to sample the first one is waited for, and those that follow
+        it within the time of a step: they are then read together."""
+        if self.session.busy:
+            return self.host.turns()
+        start = time.perf_counter()
+        found = self.host.turns(math.inf)
+        until = time.perf_counter() + step
+        while self.host.busy and (rest := until - time.perf_counter()) > 0:
+            found += self.host.turns(rest)
+        self.idle += time.perf_counter() - start
+        return found
+
+    def _said(self, talk: _Talk) -> None:
+        """The model has ended its turn: the environment's begins."""
+        row = talk.row
+        talk.turns += 1
+        talk.add(row.tokens, row.logprobs, row.versions, True)
+        talk.asked = time.perf_counter()
+        self.host.step(row.id, talk.columns, self._text(row))
+
+    def _heard(self, talk: _Talk, answer: Turn | Failure) -> None:
+        """The environment has answered: go on, or end here."""
+        self._save(talk, answer)
+        row = talk.row
+        if isinstance(answer, Failure):
+            talk.failure = answer
+        else:
+            talk.reward += answer.reward
+            if not answer.done and talk.turns < self.max_turns:
+                observed = torch.tensor(self.between.tokens(answer.observation, row.finished), dtype=torch.int64)
+                room = self.max_tokens - talk.length - len(observed)
+                if room > 0:
+                    talk.add(observed, torch.zeros(len(observed)), row.versions[-1:].expand(len(observed)), False)
+                    self.session.extend(row, observed, min(self.max_new_tokens, room))
+                    return
+                talk.cut = True
+        self.host.end(row.id)
+        self.session.forget(row)
+
+    def _text(self, row: Row) -> str:
+        return self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True)
+
+    def _save(self, talk: _Talk, answer: Turn | Failure) -> None:
+        turn = {"failed": answer.reason} if isinstance(answer, Failure) else {
+            "observation": answer.observation, "reward": answer.reward, "done": answer.done}
+        trajectories().write(talk.row.id, {"turn": talk.turns, "text": self._text(talk.row),
+                                           "tokens": len(talk.row.tokens), **turn,
+                                           "seconds": round(time.perf_counter() - talk.asked, 6)})
+
+
+def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float) -> None:
+    metrics, failed = current(), [talk for talk in talks if talk.failure]
+    kept = [talk for talk in talks if not talk.failure]
+    metrics.mean("environment/reward", sum(talk.reward for talk in kept), len(kept))
+    metrics.mean("environment/turns", sum(talk.turns for talk in talks), len(talks))
+    metrics.mean("response/length", sum(talk.length for talk in talks), len(talks))
+    metrics.mean("response/truncated", sum(talk.cut or not talk.row.finished for talk in talks), len(talks))
+    metrics.add("environment/cut", sum(talk.cut for talk in talks))
+    metrics.add("environment/failed", len(failed))
+    metrics.add("environment/timeouts", sum(talk.failure.timeout for talk in failed))
+    metrics.add("tokens", sum(len(tokens) for talk in talks for tokens, _, _, sampled in talk.pieces if sampled))
+    metrics.maximum("environment/idle_seconds", idle)
+    metrics.add("response/fingerprint", fingerprint(Ragged.from_rows([torch.tensor(talk.text) for talk in talks]), ids))
+    if failed:
+        rank = f"[rank {dist.get_rank()}] " if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        print(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left out; "
+              f"the first, of row {failed[0].row.id}: {failed[0].failure.reason}", flush=True)
+
+
+def _columns(talks: list[_Talk], engine: Role) -> Columns:
+    """What `converse` writes. No token of a trajectory that is not kept is trained."""
+    responses = Ragged.from_rows([torch.cat([piece[0] for piece in talk.pieces]) for talk in talks])
+    logprobs, versions = ([piece[index] for talk in talks for piece in talk.pieces] for index in (1, 2))
+    mask = [torch.full((len(tokens),), sampled and not talk.failure) for talk in talks
+            for tokens, _, _, sampled in talk.pieces]
+    return (responses, responses.with_values(torch.cat(mask) if talks else torch.empty(0, dtype=torch.bool)),
+            responses.with_values(torch.cat(logprobs) if talks else torch.empty(0)),
+            responses.with_values(torch.cat(versions) if talks else torch.empty(0, dtype=torch.int32)),
+            engine.decode(responses), torch.tensor([talk.reward for talk in talks]),
+            torch.tensor([talk.turns for talk in talks], dtype=torch.int64),
+            torch.tensor([talk.failure is None for talk in talks], dtype=torch.bool))
