@@ -64,6 +64,8 @@ class _Tracer:
             for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
         self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"), **SOURCE_FORMS}
+        if spec.run.data.images:
+            self.given["images"] = "Ragged"
         self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]

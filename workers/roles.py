@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -42,6 +44,7 @@ from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
 from workers.engines.sampling import key_of
 from workers.engines.value import with_value_head
+from workers.engines.vision import Sight, give_sight
 
 disable_progress_bar()
 
@@ -54,7 +57,7 @@ class Role:
                  mesh: DeviceMesh, spec: Spec, samples: bool):
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.kind, self.config = type(model), model.config
+        self.kind, self.config, self.sight = type(model), model.config, getattr(model, "sight", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
@@ -67,14 +70,14 @@ class Role:
                                  whole)
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
-                 temperature: float | None = None) -> Samples:
+                 temperature: float | None = None, images: Ragged | None = None) -> Samples:
         """`repeats` samples for each prompt [P], drawn by (seed, step, row id) with the newest weights.
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
         self._refresh()
         key = key_of(self.seed, self.step)
-        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens, images)
 
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
@@ -95,10 +98,10 @@ class Role:
             current().maximum("weights/bytes", moved)
             self.rollout.version = self.engine.version
 
-    def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32."""
         self._require("lm", "logprobs")
-        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature)
+        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature, images)
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The value before each response token, float32: of the prompt and of the tokens that came before."""
@@ -146,6 +149,8 @@ class Role:
             model.generation_config = self.generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        if self.sight:
+            self.sight.save(folder)
 
     def _filled(self, whole: dict[str, Tensor]) -> PreTrainedModel:
         model = self.kind(self.config).float()
@@ -193,8 +198,8 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
         folder = find(model.path, "models", spec.folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _require_end(tokenizer, folder)
-        return _load_folder(folder, head), tokenizer
-    tokenizer = _tokenizer_of(spec)
+        return give_sight(_load_folder(folder, head), Sight.read(folder)), tokenizer
+    tokenizer = _tokenizer_of(spec, model.sees)
     sizes = model.model_dump(exclude={"path"})
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
@@ -208,7 +213,9 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
         return classifier.from_pretrained(folder, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seeing = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32)
     return with_value_head(model) if head == "value" else model
 
 
@@ -232,11 +239,12 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
 
 
-def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
+def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:
     """Trained on the first records of the training data, so that every rank builds the same."""
     records = open_records(spec.data_path(spec.run.data.train))
     first = records.get(range(min(len(records), 2000)))
-    return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
+    texts = (f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
+    return build_tokenizer(texts, sees=sees)
 
 
 def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,

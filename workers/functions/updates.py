@@ -26,8 +26,9 @@ _ALWAYS = 4
 def policy_update(
     engine: Role, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
-    actor_logprobs: Ragged | None = None, *, clip: float = 0.2, clip_high: float | None = None,
-    dual_clip: float | None = None, kl: float = 0.0, kl_kind: Literal["k1", "k2", "k3"] = "k3",
+    actor_logprobs: Ragged | None = None, images: Ragged | None = None, *, clip: float = 0.2,
+    clip_high: float | None = None, dual_clip: float | None = None, kl: float = 0.0,
+    kl_kind: Literal["k1", "k2", "k3"] = "k3",
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
 ) -> None:
@@ -44,6 +45,8 @@ def policy_update(
                "advantages": per_token}
     if reference_logprobs is not None:
         columns["reference"] = reference_logprobs
+    if images is not None:
+        columns["images"] = images
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows = Batch(group, {**columns, "mask": mask})
     parts = parts_with_rows(engine, group, mini_batches)
@@ -59,12 +62,13 @@ def policy_update(
 
 @node(type="MODEL_TRAIN")
 def supervised_update(
-    engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, *,
+    engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
     """Maximum likelihood of the targets; the prompt is not trained."""
     mask = targets.with_values(torch.ones(len(targets.values), dtype=torch.bool))
-    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask})
+    shown = {} if images is None else {"images": images}
+    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
     current().add("tokens", len(targets.values))
 
     def loss(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
