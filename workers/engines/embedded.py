@@ -19,6 +19,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from distflow.schema.shapes import embedded_vision
 from workers.engines.vision import Sight, give_sight
 
 ARCHITECTURES = {
@@ -32,7 +33,6 @@ IMAGE = "<|image_pad|>"
 IMAGE_ID = 5
 """Its number: it follows the other special tokens."""
 EMBEDDED_SIGHT = Sight(patch=8, merge=2, smallest=16 * 16, largest=64 * 64, mean=(0.5,) * 3, std=(0.5,) * 3)
-"""One token for a square of 16 pixels."""
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -124,13 +124,10 @@ def build_model(
 
 
 def _seeing(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:
-    """A model that sees as well: two layers of the language model's width look at an image's patches."""
-    hidden, spread = sizes["hidden_size"], sizes["head_dim"] // 2
-    sections = [spread - 2 * (spread // 3), spread // 3, spread // 3]
-    vision = {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": hidden // SMALLEST_HEAD,
-              "patch_size": EMBEDDED_SIGHT.patch, "spatial_merge_size": EMBEDDED_SIGHT.merge,
-              "temporal_patch_size": EMBEDDED_SIGHT.frames, "out_hidden_size": hidden, "num_position_embeddings": 64,
-              "deepstack_visual_indexes": [0], "initializer_range": INITIAL_DEVIATION}
+    """Rotary frequencies are shared out between time, rows and columns."""
+    third, half = sizes["head_dim"] // 6, sizes["head_dim"] // 2
+    sections = [half - 2 * third, third, third]
+    vision = {**embedded_vision(sizes["hidden_size"]), "initializer_range": INITIAL_DEVIATION}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": sections}
     text = {**sizes, **ids, "rope_parameters": rope}
     none = {"video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1}
