@@ -45,7 +45,8 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
     """What `launch.py` and `distflow run` both take."""
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
-                        help="models, data, steps; default: embedded.yaml. Short: --run, but not under torchrun, which "
+                        help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
+                             "Short: --run, but not under torchrun, which "
                              "may take that for its own --run-path")
     target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
@@ -108,9 +109,10 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
 
     if rank > 0:
         return None
-    sets = [spec.run.data.train, *(spec.run.validation.data.values() if spec.run.validation else ())]
-    for data in sets:
-        fields = (spec.run.data.question, spec.run.data.answer, *spec.run.data.columns)
+    common, validation = (spec.run.data.question, spec.run.data.answer), spec.run.validation
+    sets = [(spec.run.data.train, (*common, *spec.run.data.columns)),
+            *((data, common) for data in (validation.data.values() if validation else ()))]
+    for data, fields in sets:
         records = open_records(spec.data_path(data))
         check_records(records, fields, shares=-(-len(records) // _CHECKED))
         if spec.run.data.images:

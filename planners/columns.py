@@ -137,6 +137,8 @@ class _Tracer:
             meant = nearest(column, sorted(known))
             hint = did_you_mean(column, sorted(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
+            if plain_form(read.form) == "list[str]":
+                hint += f"\nIf it is a field of the data, add to the run file:  data: {{…, columns: [{column}]}}"
         self.mistakes.append(Mistake(what, where, hint))
 
     def _check_fields(self) -> None:
@@ -176,7 +178,7 @@ class _Tracer:
         """A model must not read prompts that have places for images without what stands there."""
         if self.spec.run.data.images and "prompts" in read and "images" not in read:
             function = self.bound[node].name
-            what = f"node `{node}`: function `{function}` reads prompts without the images that `data.images` gives them"
+            what = f"node `{node}`: function `{function}` reads prompts without the images that `data.images` gives"
             hint = f"Take `data.images` out, or let the function read them:  def {function}(…, images: Ragged)"
             self.mistakes.append(Mistake(what, self._spot(node), hint))
 

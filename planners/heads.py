@@ -19,7 +19,8 @@ def check_heads(spec: Spec, bound: dict[str, Contract], roles: list[str]) -> lis
 def _of_node(spec: Spec, node: str, contract: Contract) -> Mistake | None:
     name, marks = spec.dag.nodes[node].role, contract.marks
     role = spec.dag.roles.get(name)
-    if role is None or marks.type not in ENGINE_TYPES or marks.head in (None, role.head):
+    doubtful = any(path[:2] == ("roles", name) for path in spec.dag_source.doubtful)
+    if role is None or doubtful or marks.type not in ENGINE_TYPES or marks.head in (None, role.head):
         return None
     what = (f"node `{node}`: function `{contract.name}` needs a model that gives {_SAYS[marks.head]}, and that of role "
             f"`{name}` gives {_SAYS[role.head]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Hashable
 from typing import Any, Literal, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -31,7 +32,10 @@ def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
             wrong[name] = _check_repeats(spec, node, contract, name)
     for name, (other, wanted) in contract.marks.belongs_to.items():
         if not wrong.get(name) and not wrong.get(other):
-            wrong[f"{name} and {other}"] = _check_companion(spec, node, contract, (name, other), wanted)
+            wrong[f"{name} and {other}"] = _check_companion(spec, node, contract, (name, other), (wanted,), True)
+    for name, (other, wanted) in contract.marks.only_with.items():
+        if not wrong.get(name) and not wrong.get(other):
+            wrong[f"{name} only with {other}"] = _check_companion(spec, node, contract, (name, other), wanted, False)
     return [mistake for mistakes in wrong.values() for mistake in mistakes]
 
 
@@ -45,6 +49,7 @@ def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: An
     if setting.annotation and not _fits(value, setting.annotation):
         expected = setting.annotation.replace("Literal[", "one of [").strip()
         hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
+        hint = contract.marks.refuses.get(name, {}).get(value if isinstance(value, Hashable) else None, hint)
         return [Mistake(f"{what} {expected}, not {value!r}", source.spot(path), hint)]
     repeated = _check_repeats(spec, node, contract, name) if name == contract.marks.repeats else []
     if repeated or not setting.bounds or value is None or within(value, setting.bounds):
@@ -59,19 +64,21 @@ def _within_instead(setting: Setting) -> str:
     return f"Instead:  with: {{{setting.name}: {value}}}"
 
 
-def _check_companion(spec: Spec, node: str, contract: Contract, names: tuple[str, str], wanted: Any) -> list[Mistake]:
-    """A setting that belongs to one value of another must be given with it, and with no other."""
+def _check_companion(spec: Spec, node: str, contract: Contract, names: tuple[str, str], wanted: tuple[Any, ...],
+                     needed: bool) -> list[Mistake]:
+    """A setting that belongs to some values of another: it must not be given with others, and may be `needed` there."""
     (name, other), path = names, ("nodes", node, "with")
     value, own = (setting_value(spec, node, contract, each) for each in (other, name))
     setting = contract.settings[name]
-    if value == wanted and own is None:
+    if needed and value in wanted and own is None:
         kind = in_words(setting.bounds) or setting.annotation
-        what = f"node `{node}`: `{other}: {wanted}` needs the setting `{name}`"
-        hint = f"Add it:  with: {{{other}: {wanted}, {name}: …}}" + (f"   ({kind})" if kind else "")
+        what = f"node `{node}`: `{other}: {value}` needs the setting `{name}`"
+        hint = f"Add it:  with: {{{other}: {value}, {name}: …}}" + (f"   ({kind})" if kind else "")
         return [Mistake(what, spec.dag_source.spot((*path, other)), hint)]
-    if value != wanted and own is not None and own != setting.value:
-        what = f"node `{node}`: setting `{name}` says nothing with `{other}: {value}`, only with `{wanted}`"
-        hint = f"Take `{name}` out, or instead:  with: {{{other}: {wanted}, {name}: {own}}}"
+    if value not in wanted and own is not None and own != setting.value:
+        allowed = " or ".join(f"`{item}`" for item in wanted)
+        what = f"node `{node}`: setting `{name}` says nothing with `{other}: {value}`, only with {allowed}"
+        hint = f"Take `{name}` out, or instead:  with: {{{other}: {wanted[0]}, {name}: {own}}}"
         return [Mistake(what, spec.dag_source.spot((*path, name), key=True), hint)]
     return []
 

@@ -23,8 +23,9 @@ from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import ColumnError, RankMissing
 from distflow.schema.plan import Plan, Task
 from distflow.schema.spec import Spec
-from workers.encode import encoder, eyes_of
+from workers.encode import encoder
 from workers.engines.sampling import key_of
+from workers.eyes import eyes_of
 from workers.roles import build_roles
 from workers.sink import Sink
 from workers.validation import Validator

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,38 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.schema.dag import Head
-from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
+from distflow.schema.errors import EngineError
 from distflow.schema.lora import base_of
-from distflow.schema.run import Lora, Model, RoleRun
-from distflow.schema.shipped import find
+from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
-from workers.encode import encode_targets
 from workers.engines import attention
 from workers.engines.decoding import Row, Session
-from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
+from workers.engines.loading import load_model
 from workers.engines.sampling import key_of
-from workers.engines.value import with_value_head
-from workers.engines.vision import Sight, give_sight
 
 disable_progress_bar()
 
@@ -68,6 +54,11 @@ class Role:
         self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
         self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
                                  whole)
+
+    @property
+    def version(self) -> int:
+        """Of the weights: how many optimizer steps they have made since the start or the last restore."""
+        return self.engine.version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None) -> Samples:
@@ -168,6 +159,14 @@ class Role:
         return merged(self._load()[0], self.lora, whole, beside)
 
 
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
+    """The answers' tokens with an end; one longer than `longest` loses its end, and the metrics count it."""
+    targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+               for answer in answers]
+    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
+    return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
+
+
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
     roles = {}
@@ -177,6 +176,7 @@ def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMes
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
+    _require_one_vocabulary(roles)
     return roles
 
 
@@ -189,62 +189,21 @@ def _base_role(name: str, owner: Role) -> Role:
     return role
 
 
-def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data.
-
-    With `head` value, a folder that holds a classifier gives its trained head, any other a new one.
-    """
-    if model.path:
-        folder = find(model.path, "models", spec.folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        _require_end(tokenizer, folder)
-        return give_sight(_load_folder(folder, head), Sight.read(folder)), tokenizer
-    tokenizer = _tokenizer_of(spec, model.sees)
-    sizes = model.model_dump(exclude={"path"})
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
-    built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
-    return with_value_head(built) if head == "value" else built, tokenizer
-
-
-def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
-    """A classifier of tokens is as good a value model as one of sequences; some libraries write critics so."""
-    kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
-    classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-                       if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
-    if head == "value" and classifier:
-        return classifier.from_pretrained(folder, dtype=torch.float32)
-    seeing = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32)
-    return with_value_head(model) if head == "value" else model
-
-
-def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a tokenizer without an end: the targets could teach none, and padding would have no token.
+def _require_one_vocabulary(roles: dict[str, Role]) -> None:
+    """Roles hand tokens to each other, so a token must mean the same to all of them.
 
     Raises:
-        InvalidInput: proposes the end that the model's configuration names. It is not taken in silence, since the
-            tokenizer's chat template may end a turn with another.
+        EngineError: two tokenizers number their tokens differently.
     """
-    if tokenizer.eos_token_id is not None:
-        return
-    named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
-    if (folder / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(folder).eos_token_id or named
-    first = next(iter(named), None) if isinstance(named, list) else named
-    token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
-    what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
-    hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
-    hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
-    raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
-
-
-def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:
-    """Trained on the first records of the training data, so that every rank builds the same."""
-    records = open_records(spec.data_path(spec.run.data.train))
-    first = records.get(range(min(len(records), 2000)))
-    texts = (f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
-    return build_tokenizer(texts, sees=sees)
+    first, *others = roles.values()
+    for other in others:
+        ours, theirs = first.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        odd = [token for token, number in ours.items() if theirs.get(token, number) != number]
+        if odd or not (ours.keys() <= theirs.keys() or theirs.keys() <= ours.keys()):
+            odd = odd or sorted(ours.keys() ^ theirs.keys())
+            raise EngineError(f"roles `{first.name}` and `{other.name}` have different tokenizers, so that the tokens "
+                              f"of one mean nothing to the other (first difference: {odd[0]!r}). Give them models of "
+                              "one family")
 
 
 def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,

@@ -13,7 +13,8 @@ from distflow.data.exchange import gather
 from distflow.data.records import open_records
 from distflow.observe.metrics import Metrics
 from distflow.schema.spec import Spec
-from workers.encode import encode_prompts, eyes_of
+from workers.encode import encode_prompts
+from workers.eyes import eyes_of
 from workers.functions.rewards import find_reward
 from workers.roles import Role
 

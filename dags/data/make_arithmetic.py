@@ -1,6 +1,6 @@
 """Write the embedded task: arithmetic word problems in the shape of GSM8K, small enough to learn on two CPU cores.
 
-    python dags/data/make_arithmetic.py     # rewrites dags/data/arithmetic/{train,demonstrations,heldout}.jsonl
+    python dags/data/make_arithmetic.py     # rewrites dags/data/arithmetic/*.jsonl
 
 One row is {"question": str, "answer": "<working> #### <number>", "level": 1 | 2 | 3}. The files depend on the seed and
 on nothing else. Train and held-out never share a (template, operands) pair, so a problem cannot be remembered under
@@ -9,6 +9,9 @@ another name or another fruit.
 `demonstrations` are the questions of `train`, answered by a hasty teacher who mostly stops after the first of two
 steps. Whoever imitates them well is right on level 1 only: a weak start, from which reinforcement learning has to find
 by itself that the longer answers are the right ones.
+
+`preferences` are the first questions of `train`, each with its right answer as `chosen` and as `rejected` one of a
+beginner's two mistakes: to stop after the first step, or to be wrong by one in the last.
 """
 import argparse
 import itertools
@@ -127,10 +130,25 @@ def demonstrate(rng: random.Random, row: dict) -> dict:
     return row | {"answer": f"{first} #### {first.split(' = ')[1]}"}
 
 
+def miscalculate(rng: random.Random, answer: str) -> str:
+    """Return the answer with a last step that is wrong by one."""
+    working, _, final = answer.partition(" #### ")
+    wrong = str(int(final) + (1 if final == "1" else rng.choice((-1, 1))))
+    return f"{working.removesuffix(final)}{wrong} #### {wrong}"
+
+
+def compare(rng: random.Random, row: dict) -> dict:
+    """Return the row with the right answer as `chosen` and a wrong one as `rejected`."""
+    hasty, right = demonstrate(rng, row)["answer"], row["answer"]
+    same = hasty.rpartition(" ")[2] == right.rpartition(" ")[2]  # by chance the first step may give the final number
+    return row | {"chosen": right, "rejected": miscalculate(rng, right) if same else hasty}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=int, default=6000, help="rows to train on")
     parser.add_argument("--heldout", type=int, default=20, help="most problems that one template holds out")
+    parser.add_argument("--preferences", type=int, default=2000, help="pairs of a right and a wrong answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "arithmetic")
     options = parser.parse_args()
@@ -138,7 +156,9 @@ def main() -> None:
     train, heldout = make(options.train, options.heldout, options.seed)
     rng = random.Random(options.seed)
     demonstrations = [demonstrate(rng, row) for row in train]
-    for name, rows in {"train": train, "demonstrations": demonstrations, "heldout": heldout}.items():
+    preferences = [compare(rng, row) for row in train[: options.preferences]]
+    sets = {"train": train, "demonstrations": demonstrations, "heldout": heldout, "preferences": preferences}
+    for name, rows in sets.items():
         path = options.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{path}: {len(rows)} rows")

@@ -185,7 +185,9 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
                              "one has none", contract.where))
     named = [("repeats", marks.repeats), ("refills", marks.refills), *(("requires", name) for name in marks.requires),
              *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
-             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair))]
+             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair)),
+             *(("only_with", name) for name in marks.only_with), *(("refuses", name) for name in marks.refuses),
+             *(("only_with", pair[0]) for pair in marks.only_with.values() if _is_pair(pair))]
     for mark, setting in named:
         if setting is not None and setting not in contract.settings:
             hint = listing(contract.settings, "Keyword-only parameters")
@@ -220,6 +222,14 @@ def _wrong_limits(contract: Contract) -> Iterator[tuple[str, str]]:
         if not _is_pair(pair):
             yield (f"`belongs_to` of `{name}` is {pair!r}, not another setting and its value",
                    'As in  belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")}')
+    for name, pair in contract.marks.only_with.items():
+        if not _is_pair(pair) or not isinstance(pair[1], tuple):
+            yield (f"`only_with` of `{name}` is {pair!r}, not another setting and a tuple of its values",
+                   'As in  only_with={"clip": ("loss", ("ppo", "gspo"))}')
+    for name, reasons in contract.marks.refuses.items():
+        if not isinstance(reasons, dict):
+            yield (f"`refuses` of `{name}` is {reasons!r}, not a reason for each value",
+                   'As in  refuses={"kl_kind": {"k1": "its gradient is zero on average"}}')
 
 
 def _is_pair(value: Any) -> bool:

@@ -24,19 +24,37 @@ _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError,
 
 @dataclass(frozen=True)
 class Marks:
-    """What `@node` says of a function beyond its signature. See `node`."""
+    """What `@node` says of a function beyond its signature."""
 
     writes: tuple[str, ...] = ()
+    """Columns that it returns, in order; `{role}` stands for the node's role."""
     type: str = "COMPUTE"
+    """MODEL_INFERENCE, MODEL_TRAIN or COMPUTE."""
     keep_together: str | None = None
+    """Column whose equal values must not be split between ranks."""
     repeats: str | None = None
+    """Setting that says how many rows it returns for each row that it gets."""
     refills: str | None = None
+    """For a function that writes `keep`: setting that says how often a step may draw prompts, the first time included,
+    until as many as its batch has are kept."""
     default_for: tuple[str, ...] = ()
+    """Roles whose nodes of this type run it when they name no function."""
     requires: dict[str, str] = field(default_factory=dict)
+    """Setting → optional column that must be there when the setting is not zero."""
     bounds: dict[str, str] = field(default_factory=dict)
+    """Setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through."""
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Setting → (another setting, its value): it must be given with that value and with no other, as
+    `{"fixed_length": ("aggregate", "fixed_length_sum")}`."""
+    only_with: dict[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    """Setting → (another setting, its values): it may be given with those and with no other, as
+    `{"clip": ("loss", ("ppo", "gspo"))}`."""
+    refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
+    """Setting → value that its annotation leaves out → why, and what to write instead."""
     head: str | None = "lm"
+    """For a model function, what its role must have: "lm" or "value"; None if it works with any."""
     samples: bool | None = None
+    """For a model function, whether its role must be ready to sample; those that repeat rows are taken to."""
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -55,6 +73,8 @@ def node(
     requires: dict[str, str] | None = None,
     bounds: dict[str, str] | None = None,
     belongs_to: dict[str, tuple[str, Any]] | None = None,
+    only_with: dict[str, tuple[str, tuple[Any, ...]]] | None = None,
+    refuses: dict[str, dict[Any, str]] | None = None,
     head: str | None = "lm",
     samples: bool | None = None,
 ) -> Callable[[F], F]:
@@ -63,25 +83,12 @@ def node(
     Positional parameters are the columns that it reads (optional if they have a default), keyword-only ones the
     settings of `with:`. A model function's first parameter is its role's engine.
 
-    Args:
-        writes: columns that it returns, in order; `{role}` stands for the node's role.
-        type: MODEL_INFERENCE, MODEL_TRAIN or COMPUTE.
-        keep_together: column whose equal values must not be split between ranks.
-        repeats: setting that says how many rows it returns for each row that it gets.
-        refills: for a function that writes `keep`: setting that says how often a step may draw prompts again, the
-            first time included, until as many as its batch has are kept.
-        default_for: roles whose nodes of this type run it when they name no function.
-        requires: setting → optional column that must be there when the setting is not zero.
-        bounds: setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through.
-        belongs_to: setting → (another setting, its value): it must be given with that value and with no other, as
-            `{"fixed_length": ("aggregate", "fixed_length_sum")}`.
-        head: for a model function, what its role must have: "lm" or "value"; None if it works with any.
-        samples: for a model function, whether its role must be ready to sample; those that repeat rows are taken to.
+    Args: those of `Marks`, a single name standing for a tuple of one.
 
     All of them are written as plain values, so that they are known without importing the module.
     """
     marks = Marks(writes, type, keep_together, repeats, refills, default_for,  # type: ignore[arg-type]
-                  requires or {}, bounds or {}, belongs_to or {}, head, samples)
+                  requires or {}, bounds or {}, belongs_to or {}, only_with or {}, refuses or {}, head, samples)
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from distflow.schema.lora import check_lora
 from distflow.schema.rewards import check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
-from distflow.schema.shipped import find, find_yaml
+from distflow.schema.shipped import SHIPPED, find, find_yaml
 from distflow.schema.source import Source, parse_value, read
 
 _DAG_KEYS = {"nodes", "imports"}
@@ -98,7 +98,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     """
     mistakes: list[Mistake] = []
     dag_source = _try(mistakes, lambda: _read(find_yaml(dag, "", "DAG")))
-    run_source = _try(mistakes, lambda: _read(find_yaml(run or DEFAULT_RUN, "runs", "run file")))
+    run_source = _try(mistakes, lambda: _read(find_yaml(run or default_run(dag), "runs", "run file")))
     cluster_source = _try(mistakes, lambda: _read(find_yaml(cluster, "clusters", "cluster"))) if cluster else None
     if dag_source is None or run_source is None:
         raise InvalidInput(mistakes)
@@ -117,6 +117,12 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     _check_data(spec)
     mistakes += [*check_lora(spec), *check_rewards(spec)]
     return spec
+
+
+def default_run(dag: str) -> str:
+    """The shipped run of a DAG whose data or roles are its own, else the one for all others."""
+    own = f"{DEFAULT_RUN}_{Path(dag).stem}"
+    return own if (SHIPPED / "runs" / f"{own}.yaml").is_file() else DEFAULT_RUN
 
 
 def _try(mistakes: list[Mistake], act: Callable[[], T]) -> T | None:

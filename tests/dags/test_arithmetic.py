@@ -9,7 +9,7 @@ from harness import ROOT
 
 DATA = ROOT / "dags/data"
 SETS = {name: [json.loads(line) for line in (DATA / f"arithmetic/{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "demonstrations", "heldout")}
+        for name in ("train", "demonstrations", "heldout", "preferences")}
 
 
 def test_the_script_makes_the_shipped_files(tmp_path):
@@ -39,6 +39,21 @@ def test_the_teacher_is_hasty_and_only_where_there_are_two_steps():
     assert 0.75 < sum(hasty) / len(hasty) < 0.85
     assert all(shown == right or right["answer"].startswith(shown["answer"].split(" #### ")[0] + ", ")
                for right, shown in pairs)
+
+
+def test_the_chosen_answer_is_right_and_the_rejected_one_is_not():
+    assert len(SETS["preferences"]) == 2000
+    hasty = 0
+    for pair, trained in zip(SETS["preferences"], SETS["train"]):
+        assert {name: pair[name] for name in trained} == trained  # so that both sets make the same tokenizer
+        (chosen, right), (rejected, wrong) = (pair[name].split(" #### ") for name in ("chosen", "rejected"))
+        assert pair["chosen"] == trained["answer"]
+        assert wrong != right
+        assert rejected.endswith(f"= {wrong}")
+        hasty += chosen.startswith(f"{rejected}, ")
+        assert chosen.startswith(f"{rejected}, ") or (
+            abs(int(wrong) - int(right)) == 1 and rejected.removesuffix(wrong) == chosen.removesuffix(right))
+    assert 0.4 < hasty / 2000 < 0.7
 
 
 def test_no_held_out_question_is_trained():

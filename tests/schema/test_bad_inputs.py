@@ -82,13 +82,13 @@ DAGS = [
     case("unknown_setting", 8, "epsilom", "function `group_advantage` has no setting `epsilom`",
          "Did you mean `epsilon`? Settings: epsilon, scale."),
     case("no_settings_at_all", 10, "x", "has no setting `x`", "It has no settings at all.", others=(11,)),
-    case("wrong_setting_type", 9, "wide", "setting `clip` of `policy_update` must be float, not 'wide'",
-         "Its default is 0.2.", others=(9,)),
+    case("wrong_setting_type", 9, "wide", "setting `clip` of `policy_update` must be float | None, not 'wide'",
+         "Its default is None.", others=(9,)),
     case("missing_setting", 8, "reward", "function `scaled` needs the setting `by`", "with: {by: …}   (float)"),
     case("group_of_none", 6, "0", "setting `group_size`", "must be a whole number above 0, not 0", "{group_size: 8}"),
     case("group_of_minus", 6, "-8", "must be a whole number above 0, not -8"),
     case("settings_out_of_bounds", 15, "-1", "setting `clip` of `policy_update` must be at least 0, not -1",
-         "Instead:  with: {clip: 0.2}", others=(6, 6, 8, 16, 17, 18, 18, 19, 20)),
+         "Take `clip` out, or give a number at least 0.", others=(6, 6, 8, 16, 17, 18, 18, 19, 20)),
     case("length_missing", 9, "fixed_length_sum", "`aggregate: fixed_length_sum` needs the setting `fixed_length`",
          "with: {aggregate: fixed_length_sum, fixed_length: …}   (at least 1)"),
     case("length_without_use", 9, "fixed_length", "`fixed_length` says nothing with `aggregate: token_mean`",
@@ -98,6 +98,10 @@ DAGS = [
     case("form_mismatch", 9, "advantage", "wants column `rewards` as Ragged, but node `reward` gives Tensor"),
     case("unknown_rename", 8, "reward", "function `group_advantage` reads no `reward`", "It reads: rewards, group.",
          others=(8,)),
+    case("clip_without_use", 10, "dual_clip", "`dual_clip` says nothing with `loss: gspo`, only with `ppo`",
+         "Take `dual_clip` out, or instead:  with: {loss: ppo, dual_clip: 3}"),
+    case("k1_in_loss", 11, "k1", "setting `kl_kind` of `policy_update` must be one of ['k2', 'k3'], not 'k1'",
+         "The gradient of k1 in a loss is zero on average", "function: kl_in_reward"),
     case("kl_without_reference", 9, "kl", "setting `kl` needs column `reference_logprobs`", "or set  kl: 0"),
     case("type_mismatch", 7, "MODEL_TRAIN", "but its function `score` is COMPUTE", "Instead:  type: COMPUTE"),
     case("not_trained", 4, "actor", "trains role `actor`, which is not declared as trained", "actor: {trained: true}"),
@@ -105,6 +109,15 @@ DAGS = [
     case("unknown_copy", 5, "acto", "role `reference` is a copy of `acto`, which is not a role", "mean `actor`?"),
     case("copies_in_a_circle", 4, "reference", "in a circle: actor → reference → actor", others=(6,)),
     case("independent_fans", 10, "update", "`rollout` and of `again`, which repeat the same rows independently"),
+    case("values_of_a_policy", 8, "actor", "node `values`: function `values` needs a model that gives one number for "
+         "each token (head: value), and that of role `actor` gives a vocabulary (head: lm)",
+         "Give the node another role (`critic`), or instead:  actor: {…, head: value}"),
+    case("logprobs_of_a_critic", 7, "reference", "`supervised_update` needs a model that gives a vocabulary (head: lm)",
+         "Give the node another role (`actor`), or instead:  reference: {…, head: lm}"),
+    case("frozen_without_head", 5, "reward", "role `reward` is not trained, and its model has no value head",
+         "--set roles.reward.model=FOLDER"),
+    case("wrong_head", 4, "valu", "must be one of 'lm' or 'value'", "Did you mean `value`?"),
+    case("smoothing_without_use", 11, "label_smoothing", "says nothing with `loss: ipo`, only with `sigmoid`"),
     case("missing_module", 3, "no_such_module", "module `no_such_module` cannot be found", "PYTHONPATH"),
     case("undecorated_function", 8, "undecorated:plain", "module `undecorated` has no function `plain` with @node"),
 ]
@@ -292,11 +305,13 @@ def test_module_that_fails_when_imported() -> None:
 
 def test_marks_that_do_not_fit_their_function() -> None:
     text = str(InvalidInput(mistakes_of(dag="wrong_marks")))
-    for part in ("modules/wrong_marks.py:9: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
+    for part in ("modules/wrong_marks.py:10: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
                  "`bounds` of `kl` are '=> 0'", "the default of `epsilon`, 0.0, is not above 0",
                  "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'",
-                 "`refills` is for a function that says which rows stay", "9 mistakes."):
+                 "`refills` is for a function that says which rows stay",
+                 "`only_with` of `epsilon` is ('kl', 0.1)",
+                 "`refuses` of `kl` is 'k1'", "`head` is 'number'", "It is one of: lm, value.", "12 mistakes."):
         assert part in text
 
 
@@ -305,6 +320,19 @@ def test_validation_needs_a_trained_role(tmp_path: Path) -> None:
     dag.write_text("name: only\nroles: {actor: {}}\nnodes: {a: {role: actor, type: MODEL_INFERENCE}}\n")
     with pytest.raises(InvalidInput, match=r"training\.yaml:7: `validation` asks how well .* DAG `only` trains none"):
         plan(load(str(dag), "run_files/validation_without_training.yaml"), 2)
+
+
+def test_validation_needs_a_role_that_answers(tmp_path: Path) -> None:
+    dag = tmp_path / "dag.yaml"
+    dag.write_text("name: only\nroles: {actor: {trained: true, head: value}}\nnodes:\n"
+                   "  pairs: {role: actor, type: MODEL_INFERENCE, function: labelled_pairs}\n"
+                   "  update: {role: actor, type: MODEL_TRAIN, function: reward_update, dependencies: [pairs]}\n")
+    run = "run_files/validation_without_training.yaml"
+    columns = ["data.columns=[chosen, rejected]"]
+    with pytest.raises(InvalidInput, match="DAG `only` trains none that has a vocabulary to answer with") as caught:
+        plan(load(str(dag), run, columns), 2)
+    assert len(caught.value.mistakes) == 1
+    assert plan(load(str(dag), "run_files/good.yaml", columns), 2).tasks
 
 
 def test_no_ranks() -> None:

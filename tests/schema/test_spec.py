@@ -32,14 +32,19 @@ def test_later_overrides_win() -> None:
 
 @pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml")))
 def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = "embedded_sft" if dag == "sft" else "embedded"
-    spec = load(dag, run, ["roles.actor.learning_rate=1e-7", "seed=3"])
+    spec = load(dag, None, ["data.batch=7", "seed=3"])
     for kind, content in spec.resolved().items():
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     monkeypatch.chdir(tmp_path)  # relative paths must not matter any more
     again = reload(tmp_path)
     assert plan(again, 2).digest == plan(spec, 2).digest
     assert again.resolved() == spec.resolved()
+
+
+def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:
+    assert load("dpo.yaml").run_source.file.endswith("embedded_dpo.yaml")
+    assert load("ppo").run_source.file.endswith("embedded.yaml")
+    assert load("reward_model", "embedded_reward_model").run == load(str(ROOT / "dags/reward_model.yaml")).run
 
 
 def test_every_value_in_force_is_resolved() -> None:

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 PAD, BOS, EOS, USER, ASSISTANT = "<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"
 IMAGE = "<|image_pad|>"
@@ -102,9 +103,8 @@ def build_model(
     prompt and response together. The global random state is left as it was. Raises ValueError for an unknown
     architecture, for heads that kv_heads does not divide, and for heads too small for the rollout engines.
     """
-    if architecture not in (*ARCHITECTURES, "qwen3_vl"):
-        raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}, "
-                         "qwen3_vl")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
     if head_dim < SMALLEST_HEAD:
         raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {SMALLEST_HEAD} or more")
     if heads % kv_heads:
@@ -113,14 +113,12 @@ def build_model(
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": intermediate or 3 * hidden,
              "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
              "head_dim": head_dim, "max_position_embeddings": max_positions, "initializer_range": INITIAL_DEVIATION}
-    if architecture == "qwen3_vl":
-        config, model_class = _seeing(sizes, ids), Qwen3VLForConditionalGeneration
-    else:
-        config_class, model_class = ARCHITECTURES[architecture]
-        config = config_class(**sizes, **ids, tie_word_embeddings=True)
+    config_class, model_class = ARCHITECTURES[architecture]
+    sees = config_class is Qwen3VLConfig
+    config = _seeing(sizes, ids) if sees else config_class(**sizes, **ids, tie_word_embeddings=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return give_sight(model_class(config).float(), EMBEDDED_SIGHT if architecture == "qwen3_vl" else None)
+        return give_sight(model_class(config).float(), EMBEDDED_SIGHT if sees else None)
 
 
 def _seeing(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:

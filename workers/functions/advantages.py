@@ -1,4 +1,4 @@
-"""Advantages of whole rows from the rewards of their group: the rows that answer the same prompt.
+"""Advantages: of whole rows from the rewards of their group, the rows that answer the same prompt, and of tokens.
 
 Group ids may be any integers, in any order, with groups of any size: rows stay where they are. Everything is computed
 in float64 and returned in the dtype of the rewards, since a group's rewards often differ by little around a large mean.
@@ -7,7 +7,8 @@ in float64 and returned in the dtype of the rewards, since a group's rewards oft
 import torch
 from torch import Tensor
 
-from distflow import node
+from distflow import Ragged, node
+from workers.functions.discounting import discounted_returns
 
 
 def group_normalized(rewards_B: Tensor, group_B: Tensor, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
@@ -103,3 +104,30 @@ def _check(rewards_B: Tensor, group_B: Tensor) -> None:
 def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
     """Each reward against its group's mean, in units of the group's deviation: see `group_normalized`."""
     return group_normalized(rewards, group, epsilon, scale)
+
+
+@node(writes="advantages", keep_together="group")
+def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
+    """Each reward minus the mean of its group's other rewards: see `leave_one_out`."""
+    return leave_one_out(rewards, group)
+
+
+@node(writes="advantages")
+def baseline_advantage(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """Each reward minus a baseline: in ReMax that of the greedy answer to the same prompt (Li et al. 2024, Eq. 5).
+
+    Rows of a prompt need not look for theirs. Where the baseline was made once per prompt, by nodes that do not
+    depend on the one which repeats prompts, the databuffer repeats it for each of the prompt's rows.
+    """
+    return rewards - baselines
+
+
+@node(writes="advantages", bounds={"gamma": ">= 0, <= 1"})
+def discounted_advantage(token_rewards: Ragged, response_mask: Ragged | None = None, *, gamma: float = 1.0) -> Ragged:
+    """Each token's advantage is its return, without a baseline: see `discounted_returns`.
+
+    With `gamma` 1 and rewards that hold a KL penalty per token it is REINFORCE++'s (Hu et al. 2025), to be normalised
+    over the whole batch by the update.
+    """
+    mask_T = None if response_mask is None else response_mask.values
+    return token_rewards.with_values(discounted_returns(token_rewards.values, token_rewards.lengths, gamma, mask_T))

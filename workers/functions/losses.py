@@ -1,13 +1,52 @@
 """Per-token losses. None of them averages: `aggregation.token_weights` alone says what a token counts for.
 
+====================== =========== ===================================================== ==============================
+function               `loss:`     per token, with `r = exp(logprobs - old)`             gradient beyond a bound
+====================== =========== ===================================================== ==============================
+clipped_policy_loss    ppo         `-min(r * A, clip(r) * A)`                            none
+sequence_policy_loss   gspo        the same, `r` the row's geometric mean                none, for the whole row
+capped_policy_gradient cispo       `-sg[min(r, 1 + clip_high)] * A * logprobs`           with the bound as its weight
+policy_gradient        reinforce   `-A * logprobs`                                       has no bounds
+====================== =========== ===================================================== ==============================
+
+`sg` stops the gradient. `surrogate` chooses by name, with each kind's usual bounds.
+
 Log-ratios are clamped to +-`LOG_RATIO_LIMIT` (20) before exp, so that float32 holds the ratio times any advantage; a
 token beyond that has no gradient.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from workers.functions.kl import LOG_RATIO_LIMIT
+
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(logprobs [T], old [T], advantages [T], lengths [B]) → loss [T], ratio [T], clipped [T]; all tokens are trained."""
+
+USUAL_BOUNDS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0), "reinforce": (0.0, 0.0)}
+"""By kind, what `clip` and `clip_high` are when neither is given: PPO and GSPO as in their papers. MiniMax-M1 does
+not say; a cap of 5 is what Khatri et al. 2025 ("The Art of Scaling Reinforcement Learning Compute") found robust."""
+
+
+def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Surrogate:
+    """The loss of that kind with its bounds; a `clip` without `clip_high` is both, and neither is the usual ones.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in USUAL_BOUNDS:
+        raise ValueError(f"unknown policy loss `{kind}`. Losses: {', '.join(USUAL_BOUNDS)}")
+    low, high = USUAL_BOUNDS[kind] if clip is None else (clip, clip)
+    high = high if clip_high is None else clip_high
+    if kind == "ppo":
+        return lambda new_T, old_T, gain_T, _: clipped_policy_loss(new_T, old_T, gain_T, low, high, dual_clip)
+    if kind == "gspo":
+        return lambda new_T, old_T, gain_T, lengths_B: sequence_policy_loss(new_T, old_T, gain_T, lengths_B, low, high)
+    if kind == "cispo":
+        return lambda new_T, old_T, gain_T, _: capped_policy_gradient(new_T, old_T, gain_T, high)
+    return lambda new_T, old_T, gain_T, _: policy_gradient(new_T, old_T, gain_T)
 
 
 def clipped_policy_loss(
@@ -40,7 +79,7 @@ def clipped_policy_loss(
     _check_bounds(clip_low, clip_high, dual_clip)
     _check_shapes(logprobs_T, old_T, advantages_T)
     advantages_T = advantages_T.detach()
-    ratio_T = (logprobs_T - old_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_T = _ratio(logprobs_T, old_T)
     free_T = -ratio_T * advantages_T
     bounded_T = -ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
     loss_T, clipped_T = torch.maximum(free_T, bounded_T), bounded_T > free_T
@@ -52,9 +91,79 @@ def clipped_policy_loss(
     return loss_T, ratio_T.detach(), clipped_T
 
 
+def sequence_policy_loss(
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The clipped surrogate with one ratio for a whole row (GSPO: Zheng et al. 2025, Eq. 5 to 7), per token.
+
+    The ratio is the geometric mean of its tokens' ratios, `s = exp(mean(logprobs - old))`, so that its spread does not
+    grow with length; the bounds are therefore far narrower than PPO's (3e-4 and 4e-4 in the paper). It is written as
+    GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`: with `seq_mean_token_mean` and one advantage
+    for the row, value and gradient are those of Eq. 5, and advantages of single tokens are allowed as well. A row
+    beyond a bound loses the gradient of all its tokens.
+
+    Args:
+        logprobs_T, old_T, advantages_T, clip_low, clip_high: as in `clipped_policy_loss`.
+        lengths_B: int64, tokens per row. All are trained: leave untrained ones out, so that none counts in the mean.
+
+    Returns:
+        As `clipped_policy_loss`; `ratio_T` is the row's for each of its tokens.
+
+    Raises:
+        ValueError: a bound out of range, or shapes that differ.
+    """
+    _check_shapes(logprobs_T, old_T, advantages_T)
+    row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+    constant_T = logprobs_T.detach()
+    mean_B = torch.zeros(len(lengths_B), dtype=logprobs_T.dtype, device=logprobs_T.device).index_add(
+        0, row_T, constant_T - old_T.detach()) / lengths_B.clamp(min=1)
+    same_for_row_T = old_T.detach() + mean_B[row_T] + (logprobs_T - constant_T)
+    return clipped_policy_loss(same_for_row_T, old_T, advantages_T, clip_low, clip_high)
+
+
+def capped_policy_gradient(
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5), per token.
+
+    `-sg[min(r, 1 + clip_high)] * A * logprobs`: unlike PPO's clipping the cap bounds a token's weight and never takes
+    its gradient away. There is no bound from below, as in the paper's runs. Only the gradient has a meaning.
+
+    Args:
+        logprobs_T, old_T, advantages_T: as in `clipped_policy_loss`.
+        clip_high: how far the weight may rise above 1, at least 0.
+
+    Returns:
+        `loss_T`; `ratio_T` before the cap, detached; `capped_T`, bool.
+
+    Raises:
+        ValueError: a bound out of range, or shapes that differ.
+    """
+    _check_bounds(0.0, clip_high, None)
+    _check_shapes(logprobs_T, old_T, advantages_T)
+    ratio_T = _ratio(logprobs_T, old_T).detach()
+    loss_T = -ratio_T.clamp(max=1.0 + clip_high) * advantages_T.detach() * logprobs_T
+    return loss_T, ratio_T, ratio_T > 1.0 + clip_high
+
+
+def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`-A * logprobs` (REINFORCE: Williams 1992), per token; right for tokens that this very policy has sampled.
+
+    `old_T` changes neither value nor gradient: the ratio to it, returned as by the other losses, shows in the metrics
+    how far several steps on the same samples have led away from them.
+    """
+    _check_shapes(logprobs_T, old_T, advantages_T)
+    ratio_T = _ratio(logprobs_T, old_T).detach()
+    return -advantages_T.detach() * logprobs_T, ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
 def negative_log_likelihood(logprobs_T: Tensor) -> Tensor:
     """Per-token loss of supervised training: `[T]` natural-log probabilities in, `[T]` nats out."""
     return -logprobs_T
+
+
+def _ratio(logprobs_T: Tensor, old_T: Tensor) -> Tensor:
+    return (logprobs_T - old_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _check_shapes(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow import Batch
+from distflow import Batch, Ragged
 from distflow.observe.metrics import current
 from workers.engines.fsdp import LossOf
 from workers.functions.aggregation import local_totals, token_weights
@@ -29,6 +29,21 @@ def weighted(engine: Role, rows: Batch, aggregate: str, fixed_length: int | None
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
     return rows.with_columns({"weights": mask.with_values(weights)})
+
+
+def normalized(engine: Role, advantages: Ragged, mask: Ragged) -> Ragged:
+    """`(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0.
+
+    Both moments count every token once (REINFORCE++, Hu et al. 2025; as verl and OpenRLHF have it). The deviation is
+    unbiased, and 1e-8 under its root lets equal advantages become 0 rather than magnified rounding.
+    """
+    values_S = advantages.values[mask.values].double()
+    tokens, total = engine.total(torch.stack([mask.values.sum(), values_S.sum()]).double())
+    centred_S = values_S - total / tokens.clamp(min=1)
+    variance = engine.total(centred_S.square().sum()) / (tokens - 1).clamp(min=1)
+    result_T = torch.zeros(len(mask.values), dtype=torch.float64)
+    result_T[mask.values] = centred_S * (variance + 1e-8).rsqrt()
+    return advantages.with_values(result_T.float())
 
 
 def optimize(engine: Role, rows: Batch, loss: LossOf, temperature: float | None = None, prefix: str = "",

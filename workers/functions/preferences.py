@@ -81,7 +81,7 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
 
 
 @node(type="MODEL_TRAIN", keep_together="group", bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5"},
-      belongs_to={"label_smoothing": ("loss", "sigmoid")})
+      only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
     engine: Role, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged, group: Tensor,
     response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
@@ -116,7 +116,7 @@ def reward_update(engine: Role, prompts: Ragged, responses: Ragged, preference: 
     """One step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
 
     -log σ(better - worse), the model of Bradley and Terry 1952 (Ouyang et al. 2022, Eq. 1). `centering` times
-    (better + worse)² keeps scores near 0, where the loss itself leaves them free (Eisenstein et al. 2023, section 3).
+    (better + worse)² keeps scores near 0, where the loss itself leaves them free (Eisenstein et al. 2023).
     """
     rows, count = _pairs(engine, preference, group, {"prompts": prompts, "responses": responses})
 

@@ -19,16 +19,19 @@ _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+|/[1-9]\d*)?")
 
 
 @node(writes="rewards", default_for="reward")
-def score(completions: list[str], answers: list[str], *, reward: Reward = "math") -> Tensor:
-    """[B] float32: each completion's reward against its answer, by the reward function of that name."""
+def score(completions: list[str], answers: list[str], *, reward: Reward = "math", metric: str = "reward") -> Tensor:
+    """[B] float32: each completion's reward against its answer, by the reward function of that name.
+
+    Its mean is reported as `METRIC/mean`; a DAG that scores twice gives the second another name.
+    """
     function = find_reward(reward)
     start = time.perf_counter()
     rewards = torch.tensor([float(function(completion, answer)) for completion, answer in zip(completions, answers)])
     if not torch.isfinite(rewards).all():
         row = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward `{reward}` returned {rewards[row].item()} for completion {completions[row]!r}")
-    current().mean_of("reward/mean", rewards)
-    current().maximum("reward/seconds", time.perf_counter() - start)
+    current().mean_of(f"{metric}/mean", rewards)
+    current().maximum(f"{metric}/seconds", time.perf_counter() - start)
     return rewards
 
 

@@ -108,7 +108,9 @@ def value_update(
     optimizer step.
     """
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
-    rows = Batch(group, {"prompts": prompts, "responses": responses, "old": values, "returns": returns, "mask": mask})
+    # A return that is no number, where nothing is trained, would spoil the gradient even with a weight of 0.
+    targets = returns.with_values(torch.where(mask.values, returns.values, values.values))
+    rows = Batch(group, {"prompts": prompts, "responses": responses, "old": values, "returns": targets, "mask": mask})
     parts = parts_with_rows(engine, group, mini_batches)
     share = 1 / (epochs * max(len(parts), 1))
     _report_explained(engine, returns.values[mask.values], values.values[mask.values])

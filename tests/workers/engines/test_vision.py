@@ -15,11 +15,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from distflow.data.batch import Ragged
 from distflow.schema.run import Generation
-from workers.encode import NO_IMAGE
 from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE_ID, build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 from workers.engines.vision import Sight, alike, places_of, shown
+from workers.eyes import NO_IMAGE
 
 SIZES = ((32, 32), (16, 48), (32, 32), (48, 16), (17, 30))
 

@@ -1,0 +1,112 @@
+"""Every shipped algorithm moves its own metric in the right direction on the embedded task, in a real run.
+
+All start from one weak model, made once. The same few problems come in every step, so that a step's metric differs
+from the first one's by what was learnt and by little else.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import ROOT, command, environment, metrics_of
+
+PROBLEMS, ENDS = 24, 3
+"""How many problems there are; and the steps at each end of a run whose means are compared."""
+
+FEW = """
+seed: 0
+steps: 12
+roles:
+  actor:
+    model: weak
+    learning_rate: 3e-4
+    generation: {max_new_tokens: 24}
+data: {train: few.jsonl, batch: 24, max_prompt_tokens: 64, max_target_tokens: 64}
+checkpoint: {every: 0}
+"""
+
+
+PAIRS = "data.columns=[chosen, rejected]"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A DAG whose `metric` rises by more than `by`, or falls by more if it is negative. In `settings`, WEAK is the
+    folder of the weak start, TEACHER that of a model that knows the answers."""
+
+    dag: str
+    metric: str = "reward/mean"
+    by: float = 0.15
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.dag
+
+
+CASES = [
+    Case("sft", "loss", -0.1),
+    Case("grpo"),
+    Case("dr_grpo", settings=("nodes.update.with.fixed_length=24",)),
+    Case("dapo", settings=("nodes.rollout.with.group_size=8",)),
+    Case("gspo"),
+    Case("cispo"),
+    Case("rloo"),
+    Case("reinforce_pp", settings=("nodes.rollout.with.group_size=8",)),
+    Case("remax", settings=("nodes.rollout.with.group_size=8",)),
+    Case("pf_ppo"),
+    Case("ppo"),
+    Case("online_dpo"),
+    Case("dpo", "preference/margin", 0.5, settings=(PAIRS,)),
+    Case("reward_model", "preference/margin", 0.2,
+         settings=(PAIRS, "roles={reward: {model: WEAK, learning_rate: 3e-4}}")),
+    Case("distill", "distillation/reverse_kl", -0.1, settings=("roles.teacher={model: TEACHER}",)),
+]
+
+
+def run(folder: Path, *arguments: str) -> None:
+    done = subprocess.run(command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.fixture(scope="session")
+def weak_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that solves some of the problems: three quarters of the demonstration's weak start."""
+    folder = tmp_path_factory.mktemp("weak")
+    run(folder, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "sft", "--set", "validation=null",
+        "--set", "steps=180")
+    return folder / "runs/sft/model"
+
+
+@pytest.fixture(scope="session")
+def teacher(weak_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weak start after it has seen the answers."""
+    folder = tmp_path_factory.mktemp("teacher")
+    prepare(folder, weak_start)
+    run(folder, "--dag", "sft.yaml", "--run-file", "few.yaml", "--name", "sft")
+    return folder / "runs/sft/model"
+
+
+def prepare(folder: Path, model: Path) -> None:
+    """The few problems (with pairs of answers), and a run file."""
+    problems = (ROOT / "dags/data/arithmetic/preferences.jsonl").read_text().splitlines()[:PROBLEMS]
+    (folder / "few.jsonl").write_text("\n".join(problems) + "\n")
+    (folder / "few.yaml").write_text(FEW.replace("model: weak", f"model: {model}"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_learns(case: Case, weak_start: Path, teacher: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, weak_start)
+    settings = [setting.replace("WEAK", str(weak_start)).replace("TEACHER", str(teacher)) for setting in case.settings]
+    run(tmp_path, "--dag", f"{case.dag}.yaml", "--run-file", "few.yaml", "--name", "run",
+        *(word for setting in settings for word in ("--set", setting)))
+    values = [step[case.metric] for step in metrics_of(tmp_path / "runs/run").values()]
+    change = (sum(values[-ENDS:]) - sum(values[:ENDS])) / ENDS
+    assert change > case.by if case.by > 0 else change < case.by, values
+
+
+def test_every_shipped_dag_has_a_case() -> None:
+    assert {path.stem for path in (ROOT / "dags").glob("*.yaml")} <= {case.dag for case in CASES}

@@ -1,0 +1,192 @@
+"""What a critic learns from: closed forms in float64, and steps that do not depend on how rows are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from distflow.data.batch import Ragged
+from distflow.observe.metrics import current
+from distflow.schema.run import RoleRun
+from workers.engines.embedded import build_model
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.value import with_value_head
+from workers.functions.values import clipped_value_loss, gae, model_score, value_update, values
+
+numbers = st.floats(-5, 5, width=64)
+
+
+def ragged(rows: list[list[float]], dtype: torch.dtype = torch.float32) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row, dtype=dtype) for row in rows], dtype)
+
+
+@given(numbers, numbers, numbers, st.one_of(st.none(), st.floats(0.01, 3)))
+def test_the_value_loss_is_the_larger_of_both_squares(value, old, target, clip):
+    given_value = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    loss, clipped = clipped_value_loss(given_value, torch.tensor([old], dtype=torch.float64),
+                                       torch.tensor([target], dtype=torch.float64), clip)
+    free = (value - target) ** 2
+    moved = value if clip is None else old + max(-clip, min(clip, value - old))
+    bounded = (moved - target) ** 2
+    assert loss.item() == pytest.approx(max(free, bounded) / 2, abs=1e-6)
+    assert clipped.item() == (bounded > free)
+    loss.sum().backward()
+    if abs(bounded - free) > 1e-9 or clip is None:
+        assert given_value.grad.item() == pytest.approx(0.0 if bounded > free else value - target, abs=1e-6)
+
+
+def test_the_value_loss_refuses_what_cannot_be():
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="differ in shape"):
+        clipped_value_loss(one, torch.ones(2), one, 0.2)
+    for clip in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be above 0"):
+            clipped_value_loss(one, one, one, clip)
+
+
+def by_hand(rewards: list[float], estimates: list[float], gamma: float, lam: float) -> list[float]:
+    """Eq. 11 of Schulman et al. 2016 as the sum that it is."""
+    deltas = [reward + gamma * later - now
+              for reward, now, later in zip(rewards, estimates, [*estimates[1:], 0.0])]
+    return [sum((gamma * lam) ** step * delta for step, delta in enumerate(deltas[start:]))
+            for start in range(len(deltas))]
+
+
+ESTIMATES = [[0.1, -0.2, 0.7], [], [0.4]]
+POLICY, REFERENCE = [[-1.0, -2.0, -0.3], [], [-0.5]], [[-1.5, -1.0, -0.2], [], [-0.25]]
+
+
+@pytest.mark.parametrize(("gamma", "lam", "kl"), [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (1.0, 0.95, 0.3), (0.5, 0.0, 1.0)])
+def test_the_reward_stands_at_the_last_token_and_each_token_pays_for_its_kl(gamma, lam, kl):
+    rewards = torch.tensor([1.0, 5.0, -2.0], dtype=torch.float64)
+    advantages, returns = gae(rewards, ragged(ESTIMATES, torch.float64), ragged(POLICY, torch.float64),
+                              ragged(REFERENCE, torch.float64), gamma=gamma, lam=lam, kl=kl)
+    expected = []
+    for reward, estimates, policy, reference in zip(rewards.tolist(), ESTIMATES, POLICY, REFERENCE):
+        paid = [-kl * (p - q) for p, q in zip(policy, reference)]
+        expected += by_hand([*paid[:-1], paid[-1] + reward], estimates, gamma, lam) if paid else []
+    assert advantages.values.tolist() == pytest.approx(expected, abs=1e-6)
+    flat = [value for row in ESTIMATES for value in row]
+    assert returns.values.tolist() == pytest.approx([a + v for a, v in zip(expected, flat)], abs=1e-6)
+    assert advantages.lengths.tolist() == [3, 0, 1]
+
+
+def test_a_perfect_critic_leaves_no_advantage():
+    advantages, returns = gae(torch.tensor([2.0, 0.0, 1.0]), ragged([[2.0, 2.0, 2.0], [], [1.0]]), ragged(POLICY))
+    assert advantages.values.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
+    assert returns.values.tolist() == pytest.approx([2.0, 2.0, 2.0, 1.0], abs=1e-6)
+
+
+def test_masked_tokens_are_no_steps_and_pay_nothing():
+    """The middle token is a tool's: the rest is what the row would be without it."""
+    mask = ragged([[True, False, True], [], [False]], torch.bool)
+    advantages, returns = gae(torch.tensor([1.0, 0.0, 3.0]), ragged(ESTIMATES), ragged(POLICY), ragged(REFERENCE), mask,
+                              gamma=0.9, lam=0.8, kl=0.5)
+    first, last = by_hand([-0.5 * 0.5, 1.0 - 0.5 * -0.1], [0.1, 0.7], 0.9, 0.8)
+    assert advantages.values.tolist() == pytest.approx([first, 0.0, last, 0.0], abs=1e-6)
+    assert returns.values.tolist() == pytest.approx([first + 0.1, 0.0, last + 0.7, 0.0], abs=1e-6)
+
+
+class Critic:
+    """A role without its surroundings: the engine alone, and a sum over ranks."""
+
+    def __init__(self, mesh, **settings):
+        model = with_value_head(build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32))
+        self.engine = FSDPEngine(model, RoleRun(learning_rate=1e-2, **settings), mesh, 0, 10, True, head="value")
+
+    def total(self, numbers):
+        dist.all_reduce(numbers)
+        return numbers
+
+    def update(self, batch, loss_of, temperature=None, **options):
+        return self.engine.update(batch, loss_of, 1.0, 0, **options)
+
+    def values(self, prompts, responses):
+        return self.engine.values(prompts, responses)
+
+    def score(self, prompts, responses):
+        return self.engine.scores(prompts, responses)
+
+
+def columns(first: int, last: int) -> dict:
+    """Rows `first` to `last` of seven, one of them without tokens; the third is masked, with a return that is no
+    number."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(lengths):
+        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
+
+    group = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    prompts, responses = tokens([6, 3, 8]).select(group), tokens([4, 0, 2, 5, 3, 1, 7])
+    mask = responses.with_values(responses.row_of != 2)
+    returns = torch.where(mask.values, torch.linspace(-1, 1, 22), torch.nan)
+    ragged = {"prompts": prompts, "responses": responses, "values": responses.with_values(torch.zeros(22)),
+              "returns": responses.with_values(returns), "response_mask": mask}
+    return {**{name: column.slice(first, last) for name, column in ragged.items()}, "group": group[first:last]}
+
+
+def after_updates(cut: int, settings: dict, options: dict) -> tuple[dict[str, float], list[float]]:
+    """The metrics of two updates, and the critic's values after them; the first rank has the rows up to `cut`."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    critic = Critic(mesh, **settings)
+    rows = columns(0, cut) if dist.get_rank() == 0 else columns(cut, 7)
+    current().collect(lambda part: [part])
+    for _ in range(2):
+        value_update(critic, **rows, **options)
+    found = current().collect(_everyones)
+    return found, values(critic, rows["prompts"], rows["responses"]).values.tolist()
+
+
+def _everyones(part: bytes) -> list[bytes]:
+    from distflow.data.exchange import gather
+
+    return gather(part)
+
+
+@pytest.mark.parametrize("options", [{"clip": None}, {"clip": 0.05, "aggregate": "seq_mean_token_mean", "epochs": 2},
+                                     {"mini_batches": 2}])
+def test_an_update_does_not_depend_on_ranks_or_micro_batches(options):
+    (expected, estimates), = run_ranks(1, after_updates, 7, {}, options)
+    assert expected["value/loss"] > 0
+    if options.get("clip"):
+        assert expected["value/clipped"] > 0
+    for ranks, cut, budget in ((1, 7, 12), (2, 3, 12), (2, 7, 10_000)):
+        found = run_ranks(ranks, after_updates, cut, {"micro_batch_tokens": budget}, options)
+        for metrics, _ in found:
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert [value for _, part in found for value in part] == pytest.approx(estimates, abs=1e-4)
+
+
+def test_values_approach_the_returns_and_say_how_well(mesh):
+    critic, rows = Critic(mesh), columns(3, 7)
+    explained = []
+    for _ in range(30):
+        estimates = values(critic, rows["prompts"], rows["responses"])
+        current().collect(lambda part: [part])
+        value_update(critic, **{**rows, "values": estimates}, clip=None)
+        explained.append(current().collect(lambda part: [part])["value/explained"])
+    returns, errors = rows["returns"].values.double(), (rows["returns"].values - estimates.values).double()
+    by_definition = 1 - float(errors.var(unbiased=False) / returns.var(unbiased=False))
+    assert explained[-1] == pytest.approx(by_definition, abs=1e-6)
+    assert explained[0] == pytest.approx(0.0, abs=1e-6)  # a head of zeros knows nothing
+    assert explained[-1] > 0.5
+
+
+def test_no_rows_anywhere_are_no_step(mesh):
+    critic, rows = Critic(mesh), columns(0, 0)
+    value_update(critic, **rows)
+    assert critic.engine.version == 0
+
+
+def test_a_reward_model_gives_each_row_one_number(mesh):
+    critic, rows = Critic(mesh), columns(0, 7)
+    with torch.no_grad():
+        dict(critic.engine.shards())["score.weight"].fill_(0.1)
+    rewards = model_score(critic, rows["prompts"], rows["responses"])
+    assert rewards.shape == (7,)
+    assert current().collect(lambda part: [part])["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-6)
+    assert len(set(rewards.tolist())) == 7

@@ -1,0 +1,90 @@
+"""Nodes that correct for tokens which another policy than the trainer's has sampled.
+
+They stand between a node that recomputes the log-probabilities (`logprobs` with role actor) and the update, and look
+at the ratio `r = exp(actor_logprobs - rollout_logprobs)` of a token, or at one ratio for all trained tokens of a row:
+
+============ ==================================== ====================================================================
+level        ratio                                what it is good for
+============ ==================================== ====================================================================
+`token`      r                                    low variance; biased, since it ignores the tokens before
+`sequence`   product of the row's r               unbiased; grows or vanishes with length: short answers, tight engines
+`geometric`  geometric mean of the row's r        independent of length; a test of rows rather than a weight
+============ ==================================== ====================================================================
+
+Two nodes, which may follow each other, as recipes combine them:
+
+- truncated importance sampling (Yao et al. 2025): `truncated_importance` alone, level token, cap 2
+- IcePop (Ling Team 2025, the Ring-1T report): `truncated_importance` with cap 5 and `reject_mismatch` with low 0.5 and
+  high 5, both on tokens: the weight is r inside the band and a token outside it is not trained
+- masked importance sampling (Liu et al. 2025, "When Speed Kills Stability"): the same with level sequence and no low
+
+A weight multiplies the surrogate and not the KL term. A rejected token leaves `response_mask`, so that it neither has
+a gradient nor counts in an average (as in verl and slime; the Ring-1T report divides by all tokens).
+
+Without a recomputing node the update starts from the rollout's own log-probabilities, and its ratio and bounds are the
+correction: `loss: cispo` is then truncated importance sampling of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow import Ragged, node
+from distflow.observe.metrics import current
+from workers.functions.kl import LOG_RATIO_LIMIT
+
+
+@node(writes="importance", bounds={"cap": "> 0"})
+def truncated_importance(
+    rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
+    level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0,
+) -> Ragged:
+    """The weight `min(ratio, cap)` of each token in the loss, float32; untrained tokens get 1.
+
+    Truncation bounds the variance at the price of a bias towards what the trainer finds less likely (Ionides 2008).
+    """
+    mask_T = _mask(rollout_logprobs, response_mask)
+    ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
+    weight_T = torch.where(mask_T, ratio_T.clamp(max=cap), 1.0)
+    current().mean_of("importance/mean", weight_T[mask_T])
+    current().mean_of("importance/truncated", ratio_T[mask_T] > cap)
+    return rollout_logprobs.with_values(weight_T.float())
+
+
+@node(writes="response_mask", bounds={"low": ">= 0", "high": "> 0"})
+def reject_mismatch(
+    rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
+    level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 5.0,
+) -> Ragged:
+    """`response_mask` without the tokens, or rows, whose ratio is below `low` or above `high`."""
+    mask_T = _mask(rollout_logprobs, response_mask)
+    ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
+    inside_T = (ratio_T >= low) & (ratio_T <= high)
+    current().mean_of("importance/rejected", ~inside_T[mask_T])
+    return rollout_logprobs.with_values(mask_T & inside_T)
+
+
+def importance_ratio(new: Ragged, old: Ragged, mask_T: Tensor, level: str) -> Tensor:
+    """The ratio of each token, or of its row, float64 `[T]`; NaN where the token is not trained.
+
+    The log-ratio of what is compared is clamped to +-`LOG_RATIO_LIMIT`.
+
+    Args:
+        new, old: natural-log probabilities of the same tokens.
+        mask_T: bool, True where the token is trained.
+        level: see the module.
+    """
+    log_T = torch.where(mask_T, new.values.double() - old.values.double(), 0.0)
+    if level != "token":
+        log_B = log_T.new_zeros(len(old)).index_add(0, old.row_of, log_T)
+        if level == "geometric":
+            log_B = log_B / log_T.new_zeros(len(old)).index_add(0, old.row_of, mask_T.double()).clamp(min=1)
+        log_T = log_B[old.row_of]
+    return torch.where(mask_T, log_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), torch.nan)
+
+
+def _mask(tokens: Ragged, response_mask: Ragged | None) -> Tensor:
+    return torch.ones(len(tokens.values), dtype=torch.bool) if response_mask is None else response_mask.values

@@ -1,0 +1,74 @@
+"""Which rows are worth training: functions that write `keep`. Rows with False leave the step for all later nodes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow import node
+from distflow.observe.metrics import current
+from workers.engines.sampling import uniform
+
+
+@node(writes="keep", keep_together="group", refills="max_draws")
+def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor:
+    """Keep the prompts whose answers earn different rewards: dynamic sampling (DAPO: Yu et al. 2025, Eq. 11).
+
+    An answer that earns what all others of its prompt earn has an advantage of 0. The paper asks for an accuracy
+    strictly between 0 and 1, which for rewards of 0 and 1 is the same; a prompt with one answer is dropped. New
+    prompts are drawn in place of those dropped, `max_draws` times at most.
+    """
+    del max_draws  # for whoever draws again
+    _, index = torch.unique(group, return_inverse=True)
+    least, most = (torch.zeros_like(rewards).scatter_reduce(0, index, rewards, kind, include_self=False)
+                   for kind in ("amin", "amax"))
+    keep = (most > least)[index]
+    current().mean_of("filter/kept", keep)
+    return keep
+
+
+@node(writes="keep", keep_together="group", bounds={"best": ">= 1", "others": ">= 0"})
+def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: int = 1, others: int = 1,
+                kind: Literal["worst", "random"] = "worst") -> Tensor:
+    """Keep each prompt's `best` best answers, and `others` of the rest: policy filtration (Shen & Zhang 2024).
+
+    A reward model is most reliable at the ends of its scale. `kind: worst` is the paper's best-worst (BW), `random` its
+    best-random (BR), and `others: 0` its best-of-N (BoN). The paper draws with replacement by rank; here the numbers
+    are exact. Equal rewards are ranked by chance, which depends on (seed, step, row id) alone. A prompt with fewer
+    answers keeps them all.
+    """
+    chance = uniform(_key(), row, 0)
+    by_rank = _order(group, -rewards.double(), chance)
+    rank, size = _rank(group, by_rank)
+    if kind == "worst":
+        keep = (rank < best) | (rank >= size - others)
+    else:
+        rest = rank >= best
+        again, _ = _rank(group, _order(group, (~rest).double(), uniform(_key(), row, 1)))
+        keep = ~rest | (again < others)
+    current().mean_of("filter/kept", keep)
+    return keep
+
+
+def _order(group: Tensor, *keys: Tensor) -> Tensor:
+    """The rows by group, then by each of `keys`."""
+    order = torch.arange(len(group))
+    for key in (*reversed(keys), group):
+        order = order[torch.argsort(key[order], stable=True)]
+    return order
+
+
+def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's place in its group, from 0, in that order; and the group's size."""
+    _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    first = counts.cumsum(0) - counts
+    rank = torch.empty_like(index)
+    rank[order] = torch.arange(len(order)) - first[index[order]]
+    return rank, counts[index]
+
+
+def _key() -> int:
+    """The step's key: the worker seeds torch's generator with (seed, step) on every rank alike."""
+    return torch.initial_seed() & ((1 << 63) - 1)
