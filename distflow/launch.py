@@ -26,7 +26,9 @@ from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 INVALID = 2
 _CHECKED = 200_000
-"""Records of a dataset that are read before the start, evenly spread; a bad one among the others ends the run later."""
+_CHECKED_IMAGES = 200
+"""Records of a dataset that are read before the start, evenly spread, and those whose images are read; a bad one among
+the others ends the run later."""
 _PATIENCE = 30.0
 """Seconds that other ranks leave to rank 0 to say what is wrong, before they say it themselves."""
 
@@ -114,6 +116,11 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
     for data, fields in sets:
         records = open_records(spec.data_path(data))
         check_records(records, fields, shares=-(-len(records) // _CHECKED))
+        if spec.run.data.images:
+            from distflow.data.images import check_images
+
+            some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
+            check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 

@@ -64,6 +64,8 @@ class _Tracer:
             for column in dict.fromkeys(columns):
                 self.writers.setdefault(column, []).append(node)
         self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"), **SOURCE_FORMS}
+        if spec.run.data.images:
+            self.given["images"] = "Ragged"
         self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
@@ -81,6 +83,7 @@ class _Tracer:
                 forms[column] = given or plain_form(read.form)
                 reads.append(Column(read.name, column, producer, plain_form(read.form)))
         self._check_requirements(node, {column.parameter for column in reads})
+        self._check_images(node, {column.name for column in reads})
         fan = self._fan(node, reads)
         self.fans[node] = (*fan, node) if contract.marks.repeats else fan
         repeats = repeats_of(self.spec, node, contract)
@@ -174,6 +177,14 @@ class _Tracer:
                 hint = f"Add a node that writes it to its dependencies, or set  {setting}: 0"
                 path = ("nodes", node, "with", setting)
                 self.mistakes.append(Mistake(what, self.spec.dag_source.spot(path, key=True), hint))
+
+    def _check_images(self, node: str, read: set[str]) -> None:
+        """A model must not read prompts that have places for images without what stands there."""
+        if self.spec.run.data.images and "prompts" in read and "images" not in read:
+            function = self.bound[node].name
+            what = f"node `{node}`: function `{function}` reads prompts without the images that `data.images` gives"
+            hint = f"Take `data.images` out, or let the function read them:  def {function}(…, images: Ragged)"
+            self.mistakes.append(Mistake(what, self._spot(node), hint))
 
     def _check_renames(self, node: str) -> bool:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]

@@ -13,8 +13,8 @@ from distflow.schema.plan import ROW, SOURCE, Fans, Layout, Task, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 
-_TOKEN, _NUMBER, _CHARACTERS = 8, 4, 4
-"""Bytes of a token's id, bytes of a float, bytes of the text of one token."""
+_TOKEN, _NUMBER, _CHARACTERS, _PIXEL = 8, 4, 4, 3
+"""Bytes of a token's id, bytes of a float, bytes of the text of one token, bytes of a pixel."""
 _OF_TOKENS = {"prompts", "responses", "targets", GROUP}
 _LIMITED = {"prompts": "max_prompt_tokens", "questions": "max_prompt_tokens",
             "targets": "max_target_tokens", "answers": "max_target_tokens"}
@@ -80,6 +80,9 @@ def row_bytes(spec: Spec, name: str, form: str) -> int:
     if form == "Tensor":
         return _TOKEN if name in _OF_TOKENS else _NUMBER
     data = spec.run.data
+    if name == "images":  # a prompt that is nothing else
+        token = max((shape.token_pixels for shape in spec.shapes.values()), default=0)
+        return data.max_prompt_tokens * token * _PIXEL
     longest = max((role.generation.max_new_tokens for role in spec.run.roles.values()), default=0)
     length = getattr(data, _LIMITED[name]) if name in _LIMITED else max(longest, 1)
     return length * (_CHARACTERS if form == "list[str]" else _TOKEN if name in _OF_TOKENS else _NUMBER)

@@ -26,6 +26,7 @@ from distflow.schema.plan import Plan, Task
 from distflow.schema.spec import Spec
 from workers.encode import encoder
 from workers.engines.sampling import key_of
+from workers.eyes import eyes_of
 from workers.roles import build_roles
 from workers.sink import Sink
 from workers.validation import Validator
@@ -110,9 +111,10 @@ class DagWorker:
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source
-        tokenizer = next(iter(self.roles.values())).tokenizer
+        first = next(iter(self.roles.values()))
         records = open_records(spec.data_path(spec.run.data.train))
-        return Dataloader(records, encoder(tokenizer, spec.run.data), spec.run.data.batch, spec.run.seed,
+        eyes = eyes_of(first, spec.run.data, spec.data_path(spec.run.data.train))
+        return Dataloader(records, encoder(first.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
                           layout.share(self.rank), layout.dp)
 
     def _sampling_roles(self) -> set[str]:

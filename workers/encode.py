@@ -12,10 +12,12 @@ from distflow.data.records import Record
 from distflow.observe.metrics import current
 from distflow.schema.run import Data
 from workers.engines.chat import prompt_tokens
+from workers.eyes import Eyes
 from workers.roles import encode_targets
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Record]], dict[str, ColumnData]]:
+def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
+            eyes: Eyes | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
     """Questions by the tokenizer's chat template (without one, as they are, on a line of their own), answers with end.
 
     A prompt longer than `max_prompt_tokens` loses its beginning, a target its end; the metrics count them.
@@ -23,9 +25,11 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
-        prompts, cut = encode_prompts(tokenizer, data, records)
+        prompts, images, cut = encode_prompts(tokenizer, data, records, eyes)
         current().add("data/prompts_cut", cut)
         extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
+        if images is not None:
+            extra["images"] = images
         return {"prompts": prompts,
                 "targets": encode_targets(tokenizer, data.max_target_tokens, answers),
                 "questions": encode_text(questions), "answers": encode_text(answers), **extra}
@@ -33,11 +37,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data) -> Callable[[list[Re
     return encode
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, int]:
-    """The records' questions, and how many of them lost their beginning."""
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record],
+                   eyes: Eyes | None = None) -> tuple[Ragged, Ragged | None, int]:
+    """The records' questions, what they show (None without `eyes`), and how many of them lost their beginning."""
+    if eyes:
+        return *eyes.prompts(tokenizer, data, records), 0
     prompts = [prompt_tokens(tokenizer, record[data.question]) for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
-    return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), cut
+    return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), None, cut
 
 
 def _ragged(rows: list[list[int]]) -> Ragged:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,34 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.schema.dag import Head
-from distflow.schema.errors import EngineError, InvalidInput, Mistake, Spot, shown
+from distflow.schema.errors import EngineError
 from distflow.schema.lora import base_of
-from distflow.schema.run import Lora, Model, RoleRun
-from distflow.schema.shipped import find
+from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
 from distflow.weights.reshard import gather_into
 from workers.engines import attention
 from workers.engines.decoding import Row, Session
-from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine, LossOf
 from workers.engines.hf import HFRollout, Samples
+from workers.engines.loading import load_model
 from workers.engines.sampling import key_of
-from workers.engines.value import with_value_head
 
 disable_progress_bar()
 
@@ -53,7 +43,7 @@ class Role:
                  mesh: DeviceMesh, spec: Spec, samples: bool):
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.kind, self.config = type(model), model.config
+        self.kind, self.config, self.sight = type(model), model.config, getattr(model, "sight", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
@@ -71,14 +61,14 @@ class Role:
         return self.engine.version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
-                 temperature: float | None = None) -> Samples:
+                 temperature: float | None = None, images: Ragged | None = None) -> Samples:
         """`repeats` samples for each prompt [P], drawn by (seed, step, row id) with the newest weights.
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
         self._refresh()
         key = key_of(self.seed, self.step)
-        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens, images)
 
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
@@ -99,10 +89,10 @@ class Role:
             current().maximum("weights/bytes", moved)
             self.rollout.version = self.engine.version
 
-    def logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32."""
         self._require("lm", "logprobs")
-        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature)
+        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature, images)
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The value before each response token, float32: of the prompt and of the tokens that came before."""
@@ -150,6 +140,8 @@ class Role:
             model.generation_config = self.generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        if self.sight:
+            self.sight.save(folder)
 
     def _filled(self, whole: dict[str, Tensor]) -> PreTrainedModel:
         model = self.kind(self.config).float()
@@ -212,61 +204,6 @@ def _base_role(name: str, owner: Role) -> Role:
     role = copy.copy(owner)
     role.name, role.rollout, role.engine = name, None, BaseEngine(owner.engine)
     return role
-
-
-def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data.
-
-    With `head` value, a folder that holds a classifier gives its trained head, any other a new one.
-    """
-    if model.path:
-        folder = find(model.path, "models", spec.folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        _require_end(tokenizer, folder)
-        return _load_folder(folder, head), tokenizer
-    tokenizer = _tokenizer_of(spec)
-    sizes = model.model_dump(exclude={"path"})
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
-    built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
-    return with_value_head(built) if head == "value" else built, tokenizer
-
-
-def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
-    """A classifier of tokens is as good a value model as one of sequences; some libraries write critics so."""
-    kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
-    classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-                       if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
-    if head == "value" and classifier:
-        return classifier.from_pretrained(folder, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return with_value_head(model) if head == "value" else model
-
-
-def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a tokenizer without an end: the targets could teach none, and padding would have no token.
-
-    Raises:
-        InvalidInput: proposes the end that the model's configuration names. It is not taken in silence, since the
-            tokenizer's chat template may end a turn with another.
-    """
-    if tokenizer.eos_token_id is not None:
-        return
-    named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
-    if (folder / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(folder).eos_token_id or named
-    first = next(iter(named), None) if isinstance(named, list) else named
-    token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
-    what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
-    hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
-    hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
-    raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
-
-
-def _tokenizer_of(spec: Spec) -> PreTrainedTokenizerBase:
-    """Trained on the first records of the training data, so that every rank builds the same."""
-    records = open_records(spec.data_path(spec.run.data.train))
-    first = records.get(range(min(len(records), 2000)))
-    return build_tokenizer(f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
 
 
 def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,

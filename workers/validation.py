@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Ragged
 from distflow.data.exchange import gather
-from distflow.data.records import Records, open_records
+from distflow.data.records import open_records
 from distflow.observe.metrics import Metrics
 from distflow.schema.spec import Spec
 from workers.encode import encode_prompts
+from workers.eyes import eyes_of
 from workers.functions.rewards import as_list, tell
 from workers.rewards.scoring import Scorer
 from workers.roles import Role
@@ -23,6 +25,7 @@ class _Share:
     """One rank's part of a validation set."""
 
     prompts: Ragged
+    images: Ragged | None
     columns: dict[str, list[str]]
     """What rewards may read of the records."""
     cut: int
@@ -34,7 +37,7 @@ class Validator:
 
     def __init__(self, spec: Spec, role: Role):
         self.role, self.scorer = role, Scorer(spec.run.validation.reward)
-        self.shares = {name: _share(spec, role, open_records(spec.data_path(path)))
+        self.shares = {name: _share(spec, role, spec.data_path(path))
                        for name, path in spec.run.validation.data.items()}
 
     def run(self) -> dict[str, float]:
@@ -46,7 +49,8 @@ class Validator:
         metrics = Metrics()
         for name, share in self.shares.items():
             rows = range(len(share.prompts))
-            samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0)
+            samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0,
+                                         images=share.images)
             own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
             scores = self.scorer.score({**share.columns, **own}, rows)
             tell(scores, rows)
@@ -58,10 +62,11 @@ class Validator:
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
-def _share(spec: Spec, role: Role, records: Records) -> _Share:
+def _share(spec: Spec, role: Role, path: Path) -> _Share:
+    records = open_records(path)
     mine = records.get(range(dist.get_rank(), len(records), dist.get_world_size()))
-    prompts, cut = encode_prompts(role.tokenizer, spec.run.data, mine)
+    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     columns = {name: [record[field] for record in mine]
                for name, field in {**fields, **{name: name for name in spec.run.data.columns}}.items()}
-    return _Share(prompts, columns, cut)
+    return _Share(prompts, images, columns, cut)

@@ -21,7 +21,7 @@ class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
 
     path: str | None = None
-    architecture: Literal["qwen3", "qwen2", "llama"] | None = None
+    architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl"] | None = None
     layers: PositiveInt = 3
     hidden: PositiveInt = 128
     heads: PositiveInt = 4
@@ -29,6 +29,11 @@ class Model(Document):
     head_dim: int = Field(default=32, ge=32, multiple_of=2)
     """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
     max_positions: PositiveInt = 256
+
+    @property
+    def sees(self) -> bool:
+        """Whether a tiny architecture takes images."""
+        return self.architecture == "qwen3_vl"
 
     @model_validator(mode="before")
     @classmethod
@@ -104,6 +109,9 @@ class Data(Document):
     answer: str = "answer"
     columns: list[str] = []
     """Further text fields that nodes may read, by their own names."""
+    images: str | None = None
+    """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
+    these. Each stands where the question says <image>; without that, all stand before it."""
     max_prompt_tokens: PositiveInt = 1024
     max_target_tokens: PositiveInt = 1024
 

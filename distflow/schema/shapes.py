@@ -33,6 +33,8 @@ class Shape:
     """Parameters that the head over the vocabulary has for itself; 0 if it shares those of the embeddings."""
     labels: int | None = None
     """Numbers that it gives for each token in place of a vocabulary; None for a language model."""
+    token_pixels: int = 0
+    """Pixels of an image that become one token; 0 for a model that takes no images."""
 
     def with_value_head(self) -> Shape:
         """The same model with one number for each token."""
@@ -55,7 +57,13 @@ def read_shape(config: Path) -> Shape:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Sizes from a Hugging Face configuration of the Llama and Qwen families."""
+    """Sizes from a Hugging Face configuration of the Llama and Qwen families, of those that see also."""
+    if "vision_config" in config:
+        outer = {name: value for name, value in config.items() if name not in ("vision_config", "text_config")}
+        inner = shape_of({**config.get("text_config", {}), **outer})
+        vision = config["vision_config"]
+        return replace(inner, parameters=inner.parameters + _seeing(vision, inner.hidden),
+                       token_pixels=(vision["patch_size"] * vision.get("spatial_merge_size", 2)) ** 2)
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -69,6 +77,17 @@ def shape_of(config: dict[str, Any]) -> Shape:
     return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config))
 
 
+def _seeing(vision: dict[str, Any], hidden: int) -> int:
+    """Parameters of the part that sees, up to a few in a hundred: layers, first patches, and the way to `hidden`."""
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    matrices = 3 if vision.get("hidden_act") == "silu" else 2  # gated or not
+    patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
+    joined = vision.get("spatial_merge_size", 2) ** 2 * width
+    mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+    return (vision["depth"] * (4 * width**2 + matrices * width * inner) + patch * width
+            + mergers * (joined**2 + joined * hidden))
+
+
 def _labels(config: dict[str, Any]) -> int | None:
     """How many numbers a classifier gives for each token: as many as labels, of which Hugging Face's default are 2."""
     kinds = ("ForSequenceClassification", "ForTokenClassification")
@@ -79,7 +98,18 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 def shape_of_embedded(model: Model) -> Shape:
     """Sizes of a model that is made at start from an `architecture`."""
-    return shape_of({"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
-                     "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
-                     "head_dim": model.head_dim, "intermediate_size": WIDENING * model.hidden,
-                     "tie_word_embeddings": True, "max_position_embeddings": model.max_positions})
+    text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
+            "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
+            "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
+            "max_position_embeddings": model.max_positions}
+    return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.sees else text)
+
+
+def embedded_vision(hidden: int) -> dict[str, Any]:
+    """The part that sees of a tiny architecture, as its configuration says it: two layers as wide as the text's.
+
+    A token stands for a square of 16 pixels.
+    """
+    return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
+            "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}

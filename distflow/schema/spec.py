@@ -200,3 +200,8 @@ def _check_data(spec: Spec) -> None:
             what = f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, or a folder that `datasets` saved."
             spec.mistakes.append(Mistake(what, spec.run_source.spot(path), hint))
+    blind = next((role for role, shape in spec.shapes.items() if not shape.token_pixels), None)
+    if spec.run.data.images and blind:
+        what = f"`data.images` asks for images, but the model of role `{blind}` takes none"
+        hint = "Take `images` out, or give the role a model that sees, as those of the Qwen-VL family."
+        spec.mistakes.append(Mistake(what, spec.run_source.spot(("data", "images")), hint))

@@ -73,10 +73,10 @@ class BaseEngine:
     def __init__(self, engine: FSDPEngine):
         self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
         """See `FSDPEngine.logprobs`."""
         with adapters_off(self.engine.policy):
-            return self.engine.logprobs(prompts, responses, temperature)
+            return self.engine.logprobs(prompts, responses, temperature, images)
 
 
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from distflow.data.batch import Ragged
 from workers.engines.sampling import pick, uniform
 from workers.engines.slots import Past, Slots, beginnings
+from workers.engines.vision import places_of, shown
 
 if TYPE_CHECKING:
     from workers.engines.hf import HFRollout
@@ -41,6 +43,8 @@ class Row:
     logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     finished: bool = False
+    images: Ragged | None = None
+    """What the prompt shows, as one row of the column."""
     past: Past | None = None
     """What the model has read of it, as long as there is room for it."""
 
@@ -123,7 +127,7 @@ class Session:
         self.slots.make_room()
         width, length = self.slots.width + 1, self.state["length"]
         mask = torch.arange(width, device=self.device) >= width - 1 - length[:, None]
-        output = self.model(chosen[:, None], attention_mask=mask, position_ids=length[:, None],
+        output = self.model(chosen[:, None], attention_mask=mask, position_ids=(length + self.state["shift"])[:, None],
                             past_key_values=self.slots, use_cache=True)
         self.state["logits"] = output.logits[:, -1]
         length += 1
@@ -186,7 +190,8 @@ class Session:
         columns of a row then follow each other without a hole.
         """
         lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
-        read = torch.tensor([row.past.length if row.past else 0 for row in rows], device=self.device)
+        read = torch.tensor([row.past.length if row.past and not row.images else 0 for row in rows],
+                            device=self.device)  # an image cannot be read from its middle on
         longest = int((lengths - read).max())
         before = (lengths - longest).clamp(min=0)
         cache: Cache = DynamicCache()
@@ -200,11 +205,28 @@ class Session:
         width = longest + int(before.max())
         mask = torch.arange(width, device=self.device) >= width - lengths[:, None]
         positions = (lengths[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)
-        output = self.model(tokens.to(self.device), attention_mask=mask, position_ids=positions,
-                            past_key_values=cache, use_cache=True, logits_to_keep=1)
+        places, shifts = self._places(rows, tokens.to(self.device), positions)
+        output = self.model(tokens.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True,
+                            logits_to_keep=1, **places)
         batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
-        return [Past(batch, place, length, logits)
-                for place, (length, logits) in enumerate(zip(lengths.tolist(), output.logits[:, -1]))]
+        return [Past(batch, place, length, logits, shift) for place, (length, logits, shift) in enumerate(zip(
+            lengths.tolist(), output.logits[:, -1], shifts))]
+
+    def _places(self, rows: list[Row], tokens: Tensor, positions: Tensor) -> tuple[dict[str, Tensor], list[int]]:
+        """The positions of what is read and what it shows; and how many positions each row has more than tokens."""
+        seeing, shifts = [place for place, row in enumerate(rows) if row.images], [0] * len(rows)
+        if not seeing:
+            return {"position_ids": positions}, shifts
+        lengths = torch.tensor([len(rows[place].sequence) for place in seeing], device=self.device)
+        mask = torch.arange(tokens.shape[1], device=self.device) >= tokens.shape[1] - lengths[:, None]
+        images = shown(self.model, Ragged.from_rows([rows[place].images for place in seeing]))
+        images = {name: values.to(self.device) for name, values in images.items()}
+        places, following = places_of(self.model, tokens[seeing], mask.long(), images)
+        for place, shift in zip(seeing, (following - lengths).tolist()):
+            shifts[place] = shift
+        every = positions.expand(3, *positions.shape).clone()
+        every[:, seeing] = places["position_ids"]
+        return {**places, "position_ids": every}, shifts
 
     def _join(self, rows: list[Row], pasts: list[Past]) -> None:
         """Put rows into slots: empty ones first, then new ones."""
@@ -232,6 +254,7 @@ class Session:
         logits = torch.stack([past.logits for past in pasts])
         fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
                  "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
+                 "shift": torch.tensor([past.shift for past in pasts], device=self.device),
                  "logits": logits, "noise": noise}
         for name, old in self.state.items():
             new = fresh.get(name)
@@ -247,7 +270,8 @@ class Session:
 def _no_slots(device: torch.device) -> dict[str, Tensor]:
     """What is known of each slot: tables [slots, tokens of a turn], the logits of the next token, and counts."""
     kinds = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int32, "noise": torch.float64}
-    numbers = {"limit": torch.int64, "length": torch.int64, "count": torch.int64, "live": torch.bool}
+    numbers = {"limit": torch.int64, "length": torch.int64, "shift": torch.int64, "count": torch.int64,
+               "live": torch.bool}
     return {**{name: torch.zeros(0, 0, dtype=kind, device=device) for name, kind in kinds.items()},
             **{name: torch.zeros(0, dtype=kind, device=device) for name, kind in numbers.items()},
             "logits": torch.zeros(0, 0, device=device)}

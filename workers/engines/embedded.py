@@ -15,19 +15,33 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
+
+from distflow.schema.shapes import embedded_vision
+from workers.engines.vision import Sight, give_sight
 
 ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 PAD, BOS, EOS, USER, ASSISTANT = "<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"
+IMAGE = "<|image_pad|>"
+"""Stands for each token of an image, as in Qwen's vocabularies; only a model that sees knows it."""
+IMAGE_ID = 5
+"""Its number: it follows the other special tokens."""
+EMBEDDED_SIGHT = Sight(patch=8, merge=2, smallest=16 * 16, largest=64 * 64, mean=(0.5,) * 3, std=(0.5,) * 3)
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + EOS +
-    "{% else %}" + USER + "{{ message['content'] }}{% endif %}"
+    "{% elif message['content'] is string %}" + USER + "{{ message['content'] }}"
+    "{% else %}" + USER + "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )
@@ -40,14 +54,14 @@ SMALLEST_HEAD = 32  # vLLM's attention on CPU crashes below it
 INITIAL_DEVIATION = 0.06
 
 
-def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512, sees: bool = False) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts` (any strings); the same texts give the same tokenizer.
 
     All 256 bytes are in the vocabulary, so that any string survives encoding and decoding. Words merge to single
     tokens, digits never do. `vocab_size` is an upper bound (few texts hold fewer merges) and at least 261: the bytes
-    and five special tokens. Raises ValueError below that.
+    and five special tokens (six with `sees`: one that stands for images). Raises ValueError below that.
     """
-    special = [PAD, BOS, EOS, USER, ASSISTANT]
+    special = [PAD, BOS, EOS, USER, ASSISTANT, *([IMAGE] if sees else [])]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
         raise ValueError(f"vocab_size={vocab_size} cannot hold {len(alphabet)} bytes, {len(special)} special tokens; "
@@ -63,7 +77,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTraine
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left",
-        extra_special_tokens=[USER, ASSISTANT], chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
+        extra_special_tokens=special[3:], chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
     )
 
 
@@ -95,13 +109,25 @@ def build_model(
         raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {SMALLEST_HEAD} or more")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each of those serves equally many")
+    ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": intermediate or 3 * hidden,
+             "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+             "head_dim": head_dim, "max_position_embeddings": max_positions, "initializer_range": INITIAL_DEVIATION}
     config_class, model_class = ARCHITECTURES[architecture]
-    config = config_class(
-        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=intermediate or 3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=max_positions, tie_word_embeddings=True, initializer_range=INITIAL_DEVIATION,
-        pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_id=eos_token_id,
-    )
+    sees = config_class is Qwen3VLConfig
+    config = _seeing(sizes, ids) if sees else config_class(**sizes, **ids, tie_word_embeddings=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model_class(config).float()
+        return give_sight(model_class(config).float(), EMBEDDED_SIGHT if sees else None)
+
+
+def _seeing(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:
+    """Rotary frequencies are shared out between time, rows and columns."""
+    third, half = sizes["head_dim"] // 6, sizes["head_dim"] // 2
+    sections = [half - 2 * third, third, third]
+    vision = {**embedded_vision(sizes["hidden_size"]), "initializer_range": INITIAL_DEVIATION}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": sections}
+    text = {**sizes, **ids, "rope_parameters": rope}
+    none = {"video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids,
+                         image_token_id=IMAGE_ID, **none)

@@ -19,6 +19,7 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.value import ValueModel
+from workers.engines.vision import alike, shown, with_a_glance
 
 _SMALL = 64_000_000
 """Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
@@ -66,9 +67,9 @@ class FSDPEngine:
         """This rank's part of each parameter that training changes, by the model's own names."""
         return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32, in the form of `responses`."""
-        return responses.with_values(self._infer(prompts, responses, temperature)[0][: len(responses.values)])
+        return responses.with_values(self._infer(prompts, responses, temperature, images)[0][: len(responses.values)])
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The value before each response token, float32, in the form of `responses`."""
@@ -79,9 +80,12 @@ class FSDPEngine:
         return self._infer(prompts, responses)[1][: len(responses)]
 
     @torch.no_grad()
-    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0) -> list[Tensor]:
+    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
+               images: Ragged | None = None) -> list[Tensor]:
         """What the head gives, on the CPU; that of placeholders comes last."""
-        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
+        columns = {"prompts": prompts, "responses": responses, "images": images}
+        batch = Batch(torch.arange(len(prompts)), {name: column for name, column in columns.items()
+                                                   if column is not None})
         pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
         self.policy.reshard()  # the root stays whole after a forward without backward
         return [torch.cat(parts) for parts in zip(*pieces)]
@@ -91,7 +95,7 @@ class FSDPEngine:
         """One optimizer step.
 
         Args:
-            batch: this rank's rows; `prompts`, `responses` and whatever `loss_of` needs.
+            batch: this rank's rows; `prompts`, `responses`, perhaps `images`, and whatever `loss_of` needs.
             loss_of: called for each micro-batch; its results are summed over micro-batches and ranks, so that
                 the gradient does not depend on how the rows are divided.
             step: for the learning-rate schedule.
@@ -120,8 +124,17 @@ class FSDPEngine:
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device)
-        return self.policy(*inputs, temperature=temperature)
+        images = micro.columns.get("images")
+        same = True if images is None else alike(images)
+        inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
+        if images is None:
+            return self.policy(*inputs, temperature=temperature)
+        first = torch.unique_consecutive(inputs[2].cpu(), return_counts=True)[1].cumsum(0) - 1
+        pixels = shown(self.policy.model, images.select(first))
+        if not pixels:
+            inputs, pixels = with_a_glance(self.policy.model, inputs)
+        pixels = {name: values.to(self.device) for name, values in pixels.items()}
+        return self.policy(*inputs, temperature=temperature, images=pixels)
 
     def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
         """Rows cut by the token budget, and as many pieces on every rank: forward and backward are collective."""
@@ -137,7 +150,7 @@ class FSDPEngine:
         pieces = [batch.slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(batch)]) if stop > start]
         count = torch.tensor(max(len(pieces), 1), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.mesh.get_group())
-        return pieces + [_placeholder(self.pad_token)] * (int(count) - len(pieces))
+        return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
 
     def _set_rate(self, step: int) -> float:
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
@@ -170,10 +183,11 @@ def schedule(settings: RoleRun, step: int, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
 
 
-def _placeholder(pad_token: int) -> Batch:
+def _placeholder(pad_token: int, sees: bool) -> Batch:
     """A row that counts for nothing, for a rank that has fewer micro-batches than others."""
     one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
-    return Batch(torch.tensor([-1]), {"prompts": one, "responses": one})
+    none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if sees else {}
+    return Batch(torch.tensor([-1]), {"prompts": one, "responses": one, **none})
 
 
 def _is_placeholder(micro: Batch) -> bool:

@@ -60,16 +60,17 @@ class HFRollout:
         return dict(self.model.named_parameters())
 
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
-                 max_new_tokens: int | None = None) -> Samples:
+                 max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
         """`repeats` samples for each prompt.
 
         Args:
             prompts: [P] rows of tokens.
             ids: [P * repeats] row ids; with `key` they decide the randomness.
             temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
+            images: [P] what each prompt shows.
         """
         session = self.session(key, temperature)
-        rows = self.rows(prompts, repeats, ids, max_new_tokens)
+        rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
         for start in range(0, len(rows), repeats):
             session.add(rows[start : start + repeats])
         while session.busy:
@@ -80,8 +81,10 @@ class HFRollout:
         """See `Session`."""
         return Session(self, key, self.generation.temperature if temperature is None else temperature, keeps)
 
-    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None) -> list[Row]:
+    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
+             images: Ragged | None = None) -> list[Row]:
         """`repeats` rows for each prompt, which they share."""
         limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return [Row(id, prompt, len(prompt), limit) for prompt, ids_of_prompt in zip(
-            prompts.rows, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
+        shown = images.rows if images is not None else [None] * len(prompts)
+        return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
+            prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
+from workers.engines.vision import places_of
 
 
 class SharedPrompt(nn.Module):
@@ -39,13 +40,15 @@ class SharedPrompt(nn.Module):
         raise NotImplementedError
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
-                response_lengths: Tensor, temperature: float = 1.0) -> tuple[Tensor, ...]:
+                response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
+                ) -> tuple[Tensor, ...]:
         """
         Args:
             prompts: [P, L] tokens, padded on the left; prompt_lengths: [P].
             prompt_of: [B] the prompt of each response.
             responses: [B, R] tokens, R at least 2, padded on the right; response_lengths: [B].
             temperature: divides the logits.
+            images: what the prompts show (see `vision.shown`).
 
         Returns:
             what `read` returns, for all places of each response back to back: before each of its T tokens, and with
@@ -53,31 +56,31 @@ class SharedPrompt(nn.Module):
         """
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
-        first, cache = self.run(prompts, only_last=True, attention_mask=mask,
-                                position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        places, following = places_of(self.model, prompts, mask, images or {})
+        first, cache = self.run(prompts, only_last=True, attention_mask=mask, **places)
         counts = response_lengths + self.beyond
         starts = counts.cumsum(0) - counts
         order = torch.argsort(response_lengths, stable=True)
-        places, pieces = [], []
+        order_of, pieces = [], []
         for rows in order.chunk(min(self.chunks, len(order))):
             prompt, tokens = prompt_of[rows], responses[rows, : max(int(response_lengths[rows].max()), 2)]
-            outputs = self._after_prompt(tokens, response_lengths[rows], prompt_lengths[prompt], mask[prompt],
+            outputs = self._after_prompt(tokens, response_lengths[rows], following[prompt], mask[prompt],
                                          first[prompt], _lend(cache, prompt))
             steps = torch.arange(outputs.shape[1], device=tokens.device)
             valid = steps < counts[rows, None]
-            following = nn.functional.pad(tokens, (0, self.beyond))
-            pieces.append(self.read(outputs[valid], following[valid], temperature))
-            places.append((starts[rows, None] + steps)[valid])
-        back = torch.argsort(torch.cat(places))
+            next_tokens = nn.functional.pad(tokens, (0, self.beyond))
+            pieces.append(self.read(outputs[valid], next_tokens[valid], temperature))
+            order_of.append((starts[rows, None] + steps)[valid])
+        back = torch.argsort(torch.cat(order_of))
         return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
 
-    def _after_prompt(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, mask: Tensor, first: Tensor,
+    def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
                       cache: Cache) -> Tensor:
         """[B, R + beyond, D]: what the prompt's end says, then each token; the last only if it is read beyond it."""
         seen_tokens = tokens[:, : tokens.shape[1] - 1 + self.beyond]
         steps = torch.arange(seen_tokens.shape[1], device=tokens.device)
         seen = torch.cat([mask, (steps < lengths[:, None]).long()], 1)
-        rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=prompt_lengths[:, None] + steps,
+        rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
                            past_key_values=cache)
         return torch.cat([first, rest], 1)
 
@@ -109,11 +112,15 @@ def _score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs[torch.arange(len(tokens), device=tokens.device), tokens], entropies
 
 
-def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors that `Policy.forward` takes; equal prompts that follow each other become one."""
+def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.device,
+              alike: Tensor | bool = True) -> tuple[Tensor, ...]:
+    """The tensors that `Policy.forward` takes; equal prompts that follow each other become one.
+
+    `alike` [B - 1]: whether a row is like the one before it in all but tokens.
+    """
     starts = torch.ones(len(prompts), dtype=torch.bool)
     padded = prompts.padded(pad_token, side="left")
-    same = (padded[1:] == padded[:-1]).all(1) & (prompts.lengths[1:] == prompts.lengths[:-1])
+    same = (padded[1:] == padded[:-1]).all(1) & (prompts.lengths[1:] == prompts.lengths[:-1]) & alike
     starts[1:] = ~same
     tokens = responses.padded(pad_token)
     tokens = nn.functional.pad(tokens, (0, max(0, 2 - tokens.shape[1])), value=pad_token)

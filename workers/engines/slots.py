@@ -24,6 +24,8 @@ class Past:
     index: int
     length: int
     logits: Tensor | None = None
+    shift: int = 0
+    """How many positions it has more than tokens: below 0 where it shows images."""
 
 
 class Slots(Cache):

@@ -41,9 +41,10 @@ class ValueModel(SharedPrompt):
         values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
         return (values.squeeze(-1),)
 
-    def forward(self, *inputs: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
+                ) -> tuple[Tensor, Tensor]:
         """See `SharedPrompt.forward`; a temperature says nothing here."""
-        (all_values,) = super().forward(*inputs)
+        (all_values,) = super().forward(*inputs, images=images)
         ends = (inputs[-1] + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
         before[ends] = False

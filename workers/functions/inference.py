@@ -7,6 +7,6 @@ from workers.roles import Role
 
 
 @node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference")
-def logprobs(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
+def logprobs(engine: Role, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
     """The log-probability of each response token, at the temperature that it was sampled at."""
-    return engine.logprobs(prompts, responses)
+    return engine.logprobs(prompts, responses, images)

@@ -12,11 +12,11 @@ from workers.roles import Role
 
 @node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "versions", "completions"),
       repeats="group_size", default_for="actor", bounds={"max_new_tokens": ">= 1"})
-def generate(engine: Role, prompts: Ragged, row: Tensor, *, group_size: int = 1,
+def generate(engine: Role, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
              max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
     """`group_size` sampled answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
-    samples = engine.generate(prompts, ids, group_size, max_new_tokens)
+    samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)
     metrics, lengths = current(), samples.tokens.lengths
     metrics.mean_of("response/length", lengths)
     metrics.mean_of("response/truncated", ~samples.finished)

@@ -31,7 +31,8 @@ _ALWAYS = 4
 def policy_update(
     engine: Role, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
-    actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None, *,
+    actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None,
+    images: Ragged | None = None, *,
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo", clip: float | None = None,
     clip_high: float | None = None, dual_clip: float | None = None, kl: float = 0.0,
     kl_kind: Literal["k2", "k3"] = "k3", normalize: Literal["none", "batch"] = "none",
@@ -54,7 +55,7 @@ def policy_update(
     if versions is not None:
         report_staleness(engine, versions, mask)
     columns = {"prompts": prompts, "responses": responses, "old": old, "behaviour": rollout_logprobs, "mask": mask,
-               "advantages": per_token, "reference": reference_logprobs, "importance": importance}
+               "advantages": per_token, "reference": reference_logprobs, "importance": importance, "images": images}
     rows = Batch(group, {name: column for name, column in columns.items() if column is not None})
     parts = parts_with_rows(engine, group, mini_batches)
     objective = PolicyLoss(surrogate(loss, clip, clip_high, dual_clip), kl, kl_kind, 1 / (epochs * max(len(parts), 1)))
@@ -67,12 +68,13 @@ def policy_update(
 
 @node(type="MODEL_TRAIN")
 def supervised_update(
-    engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, *,
+    engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
     """Maximum likelihood of the targets; the prompt is not trained."""
     mask = targets.with_values(torch.ones(len(targets.values), dtype=torch.bool))
-    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask})
+    shown = {} if images is None else {"images": images}
+    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
     current().add("tokens", len(targets.values))
 
     def loss(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:

@@ -1,0 +1,88 @@
+"""Models and tokenizers from Hugging Face folders, or made on the spot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from distflow.data.records import open_records
+from distflow.schema.dag import Head
+from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
+from distflow.schema.run import Model
+from distflow.schema.shipped import find
+from distflow.schema.spec import Spec
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.value import with_value_head
+from workers.engines.vision import Sight, give_sight
+
+
+def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data.
+
+    With `head` value, a folder that holds a classifier gives its trained head, any other a new one.
+    """
+    if model.path:
+        folder = find(model.path, "models", spec.folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        _require_end(tokenizer, folder)
+        return give_sight(_load_folder(folder, head), Sight.read(folder)), tokenizer
+    tokenizer = _tokenizer_of(spec, model.sees)
+    sizes = model.model_dump(exclude={"path"})
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
+    return with_value_head(built) if head == "value" else built, tokenizer
+
+
+def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
+    """A classifier of tokens is as good a value model as one of sequences; some libraries write critics so."""
+    kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
+    classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
+                       if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
+    if head == "value" and classifier:
+        return classifier.from_pretrained(folder, dtype=torch.float32)
+    seeing = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    return with_value_head(model) if head == "value" else model
+
+
+def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a tokenizer without an end: the targets could teach none, and padding would have no token.
+
+    Raises:
+        InvalidInput: proposes the end that the model's configuration names. It is not taken in silence, since the
+            tokenizer's chat template may end a turn with another.
+    """
+    if tokenizer.eos_token_id is not None:
+        return
+    named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
+    if (folder / "generation_config.json").is_file():
+        named = GenerationConfig.from_pretrained(folder).eos_token_id or named
+    first = next(iter(named), None) if isinstance(named, list) else named
+    token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
+    what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
+    hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
+    hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
+    raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
+
+
+def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:
+    """Trained on the first records of the training data, so that every rank builds the same."""
+    records = open_records(spec.data_path(spec.run.data.train))
+    first = records.get(range(min(len(records), 2000)))
+    texts = (f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
+    return build_tokenizer(texts, sees=sees)

@@ -1,0 +1,76 @@
+"""Questions with images: what they show as a column, and as many tokens in the prompt as the model will see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from distflow.data.batch import Ragged
+from distflow.data.images import open_images
+from distflow.data.records import Record
+from distflow.schema.errors import InvalidInput
+from distflow.schema.run import Data
+from workers.engines.vision import Sight
+from workers.roles import Role
+
+PLACE = "<image>"
+"""Where an image stands in a question."""
+NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)),
+                  torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """How the images of a dataset become pixels, and tokens of prompts."""
+
+    sight: Sight
+    token: int
+    """Stands in a prompt for each token of an image."""
+    folder: Path
+    """Paths in the data are relative to it."""
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
+        """The records' questions by the chat template; and of each record its images, of each image its lines, of each
+        line its pixels [width, 3] (uint8).
+
+        Raises:
+            InvalidInput: an image cannot be read, stands nowhere, or makes its prompt longer than is allowed.
+        """
+        prompts, shown = [], []
+        for record in records:
+            images = [self.sight.pixels(image) for image in open_images(record, data.images, self.folder)]
+            message = [{"role": "user", "content": _content(record[data.question], len(images))}]
+            prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
+            shown.append(Ragged.from_rows(images) if images else NO_IMAGE)
+        return Ragged.from_rows(prompts), Ragged.from_rows(shown)
+
+    def _spread(self, prompt: list[int], images: list[Ragged], longest: int) -> list[int]:
+        places = sum(token == self.token for token in prompt)
+        if places != len(images):
+            raise InvalidInput(f"the chat template has {places} places for the {len(images)} images of a question. "
+                               'Take the model\'s own, which turns {"type": "image"} into one token')
+        counts = iter([self.sight.tokens(image) for image in images])
+        result = [token for each in prompt for token in ([each] * next(counts) if each == self.token else [each])]
+        if len(result) > longest:
+            raise InvalidInput(f"a prompt with {len(images)} images has {len(result):,} tokens, more than "
+                               f"data.max_prompt_tokens ({longest:,}), and images cannot be cut. Raise it, or shrink "
+                               "the images")
+        return result
+
+
+def eyes_of(role: Role, data: Data, path: Path) -> Eyes | None:
+    """Eyes for the data at `path`; None where none are asked for."""
+    return Eyes(role.sight, role.config.image_token_id, path.parent) if data.images else None
+
+
+def _content(question: str, images: int) -> list[dict[str, str]]:
+    """Text and images in turn, as chat templates of models that see take them."""
+    texts = question.split(PLACE) if PLACE in question else [*[""] * images, question]
+    if len(texts) != images + 1:
+        raise InvalidInput(f"a question says {PLACE} {len(texts) - 1} times and has {images} images: {question!r}")
+    parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
+    return [part for part in parts if part.get("text") != ""]
