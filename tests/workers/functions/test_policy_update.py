@@ -202,6 +202,17 @@ def test_equal_advantages_are_0_when_normalized():
     assert steps_of([row(0.1, [-1.0] * 3), row(0.1, [-1.0], group=1)], normalize="batch")[0] == [0.0] * 5
 
 
+def test_recomputed_log_probabilities_are_the_old_policy_and_the_rollouts_own_show_the_mismatch():
+    tokens = Ragged.from_rows([torch.tensor([0, 1, 2])])
+    rollout, recomputed = (tokens.with_values(torch.full((3,), value, dtype=torch.float64)) for value in (-9.0, -1.3))
+    roles = Table(100), Table(100)
+    policy_update(roles[0], tokens, tokens, rollout, torch.ones(1), torch.zeros(1), actor_logprobs=recomputed)
+    assert current().collect(lambda part: [part])["mismatch/logprob_mean"] > 7
+    policy_update(roles[1], tokens, tokens, recomputed, torch.ones(1), torch.zeros(1))
+    assert current().collect(lambda part: [part])["mismatch/logprob_mean"] < 1
+    assert roles[0].steps == roles[1].steps
+
+
 def test_what_the_first_step_says_of_the_mismatch():
     rollout = [-1.0, -0.5, -2.0]
     tokens = Ragged.from_rows([torch.tensor([0, 1, 2])])
