@@ -94,7 +94,7 @@ def test_a_trained_reward_model_is_one_for_others_too(launch, pairs):
            "--set", f"roles.reward.model={folder}", "--set", f"roles.actor.model={actor_like(pairs, folder)}")
     (metrics,) = metrics_of(pairs / "runs/judged").values()
     assert abs(metrics["reward/mean"]) > 1e-6
-    assert metrics["policy/rows_without_gradient"] == 0  # no two samples have the same score
+    assert metrics["grad_norm"] > 0  # the samples of a prompt have different scores
 
 
 def actor_like(workspace: Path, reward_model: Path) -> Path:
