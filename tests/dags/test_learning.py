@@ -34,12 +34,8 @@ PAIRS = "data.columns=[chosen, rejected]"
 
 @dataclass(frozen=True)
 class Case:
-<<<<<<< HEAD
-    """A DAG whose `metric` rises by more than `by`, or falls by more if it is negative. In `settings`, WEAK is the
-    folder of the weak start, TEACHER that of a model that knows the answers."""
-=======
-    """A DAG, shipped or a path, whose `metric` rises by more than `by`, or falls by more if that is negative."""
->>>>>>> 03e593a7a88d23692546aea709997b6ae9e9de9b
+    """A DAG, shipped or a path, whose `metric` rises by more than `by`, or falls by more if that is negative. In
+    `settings`, WEAK is the folder of the weak start, TEACHER that of a model that knows the answers."""
 
     dag: str
     metric: str = "reward/mean"
@@ -61,16 +57,13 @@ CASES = [
     Case("reinforce_pp", settings=("nodes.rollout.with.group_size=8",)),
     Case("remax", settings=("nodes.rollout.with.group_size=8", "steps=16")),
     Case("pf_ppo"),
-<<<<<<< HEAD
     Case("ppo"),
     Case("online_dpo"),
     Case("dpo", "preference/margin", 0.5, settings=(PAIRS,)),
     Case("reward_model", "preference/margin", 0.2,
          settings=(PAIRS, "roles={reward: {model: WEAK, learning_rate: 3e-4}}")),
     Case("distill", "distillation/reverse_kl", -0.1, settings=("roles.teacher={model: TEACHER}",)),
-=======
     Case(str(ROOT / "examples/opo/opo")),
->>>>>>> 03e593a7a88d23692546aea709997b6ae9e9de9b
 ]
 
 
