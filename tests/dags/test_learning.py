@@ -57,13 +57,13 @@ CASES = [
     Case("reinforce_pp", settings=("nodes.rollout.with.group_size=8",)),
     Case("remax", settings=("nodes.rollout.with.group_size=8", "steps=16")),
     Case("pf_ppo"),
-    Case(str(ROOT / "examples/opo/opo")),
     Case("ppo"),
     Case("online_dpo"),
     Case("dpo", "preference/margin", 0.5, settings=(PAIRS,)),
     Case("reward_model", "preference/margin", 0.2,
          settings=(PAIRS, "roles={reward: {model: WEAK, learning_rate: 3e-4}}")),
     Case("distill", "distillation/reverse_kl", -0.1, settings=("roles.teacher={model: TEACHER}",)),
+    Case(str(ROOT / "examples/opo/opo")),
 ]
 
 
