@@ -103,14 +103,16 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
     """On rank 0: look for mistakes in the data, and choose the folder. The other ranks learn it from the board."""
     from distflow.data.records import check_records, open_records
     from distflow.observe.folder import choose
+    from distflow.schema.rewards import branches
 
     if rank > 0:
         return None
-    sets = [spec.run.data.train, *(spec.run.validation.data.values() if spec.run.validation else ())]
-    for data in sets:
+    held_out = spec.run.validation.data.values() if spec.run.validation else ()
+    sets = [(spec.run.data.train, branches(spec, False)), *((data, branches(spec, True)) for data in held_out)]
+    for data, rewarded in sets:
         fields = (spec.run.data.question, spec.run.data.answer, *spec.run.data.columns)
         records = open_records(spec.data_path(data))
-        check_records(records, fields, shares=-(-len(records) // _CHECKED))
+        check_records(records, fields, shares=-(-len(records) // _CHECKED), rewarded=rewarded)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 

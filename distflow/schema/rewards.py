@@ -88,6 +88,17 @@ def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
     return replace(contract, reads=tuple(reads.values()))
 
 
+def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
+    """By field of the data, the values for which rewards are given, in validation or else in training."""
+    found: dict[str, list[str]] = {}
+    for place in _named(spec):
+        recipe, _ = read_recipe(place.value)
+        if (place.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
+            known = found.get(recipe.by, list(recipe.branches))
+            found[recipe.by] = [value for value in known if value in recipe.branches]
+    return found
+
+
 def reward_contract(function: Any) -> RewardContract:
     """That of a registered function, by its live signature."""
     return _contract(live_contract(function.__name__, function.__module__, function, registry.Marks()))
