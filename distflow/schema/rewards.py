@@ -48,6 +48,7 @@ class RewardContract:
     columns: dict[str, Read]
     settings: dict[str, Setting]
     batched: bool
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
             for read in _columns_of(read_recipe(value)[0], spec.rewards):
                 reads.setdefault(read.name, read)
     return replace(contract, reads=tuple(reads.values()))
+
+
+def shipped_rewards() -> dict[str, RewardContract]:
+    """The rewards that come with distflow, by name."""
+    paths = {module: module_file(module) for module in SHIPPED}
+    return {name: each for module, path in paths.items() if path for name, each in _of_file(module, path).items()}
 
 
 def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
@@ -236,4 +243,4 @@ def _contract(plain: Contract) -> RewardContract:
             raise InvalidInput(Mistake(what, plain.where, "Leave its annotation out, or correct it."))
     columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
-    return RewardContract(plain.name, plain.where, columns, plain.settings, batched)
+    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary)

@@ -28,6 +28,8 @@ from workers.jail.processes import kill_descendants, kill_marked
 
 _START = 120.0
 """Seconds for a process to start and import a reward's module."""
+_STILLBORN = 3
+"""Processes of a step that may end before they have imported what they need."""
 _GRACE = 1.0
 """Seconds beyond the timeout of a call that the worker itself ends in time, as it does with async functions."""
 _KINDS = ("loaded", "value", "failed", "done", "impossible")
@@ -120,7 +122,7 @@ class _Round:
 
     def __init__(self, pool: Pool, jobs: list[Job], limit: float):
         self.pool, self.results, self.deadline = pool, Results(), time.monotonic() + limit
-        self.limit = limit
+        self.limit, self.stillborn = limit, 0
         self.waiting = deque(part for job in jobs for part in job.split(_chunk(job, pool.size)))
 
     def run(self) -> Results:
@@ -137,8 +139,11 @@ class _Round:
 
     def _hand_out(self) -> list[_Process]:
         """Give waiting jobs to idle processes; the busy ones."""
-        for worker in self.pool.workers:
-            if self.waiting and worker.job is None:
+        for worker in list(self.pool.workers):
+            if worker.job is None and worker.process.poll() is not None:  # it died between steps
+                worker.end()
+                self.pool.workers.remove(worker)
+            elif worker.job is None and self.waiting:
                 worker.begin(self.waiting.popleft())
         while self.waiting and len(self.pool.workers) < self.pool.size:
             self.pool.workers.append(_Process(self.pool.memory))
@@ -167,7 +172,7 @@ class _Round:
             return
         for kind, number, *more in messages:
             if worker.job is None or number != worker.number:
-                continue
+                continue  # a process that a function has forked may repeat what was said
             if kind == "impossible":
                 raise EngineError(f"reward `{worker.job.name}` cannot be computed: {more[0]}")
             if kind == "done":
@@ -181,6 +186,8 @@ class _Round:
     def _keep(self, worker: _Process, place: int, found: float | Failed) -> None:
         """Note a result, or try the sample again."""
         job = worker.job
+        if place not in worker.open:
+            return
         worker.open.discard(place)
         self.results.timeouts += isinstance(found, Failed) and found.reason.startswith("took longer")
         if isinstance(found, Failed) and job.attempt < job.retries:
@@ -200,6 +207,10 @@ class _Round:
         job, places = worker.job, sorted(worker.open)
         worker.end()
         self.pool.workers.remove(worker)
+        self.stillborn += not worker.loaded
+        if self.stillborn == _STILLBORN:
+            raise EngineError(f"reward `{job.name}` cannot be computed: {reason}, and so {_STILLBORN} times, before "
+                              f"its module `{job.module}` was imported. See:  python -c 'import {job.module}'")
         one_by_one = worker.loaded and not (job.batched or job.coroutine)
         guilty, innocent = (places[:1], places[1:]) if one_by_one else (places, [])
         if innocent:
@@ -259,10 +270,10 @@ class _Process:
         data = os.read(self.results, 1 << 16)
         if not data:
             return None
-        self.unpacker.feed(data)
         try:
+            self.unpacker.feed(data)
             return [message for message in self.unpacker if message[0] in _KINDS]
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException):
             return None
 
     def heard(self) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from distflow.schema.errors import EngineError
+from workers.jail.processes import descendants
 from workers.rewards.pool import Failed, Job, Pool, Results
 
 HOSTILE = '''
@@ -188,6 +193,14 @@ def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
     assert not first & set(run("pid", ["x"] * 8).values.values())
 
 
+def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
+    run("pid", ["x"] * 8)
+    for worker in pool.workers:
+        worker.process.kill()
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
+
+
 def test_async_calls_wait_together(run):
     start = time.monotonic()
     results = run("slow", ["0.5"] * 40 + ["sleeps"], timeout=3.0, concurrency=20)
@@ -226,6 +239,32 @@ def test_a_function_that_can_never_work_ends_the_run(run, pool):
 def test_a_module_that_cannot_be_imported_there_ends_the_run(pool):
     with pytest.raises(EngineError, match="module `no_such_module` fails when it is imported"):
         pool.run([Job("x", "no_such_module", [["a", "b"]], [0])], 60.0)
+
+
+def test_a_module_that_ends_the_process_ends_the_run(pool, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(EngineError, match="`x` cannot be computed: its process ended with code 7, and so 3 times"):
+        pool.run([Job("x", "deadly", [["a", "b"]] * 9, list(range(9)))], 60.0)
+
+
+def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
+    name = module(HOSTILE)
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.rewards.pool import Job, Pool\n"
+              f"Pool(1, 1.0).run([Job('hostile', {name!r}, [['sleeps', '']], [0], timeout=600.0)], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    try:
+        watched = None
+        while watched is None:
+            assert rank.poll() is None
+            children = descendants(rank.pid)
+            watched = os.pidfd_open(min(children)) if children else None
+    finally:
+        rank.kill()
+        rank.wait()
+    assert select.select([watched], [], [], 20.0)[0]
+    os.close(watched)
 
 
 def test_the_limit_of_a_step(run):
