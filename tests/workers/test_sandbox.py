@@ -89,7 +89,7 @@ def test_it_raises(run):
 def test_it_never_ends(run, source):
     outcome = run(source, seconds=0.5)
     assert (outcome.ended, outcome.stdout) == ("time", "so far\n")
-    assert 0.4 < outcome.seconds < 5.0
+    assert 0.4 < outcome.seconds < 20.0
 
 
 def test_it_closes_its_streams_and_ends(run):

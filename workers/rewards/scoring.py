@@ -15,7 +15,8 @@ from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you
 from distflow.schema.recipe import Path, Recipe, Term, read_recipe
 from distflow.schema.registry import REWARDS, RewardMarks, load_module
 from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
-from workers.rewards.pool import Failed, Job, Pool
+from workers.rewards.pool import Pool
+from workers.rewards.process import Failed, Job
 
 Columns = dict[str, Sequence[Any]]
 Found = dict[tuple[int, int], float | Failed]

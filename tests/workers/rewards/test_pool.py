@@ -16,7 +16,8 @@ from harness import ROOT
 
 from distflow.schema.errors import EngineError
 from workers.jail.processes import descendants
-from workers.rewards.pool import Failed, Job, Pool, Results
+from workers.rewards.pool import Pool, Results
+from workers.rewards.process import Failed, Job
 
 HOSTILE = '''
 import asyncio, os, signal, socket, subprocess, sys, time
@@ -67,6 +68,15 @@ async def slow(completion, answer):
     return float(completion)
 
 @reward
+async def meets(completion, answer):
+    if not meeting:
+        meeting.append(asyncio.Barrier(8))
+    await meeting[0].wait()
+    return 1.0
+
+meeting = []
+
+@reward
 def batch(completions, answers):
     if "sleeps" in completions:
         time.sleep(600)
@@ -105,7 +115,7 @@ def run(pool: Pool, module):
     def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> Results:
         batched = reward in ("batch", "short", "batch_async")
         rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
-        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "batch_async")}
+        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "meets", "batch_async")}
         return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
 
     return run
@@ -202,11 +212,11 @@ def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
 
 
 def test_async_calls_wait_together(run):
-    start = time.monotonic()
-    results = run("slow", ["0.5"] * 40 + ["sleeps"], timeout=3.0, concurrency=20)
-    assert time.monotonic() - start < 0.2 * 41 / 2
-    assert list(results.values.values()).count(0.5) == 40
-    assert reason(results.values[40]) == "took longer than 3 s"
+    """Each call waits for seven others in its process; sixteen are shared by two processes."""
+    assert set(run("meets", ["x"] * 16, timeout=30.0, concurrency=8).values.values()) == {1.0}
+    results = run("meets", ["x"] * 16, concurrency=7)
+    assert {reason(found) for found in results.values.values()} == {"took longer than 2 s"}
+    assert results.timeouts == 16
 
 
 def test_async_function_that_blocks_is_found_and_the_others_are_repeated(run):
@@ -251,7 +261,7 @@ def test_a_module_that_ends_the_process_ends_the_run(pool, tmp_path, monkeypatch
 def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
     name = module(HOSTILE)
     script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-              "from workers.rewards.pool import Job, Pool\n"
+              "from workers.rewards.pool import Pool\nfrom workers.rewards.process import Job\n"
               f"Pool(1, 1.0).run([Job('hostile', {name!r}, [['sleeps', '']], [0], timeout=600.0)], 600.0)")
     rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     try:

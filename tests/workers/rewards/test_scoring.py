@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distflow.schema.errors import InvalidInput, RewardsFailed
 from distflow.schema.recipe import Term
-from workers.rewards.pool import Failed
+from workers.rewards.process import Failed
 from workers.rewards.scoring import Scorer, _combine, find_reward, report
 
 MODULE = '''
