@@ -107,15 +107,17 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
     """On rank 0: look for mistakes in the data, and choose the folder. The other ranks learn it from the board."""
     from distflow.data.records import check_records, open_records
     from distflow.observe.folder import choose
+    from distflow.schema.rewards import branches, validation_fields
 
     if rank > 0:
         return None
-    common, validation = (spec.run.data.question, spec.run.data.answer), spec.run.validation
-    sets = [(spec.run.data.train, (*common, *spec.run.data.columns)),
-            *((data, common) for data in (validation.data.values() if validation else ()))]
-    for data, fields in sets:
+    common, held_out = (spec.run.data.question, spec.run.data.answer), spec.run.validation
+    sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
+            *((data, validation_fields(spec), branches(spec, validation=True))
+              for data in (held_out.data.values() if held_out else ()))]
+    for data, own, rewarded in sets:
         records = open_records(spec.data_path(data))
-        check_records(records, fields, shares=-(-len(records) // _CHECKED))
+        check_records(records, (*common, *own), shares=-(-len(records) // _CHECKED), rewarded=rewarded)
         if spec.run.data.images:
             from distflow.data.images import check_images
 

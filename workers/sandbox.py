@@ -11,9 +11,10 @@ Linux only, on x86_64 and aarch64. `isolation()` finds out once which kind this 
 `filters` (seccomp and Landlock; Linux 5.13), which most containers can do
     network: `socket` is refused.
     files: the same can be read, and an empty folder written to; of others only names and sizes can be asked for.
+        Refused with that, for its own files too: to change owner, mode, times or attributes, and `truncate`.
     other processes: signals to them are refused, those to its own children with them.
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
-    disk: each file has `disk_mib`.
+    disk: each file has `disk_mib`. Shared memory and queues, which would outlive it, are refused.
 
 In both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities and no way to gain any;
 no input but `stdin`; no open files of the caller's; the kernel's limits on memory, processor time, processes, open
@@ -91,7 +92,7 @@ class Limits:
 
 def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 16,
                disk_mib: int = 32, output_kib: int = 256, network: Literal["deny", "allow"] = "deny",
-               files: Literal["hide", "show"] = "hide", kind: str | None = None) -> Outcome:
+               files: Literal["deny", "allow"] = "deny", kind: str | None = None) -> Outcome:
     """Run `source` as a program, with the standard library alone, in a sandbox; see the module for what it guarantees.
 
     When it comes back nothing of the program is left: no process, no file. It blocks its thread; several threads may
@@ -101,7 +102,7 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
         stdin: what the program reads from its standard input.
         seconds: by the clock; its processor time is limited to as much, rounded up.
         network: `allow` leaves it the machine's network.
-        files: `show` runs it even where the kernel cannot hide the files that the caller may read.
+        files: `allow` runs it even where the kernel cannot keep it from reading and changing the caller's files.
         kind: of the isolation; by default the better one of those that work here.
 
     Raises:
@@ -109,14 +110,14 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
     """
     limits = Limits(seconds, memory_mib, processes, disk_mib, output_kib)
     kind = kind or isolation(network, files)
-    outcome = _run(source, stdin, limits, kind, network == "allow", files == "hide")
+    outcome = _run(source, stdin, limits, kind, network == "allow", files == "deny")
     if isinstance(outcome, str):
         raise EngineError(f"the sandbox ({kind}) could not be made: {outcome}")
     return outcome
 
 
 @functools.cache
-def isolation(network: str = "deny", files: str = "hide") -> str:
+def isolation(network: str = "deny", files: str = "deny") -> str:
     """The kind of isolation that works here, the best first; tried once, with a program that does nothing.
 
     Raises:
@@ -124,14 +125,14 @@ def isolation(network: str = "deny", files: str = "hide") -> str:
     """
     reasons = {}
     for kind in KINDS:
-        found = _run("print(6 * 7)", "", Limits(_START), kind, network == "allow", files == "hide")
+        found = _run("print(6 * 7)", "", Limits(_START), kind, network == "allow", files == "deny")
         if isinstance(found, Outcome) and found.stdout == "42\n":
             return kind
         reasons[kind] = found if isinstance(found, str) else f"{found.ended} {found.status}: {found.stderr[-300:]}"
     why = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     raise EngineError(f"programs cannot be isolated on this machine ({why}). Allow user namespaces, or in a container "
-                      "Landlock and an interpreter that other users may read. To run them all the same:  files: show  "
-                      "lets them read this user's files,  network: allow  leaves them the network.")
+                      "Landlock and an interpreter that other users may read. To run them all the same:  files: allow  "
+                      "lets them read and change this user's files,  network: allow  leaves them the network.")
 
 
 def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide_files: bool) -> Outcome | str:

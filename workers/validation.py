@@ -12,6 +12,7 @@ from distflow.data.batch import Ragged
 from distflow.data.exchange import gather
 from distflow.data.records import open_records
 from distflow.observe.metrics import Metrics
+from distflow.schema.rewards import validation_fields
 from distflow.schema.spec import Spec
 from workers.encode import encode_prompts
 from workers.eyes import eyes_of
@@ -68,5 +69,5 @@ def _share(spec: Spec, role: Role, path: Path) -> _Share:
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     columns = {name: [record[field] for record in mine]
-               for name, field in {**fields, **{name: name for name in spec.run.data.columns}}.items()}
+               for name, field in {**fields, **{name: name for name in validation_fields(spec)}}.items()}
     return _Share(prompts, images, columns, cut)

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from distflow.schema.bounds import in_words
 from distflow.schema.contract import REQUIRED, Contract, built_in
 from distflow.schema.errors import InvalidInput, did_you_mean
+from distflow.schema.rewards import RewardContract, shipped_rewards
 from distflow.schema.spec import load
 
-HELP = "list the functions that nodes can run: what they read, write and accept"
+HELP = "list the functions that nodes can run, and the rewards: what they read, write and accept"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +20,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    contracts = load(options.dag).functions if options.dag else built_in()
-    chosen = [contract for name, contract in sorted(contracts.items()) if options.name in (None, name)]
+    spec = load(options.dag) if options.dag else None
+    contracts, rewards = (spec.functions, spec.rewards) if spec else (built_in(), shipped_rewards())
+    chosen = [_describe(contract) for name, contract in sorted(contracts.items()) if options.name in (None, name)]
+    chosen += [_describe_reward(each) for name, each in sorted(rewards.items()) if options.name in (None, name)]
     if not chosen:
-        raise InvalidInput(f"there is no function `{options.name}`. {did_you_mean(options.name, contracts)}")
-    print("\n\n".join("\n".join(_describe(contract)) for contract in chosen))
+        known = [*contracts, *rewards]
+        raise InvalidInput(f"there is no function or reward `{options.name}`. {did_you_mean(options.name, known)}")
+    print("\n\n".join("\n".join(lines) for lines in chosen))
     return 0
+
+
+def _describe_reward(reward: RewardContract) -> Iterator[str]:
+    yield f"{reward.name}  (a reward, for `reward:` of a score node)"
+    if reward.summary:
+        yield f"  {reward.summary}"
+    reads = [f"{read.name}{' (optional)' * read.optional}" for read in reward.columns.values()]
+    yield f"  reads   {', '.join(reads) or 'nothing'}"
+    for setting in reward.settings.values():
+        default = "required" if setting.default == REQUIRED else f"default {setting.default}"
+        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({default})"
 
 
 def _describe(contract: Contract) -> Iterator[str]:

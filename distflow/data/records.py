@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +51,11 @@ def open_records(path: Path) -> Records:
     return records
 
 
-def check_records(records: Records, fields: Sequence[str], share: int = 0, shares: int = 1) -> None:
+def check_records(records: Records, fields: Sequence[str], share: int = 0, shares: int = 1,
+                  rewarded: dict[str, list[str]] | None = None) -> None:
     """Read every `shares`-th record from `share` on and require its fields to be text that is not empty.
+
+    `rewarded` says which values a field may have: those for which there is a reward.
 
     What is wrong with one field of many records is one mistake, shown at the first of them.
 
@@ -65,6 +68,7 @@ def check_records(records: Records, fields: Sequence[str], share: int = 0, share
         indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
         for index, record in _read_block(records, indices, mistakes):
             mistakes += _check_record(records, index, record, fields, known)
+            mistakes += _check_rewarded(records, index, record, rewarded or {}, known)
         if len(mistakes) >= _SHOWN:
             last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
             raise InvalidInput([*mistakes[: _SHOWN - 1], last])
@@ -97,6 +101,16 @@ def _check_record(records: Records, index: int, record: Record, fields: Sequence
                                           "--set data.question=FIELD --set data.answer=FIELD")
         mistakes.append(Mistake(what, records.where(index), hint))
     return mistakes
+
+
+def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict[str, list[str]],
+                    known: set[tuple[str, str]]) -> Iterator[Mistake]:
+    for name, values in rewarded.items():
+        value = record.get(name)
+        if isinstance(value, str) and value.strip() and value not in values and (name, value) not in known:
+            known.add((name, value))
+            yield Mistake(f"field `{name}` is {value!r}, for which no reward is given", records.where(index),
+                          did_you_mean(value, values, "There are rewards for"))
 
 
 def _trouble(record: Record, name: str) -> str:

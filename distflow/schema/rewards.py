@@ -48,6 +48,7 @@ class RewardContract:
     columns: dict[str, Read]
     settings: dict[str, Setting]
     batched: bool
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,32 @@ def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
             for read in _columns_of(read_recipe(value)[0], spec.rewards):
                 reads.setdefault(read.name, read)
     return replace(contract, reads=tuple(reads.values()))
+
+
+def shipped_rewards() -> dict[str, RewardContract]:
+    """The rewards that come with distflow, by name."""
+    paths = {module: module_file(module) for module in SHIPPED}
+    return {name: each for module, path in paths.items() if path for name, each in _of_file(module, path).items()}
+
+
+def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
+    """By field of the data, the values for which rewards are given, in validation or else in training."""
+    found: dict[str, list[str]] = {}
+    for place in _named(spec):
+        recipe, _ = read_recipe(place.value)
+        if (place.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
+            known = found.get(recipe.by, list(recipe.branches))
+            found[recipe.by] = [value for value in known if value in recipe.branches]
+    return found
+
+
+def validation_fields(spec: Spec) -> list[str]:
+    """Fields of the data's own that validation's reward reads; those of training need not be there."""
+    if not spec.run.validation:
+        return []
+    recipe, _ = read_recipe(spec.run.validation.reward)
+    read = {each.name for each in _columns_of(recipe, spec.rewards)}
+    return [name for name in spec.run.data.columns if name in read]
 
 
 def reward_contract(function: Any) -> RewardContract:
@@ -225,4 +252,4 @@ def _contract(plain: Contract) -> RewardContract:
             raise InvalidInput(Mistake(what, plain.where, "Leave its annotation out, or correct it."))
     columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
-    return RewardContract(plain.name, plain.where, columns, plain.settings, batched)
+    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cli import main
 from distflow.schema.errors import InvalidInput
 from distflow.schema.recipe import Recipe, Term, read_recipe
 from distflow.schema.rewards import reward_contract
@@ -128,7 +129,7 @@ def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
 
 
 @pytest.mark.parametrize(("module", "match"), [
-    ("rewards_mixed", r"mixed\.py:7: reward `mixed` has parameter `completion`, of one sample, beside(?s:.*)`completions`"),
+    ("rewards_mixed", r"mixed\.py:7: reward `mixed` has parameter `completion`, of one sample, beside"),
     ("rewards_of_numbers", r"numbers\.py:7: reward `wants_numbers` takes `answer` as float, but it is text"),
     ("rewards_of_all", r"all\.py:7: a reward cannot be called `mean`"),
     ("rewards_named_badly", r"badly\.py:7: reward `length` has the name of another one \(.*texts\.py:")])
@@ -148,6 +149,14 @@ def test_forms_of_a_recipe() -> None:
     assert [term.name for term in recipe.of("b")] == ["math", "format"]
     assert recipe.of("c") is None
     assert read_recipe("math")[0].of("anything") == (Term("math"),)
+
+
+def test_the_list_of_functions_has_the_rewards(capsys) -> None:
+    assert main(["nodes", "length"]) == 0
+    text = capsys.readouterr().out
+    assert "length  (a reward" in text
+    assert "reads   responses" in text
+    assert "with    cap: int | None  (default None)" in text
 
 
 def test_a_live_function_reads_like_its_source() -> None:

@@ -89,7 +89,7 @@ def test_it_raises(run):
 def test_it_never_ends(run, source):
     outcome = run(source, seconds=0.5)
     assert (outcome.ended, outcome.stdout) == ("time", "so far\n")
-    assert 0.4 < outcome.seconds < 5.0
+    assert 0.4 < outcome.seconds < 20.0
 
 
 def test_it_closes_its_streams_and_ends(run):
@@ -247,6 +247,42 @@ def test_it_writes_to_what_is_not_its_own(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_it_changes_files_that_it_cannot_open(run, tmp_path):
+    """Landlock knows nothing of these calls; behind filters the program may have the caller's user id."""
+    file = tmp_path / "file"
+    file.write_text("content")
+    before = file.stat()
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.name.startswith(("pytest-", tmp_path.name)):
+            folder.chmod(0o755)
+    outcome = run(f"""
+        import ctypes, os
+        path, libc = {str(file)!r}, ctypes.CDLL(None)
+        for act in (lambda: os.truncate(path, 0), lambda: os.chmod(path, 0o777), lambda: os.utime(path, (1, 1)),
+                    lambda: os.setxattr(path, 'user.x', b'y'), lambda: os.chown(path, -1, os.getgid()),
+                    lambda: os.unlink(path), lambda: os.rename(path, 'here'), lambda: os.link(path, 'here')):
+            try:
+                act()
+                print('changed it')
+            except OSError:
+                pass
+    """)
+    assert (outcome.ended, outcome.status, outcome.stdout) == ("exited", 0, "")
+    after = file.stat()
+    assert file.read_text() == "content"
+    assert [getattr(after, name) for name in ("st_mode", "st_mtime_ns", "st_uid", "st_gid", "st_nlink")] == [
+        getattr(before, name) for name in ("st_mode", "st_mtime_ns", "st_uid", "st_gid", "st_nlink")]
+
+
+def test_shared_memory_does_not_outlive_it(run):
+    def segments() -> list[str]:
+        return Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+
+    before = segments()
+    run("import ctypes\nctypes.CDLL(None).shmget(4711, 4096, 0o1666)")
+    assert segments() == before
+
+
 def test_it_looks_at_its_caller(run, monkeypatch):
     monkeypatch.setenv("SECRET", "key")
     outcome = run("""
@@ -279,7 +315,7 @@ def test_it_makes_namespaces_of_its_own(run):
 
 def test_hidden_folders_are_removed(run):
     before = set(Path(sandbox.tempfile.gettempdir()).glob("distflow-sandbox-*"))
-    assert run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.chmod('a/b', 0)\nos.chmod('a', 0)").ok
+    assert run("import os\nos.mkdir('a')\nopen('a/b', 'w').close()\nos.mkdir('a/c', 0)\nos.mkdir('d', 0)").ok
     assert set(Path(sandbox.tempfile.gettempdir()).glob("distflow-sandbox-*")) <= before
 
 
@@ -289,7 +325,7 @@ def test_the_best_kind_that_works_is_taken_and_none_is_an_error(monkeypatch):
         assert isolation() in KINDS
         isolation.cache_clear()
         monkeypatch.setattr(sandbox, "_run", lambda *arguments: "no")
-        with pytest.raises(EngineError, match=r"namespaces: no; filters: no.*files: show"):
+        with pytest.raises(EngineError, match=r"namespaces: no; filters: no.*files: allow"):
             isolation()
     finally:
         isolation.cache_clear()
@@ -302,8 +338,13 @@ def test_set_order_does_not_depend_on_the_run(run):
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM.exists() or not (ROOT.stat().st_mode & 1),
                     reason="only root can become somebody else, who must be able to read this tree")
 @pytest.mark.parametrize("kind", KINDS)
-def test_for_a_caller_without_rights(kind):
+def test_for_a_caller_without_rights(kind, tmp_path):
     """The ways of a caller who is not root differ: a user namespace, no user id of one's own."""
+    victim = tmp_path / "victim"
+    victim.touch()
+    os.chown(victim, 65534, 65534)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
     script = textwrap.dedent(f"""
         from workers.sandbox import run_python
         def show(source, **limits):
@@ -315,6 +356,7 @@ def test_for_a_caller_without_rights(kind):
         show("import socket; socket.socket()")
         show("open('/etc/passwd')")
         show("import os; os.kill(1, 9); print('here')")
+        show("import os; os.chmod({str(victim)!r}, 0o777)")
     """)
     done = subprocess.run([SYSTEM, "-c", script], cwd=ROOT, env={}, user=65534, group=65534, extra_groups=[],
                           capture_output=True, text=True, timeout=60, check=False)
@@ -322,4 +364,5 @@ def test_for_a_caller_without_rights(kind):
     assert lines[:1] == ["exited 0 True"], done.stderr
     assert lines[1].startswith("time ")
     assert lines[2:5] == ["exited 1 "] * 3
-    assert lines[5] == ("exited 0 here" if kind == "namespaces" else "exited 1 ")
+    assert lines[5:] == ["exited 0 here" if kind == "namespaces" else "exited 1 ", "exited 1 "]
+    assert victim.stat().st_mode & 0o777 == 0o644

@@ -163,7 +163,7 @@ def _become_program(job: Job, path: str) -> None:
             file.write(source.read())
         behind_filters = job["kind"] == "filters"
         if behind_filters:
-            if job["hide_files"]:
+            if job["hide_files"] or landlock.version():
                 landlock.confine([*job["readable"], *_DEVICES], ["."])
             os.setsid()
         _limit(job)

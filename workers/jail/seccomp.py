@@ -10,20 +10,35 @@ import struct
 from workers.jail import kernel
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_PLACE = {"x86_64": 0, "aarch64": 1}
 _X32 = 0x40000000
 """Bit of the numbers of x86_64's second table of calls, which would pass by the filter."""
-_ALWAYS = {"x86_64": (101, 310, 311, 425, 272, 308, 165, 166, 155, 321, 298, 323, 250, 248, 249, 319),
-           "aarch64": (117, 270, 271, 425, 97, 268, 40, 39, 41, 280, 241, 282, 219, 217, 218, 279)}
-"""ptrace, process_vm_readv and _writev, io_uring_setup (sockets without `socket`), unshare, setns, mount, umount2,
-pivot_root, bpf, perf_event_open, userfaultfd, keyctl, add_key, request_key, memfd_create (memory without limit)."""
-_BOTH = (428, 429, 430, 442)
-"""open_tree, move_mount, fsopen, mount_setattr: the same number everywhere."""
-_SOCKET = {"x86_64": 41, "aarch64": 198}
+Numbers = dict[str, tuple[int | None, int | None]]
+"""Of a call, on x86_64 and on aarch64."""
+_ALWAYS: Numbers = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "unshare": (272, 97),
+    "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "memfd_create": (319, 279)}
+"""io_uring has sockets of its own; memfd_create is memory without limit."""
+_SOCKET: Numbers = {"socket": (41, 198)}
+_OTHERS: Numbers = {
+    "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239)}
+"""What reaches other processes of the same user."""
+_FILES: Numbers = {
+    "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)}
+"""What changes files that may not be opened: Landlock does not know these calls, or did not in its first versions."""
+_LASTING: Numbers = {"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)}
+"""What would outlive the program."""
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
-_SIGNALS = {"x86_64": (62, 200, 129, 297, 141, 203, 144), "aarch64": (129, 130, 138, 240, 140, 122, 119)}
-"""kill, tkill, rt_sigqueueinfo, rt_tgsigqueueinfo, setpriority, sched_setaffinity, sched_setscheduler."""
-_PIDFDS = (424, 434, 438)
-"""pidfd_send_signal, pidfd_open, pidfd_getfd."""
 _ONE_SELF = {"x86_64": {234: True, 302: False}, "aarch64": {131: True, 261: False}}
 """tgkill, whose first argument must be the program itself, and prlimit64, whose must be 0, which means itself."""
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -40,7 +55,7 @@ def confine(network: bool, alone: bool) -> None:
 
     Args:
         network: sockets are allowed.
-        alone: no namespace keeps the process from others of its user, so signals to them must be refused too.
+        alone: no namespace keeps the process from others, from files and from what outlives it: refuse more.
     """
     program = _program(network, os.getpid() if alone else None)
     packed = b"".join(struct.pack("=HBBI", *line) for line in program)
@@ -55,9 +70,8 @@ def _program(network: bool, self_id: int | None) -> list[Instruction]:
     lines = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), _end(_KILL), (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         lines += [(_AT_LEAST, 0, 1, _X32), _end(_KILL)]
-    refused = [*_ALWAYS[machine], *_BOTH, *([] if network else [_SOCKET[machine]])]
-    refused += [] if self_id is None else [*_SIGNALS[machine], *_PIDFDS]
-    for number in refused:
+    refused = _ALWAYS | ({} if network else _SOCKET) | ({} if self_id is None else _OTHERS | _FILES | _LASTING)
+    for number in filter(None, (numbers[_PLACE[machine]] for numbers in refused.values())):
         lines += [(_EQUAL, 0, 1, number), _end(_REFUSE | errno.EPERM)]
     lines += [(_EQUAL, 0, 1, _CLONE3), _end(_REFUSE | errno.ENOSYS)]  # its flags cannot be seen; libc takes clone then
     lines += [(_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT),

@@ -32,7 +32,7 @@ class _Sandbox:
     seconds: float
     memory_mib: int
     network: Literal["deny", "allow"]
-    files: Literal["hide", "show"]
+    files: Literal["deny", "allow"]
 
     def run(self, source: str, stdin: str) -> Outcome:
         return run_python(source, stdin, seconds=self.seconds, memory_mib=self.memory_mib, network=self.network,
@@ -41,7 +41,7 @@ class _Sandbox:
 
 @reward(timeout=120.0)
 def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int = 512, partial: bool = False,
-         network: Literal["deny", "allow"] = "deny", files: Literal["hide", "show"] = "hide") -> float:
+         network: Literal["deny", "allow"] = "deny", files: Literal["deny", "allow"] = "deny") -> float:
     """1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share that it passes.
 
     The program is what stands in the completion's last block of Python (``` fences), else the whole completion.
@@ -57,7 +57,7 @@ def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int 
         seconds: for each run of the program.
         memory_mib: of addresses, for each process.
         network: `allow` leaves programs the network.
-        files: `show` runs them even where the kernel cannot hide the files that this user may read.
+        files: `allow` runs them even where the kernel cannot keep them from reading and changing this user's files.
 
     Raises:
         EngineError: programs cannot be isolated here. It ends the run.

@@ -15,12 +15,14 @@ from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you
 from distflow.schema.recipe import Path, Recipe, Term, read_recipe
 from distflow.schema.registry import REWARDS, RewardMarks, load_module
 from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
-from workers.rewards.pool import Failed, Job, Pool
+from workers.rewards.pool import Pool
+from workers.rewards.process import Failed, Job
 
 Columns = dict[str, Sequence[Any]]
 Found = dict[tuple[int, int], float | Failed]
 """By number of the call and of the row."""
-_pools: dict[tuple[int, float], Pool] = {}
+_pools: dict[float, Pool] = {}
+"""By the memory that a process may have. Nodes and validation share them."""
 
 
 @dataclass
@@ -140,9 +142,10 @@ def _one_line(text: str) -> str:
 
 
 def _pool(size: int, memory_gib: float) -> Pool:
-    if (size, memory_gib) not in _pools:
-        _pools[size, memory_gib] = Pool(size, memory_gib)
-    return _pools[size, memory_gib]
+    if memory_gib not in _pools:
+        _pools[memory_gib] = Pool(size, memory_gib)
+    _pools[memory_gib].size = max(_pools[memory_gib].size, size)
+    return _pools[memory_gib]
 
 
 def _sensible_number() -> int:

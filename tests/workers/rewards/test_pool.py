@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from distflow.schema.errors import EngineError
-from workers.rewards.pool import Failed, Job, Pool, Results
+from workers.jail.processes import descendants
+from workers.rewards.pool import Pool, Results
+from workers.rewards.process import Failed, Job
 
 HOSTILE = '''
 import asyncio, os, signal, socket, subprocess, sys, time
@@ -62,6 +68,15 @@ async def slow(completion, answer):
     return float(completion)
 
 @reward
+async def meets(completion, answer):
+    if not meeting:
+        meeting.append(asyncio.Barrier(8))
+    await meeting[0].wait()
+    return 1.0
+
+meeting = []
+
+@reward
 def batch(completions, answers):
     if "sleeps" in completions:
         time.sleep(600)
@@ -100,7 +115,7 @@ def run(pool: Pool, module):
     def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> Results:
         batched = reward in ("batch", "short", "batch_async")
         rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
-        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "batch_async")}
+        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "meets", "batch_async")}
         return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
 
     return run
@@ -188,12 +203,20 @@ def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
     assert not first & set(run("pid", ["x"] * 8).values.values())
 
 
+def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
+    run("pid", ["x"] * 8)
+    for worker in pool.workers:
+        worker.process.kill()
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
+
+
 def test_async_calls_wait_together(run):
-    start = time.monotonic()
-    results = run("slow", ["0.5"] * 40 + ["sleeps"], timeout=3.0, concurrency=20)
-    assert time.monotonic() - start < 0.2 * 41 / 2
-    assert list(results.values.values()).count(0.5) == 40
-    assert reason(results.values[40]) == "took longer than 3 s"
+    """Each call waits for seven others in its process; sixteen are shared by two processes."""
+    assert set(run("meets", ["x"] * 16, timeout=30.0, concurrency=8).values.values()) == {1.0}
+    results = run("meets", ["x"] * 16, concurrency=7)
+    assert {reason(found) for found in results.values.values()} == {"took longer than 2 s"}
+    assert results.timeouts == 16
 
 
 def test_async_function_that_blocks_is_found_and_the_others_are_repeated(run):
@@ -226,6 +249,32 @@ def test_a_function_that_can_never_work_ends_the_run(run, pool):
 def test_a_module_that_cannot_be_imported_there_ends_the_run(pool):
     with pytest.raises(EngineError, match="module `no_such_module` fails when it is imported"):
         pool.run([Job("x", "no_such_module", [["a", "b"]], [0])], 60.0)
+
+
+def test_a_module_that_ends_the_process_ends_the_run(pool, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(EngineError, match="`x` cannot be computed: its process ended with code 7, and so 3 times"):
+        pool.run([Job("x", "deadly", [["a", "b"]] * 9, list(range(9)))], 60.0)
+
+
+def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
+    name = module(HOSTILE)
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.rewards.pool import Pool\nfrom workers.rewards.process import Job\n"
+              f"Pool(1, 1.0).run([Job('hostile', {name!r}, [['sleeps', '']], [0], timeout=600.0)], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    try:
+        watched = None
+        while watched is None:
+            assert rank.poll() is None
+            children = descendants(rank.pid)
+            watched = os.pidfd_open(min(children)) if children else None
+    finally:
+        rank.kill()
+        rank.wait()
+    assert select.select([watched], [], [], 20.0)[0]
+    os.close(watched)
 
 
 def test_the_limit_of_a_step(run):

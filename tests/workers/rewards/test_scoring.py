@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distflow.schema.errors import InvalidInput, RewardsFailed
-from workers.rewards.scoring import Scorer, find_reward, report
+from distflow.schema.recipe import Term
+from workers.rewards.process import Failed
+from workers.rewards.scoring import Scorer, _combine, find_reward, report
 
 MODULE = '''
 from distflow import reward
@@ -123,6 +129,24 @@ def test_one_good_sample_and_empty_batches_do_not_end_it(score):
 def test_timeout_and_retries_of_the_recipe_come_before_those_of_the_function(score):
     scores = score({"number": {"retries": 3}}, completions=["x", "1"])
     assert (scores.retried, scores.keep) == (3, [False, True])
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(weights=st.lists(NUMBERS, min_size=1, max_size=4), data=st.data())
+def test_sums_are_exact_and_failures_take_their_row_alone(weights, data):
+    terms = tuple(Term(f"r{number}", weight, path=(number,)) for number, weight in enumerate(weights))
+    row = st.lists(st.one_of(NUMBERS, st.none()), min_size=len(terms), max_size=len(terms))
+    table = data.draw(st.lists(row, max_size=6))
+    results = {(number, place): Failed("x") if value is None else value
+               for place, values in enumerate(table) for number, value in enumerate(values)}
+    scores = _combine([terms] * len(table), {term.path: term.path[0] for term in terms}, results)
+    for place, values in enumerate(table):
+        assert scores.keep[place] == (None not in values)
+        expected = math.fsum(w * v for w, v in zip(weights, values)) if scores.keep[place] else 0.0
+        assert scores.rewards[place] == pytest.approx(expected, rel=1e-6, abs=1e-3)
+    assert len(scores.failures) == sum(value is None for values in table for value in values)
 
 
 def test_a_broken_recipe_is_refused():
