@@ -6,6 +6,7 @@ from distflow.schema.contract import ENGINE_TYPES, Contract
 from distflow.schema.dag import COMPUTE_ROLES
 from distflow.schema.environments import reading
 from distflow.schema.errors import Mistake, did_you_mean, listing, nearest
+from distflow.schema.rewards import with_columns
 from distflow.schema.spec import Spec
 
 
@@ -24,7 +25,7 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Mistake]]:
         if mistake:
             mistakes.append(mistake)
         if contract:
-            bound[name] = reading(spec, name, contract)
+            bound[name] = with_columns(spec, name, reading(spec, name, contract))
     mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),
                  *_check_use(spec, bool(nameless))]
     return bound, nameless | (set(spec.dag.nodes) - set(bound)), mistakes

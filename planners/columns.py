@@ -129,11 +129,15 @@ class _Tracer:
                     f"`{node}`")
             hint = f"Another node before `{node}` must write it, or `{writers[0]}` must not wait for `{node}`."
         else:
-            what = f"node `{node}`: function `{function}` reads column `{column}`, which no node writes"
+            reader = read.reader or f"function `{function}`"
+            what = f"node `{node}`: {reader} reads column `{column}`, which no node writes"
             known = {*self.writers, *self.given}
             meant = nearest(column, sorted(known))
             hint = did_you_mean(column, sorted(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
+            if read.reader:
+                fields = ", ".join([*self.spec.run.data.columns, column])
+                hint += f"\nIf it is a field of the data:  data: {{columns: [{fields}]}}"
         self.mistakes.append(Mistake(what, where, hint))
 
     def _check_fields(self) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-from typing import Any, Literal, Union
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import Any
 
 from distflow.schema.bounds import in_words, nearest_within, within
 from distflow.schema.contract import REQUIRED, Contract, Setting
 from distflow.schema.errors import Mistake, did_you_mean
+from distflow.schema.kinds import fits
 from distflow.schema.spec import Spec
-
-_NAMES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
-                          "None": type(None)}
 
 
 def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
@@ -42,7 +37,7 @@ def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: An
         hint = did_you_mean(name, contract.settings, "Settings") or "It has no settings at all."
         return [Mistake(what, source.spot(path, key=True), hint)]
     what = f"node `{node}`: setting `{name}` of `{contract.name}` must be"
-    if setting.annotation and not _fits(value, setting.annotation):
+    if setting.annotation and not fits(value, setting.annotation):
         expected = setting.annotation.replace("Literal[", "one of [").strip()
         hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
         return [Mistake(f"{what} {expected}, not {value!r}", source.spot(path), hint)]
@@ -98,36 +93,3 @@ def repeats_of(spec: Spec, node: str, contract: Contract) -> int:
     """How many rows a node writes for each that it reads."""
     value = setting_value(spec, node, contract, contract.marks.repeats) if contract.marks.repeats else 1
     return value if type(value) is int and value > 0 else 1
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    kind = _kind(ast.parse(annotation, mode="eval").body)
-    if kind is Any:
-        return True
-    try:
-        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def _kind(node: ast.expr) -> Any:
-    """The type that an annotation means; Any for what these rules do not cover."""
-    if isinstance(node, ast.Name):
-        return _NAMES.get(node.id, Any)
-    if isinstance(node, ast.Constant) and node.value is None:
-        return type(None)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return Union[_kind(node.left), _kind(node.right)]  # noqa: UP007 - built at run time
-    if not isinstance(node, ast.Subscript):
-        return Any
-    name = ast.unparse(node.value).rpartition(".")[2]
-    if name == "Literal":
-        values = ast.literal_eval(node.slice)
-        return Literal[values if isinstance(values, tuple) else (values,)]
-    items = [_kind(item) for item in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-    if name == "Optional":
-        items.append(type(None))
-    if name in ("Optional", "Union"):
-        return Union[tuple(items)]  # noqa: UP007 - built at run time
-    return _NAMES[name][tuple(items)] if name in ("list", "dict") else Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
+from distflow.observe import events
 from distflow.observe.folder import RunFolder
 from distflow.observe.metrics import current
 from distflow.observe.progress import StepProgress
@@ -29,9 +31,11 @@ class Sink:
         self.folder = RunFolder(path, resumed_at) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
+        events.current().open(path / "events.jsonl", dist.get_rank())
 
     def start(self, step: int) -> None:
         """Before the first step: how good is the model? A run that goes on knows already."""
+        events.current().step = step + 1
         if self.folder:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self.progress.say(line)
@@ -56,6 +60,7 @@ class Sink:
         if every and (last or done % every == 0):
             self.save(done)
         self.began = time.perf_counter()
+        events.current().step = done + 1
         return last
 
     def close(self, trained: dict[str, Role]) -> None:
@@ -78,8 +83,8 @@ class Sink:
                 self.folder.write_metrics(step, {name: value})
                 self.progress.say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
                                   f"({time.perf_counter() - start:.1f} s)")
-        wanted = self.run.validation.stop_at
-        return wanted is not None and next(iter(values.values())) >= wanted
+        wanted, first = self.run.validation.stop_at, next(iter(self.run.validation.data))
+        return wanted is not None and values.get(f"validation/{first}", -math.inf) >= wanted
 
 
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from distflow.data.records import Records, open_records
 from distflow.observe.metrics import Metrics
 from distflow.schema.spec import Spec
 from workers.encode import encode_prompts
-from workers.functions.rewards import find_reward
+from workers.functions.rewards import as_list, tell
+from workers.rewards.scoring import Scorer
 from workers.roles import Role
 
 
@@ -22,7 +23,8 @@ class _Share:
     """One rank's part of a validation set."""
 
     prompts: Ragged
-    answers: list[str]
+    columns: dict[str, list[str]]
+    """What rewards may read of the records."""
     cut: int
     """Prompts that lost their beginning."""
 
@@ -31,28 +33,35 @@ class Validator:
     """Each rank answers its share of each validation set. The questions are encoded once, at the start."""
 
     def __init__(self, spec: Spec, role: Role):
-        self.role, self.reward = role, find_reward(spec.run.validation.reward)
+        self.role, self.scorer = role, Scorer(spec.run.validation.reward)
         self.shares = {name: _share(spec, role, open_records(spec.data_path(path)))
                        for name, path in spec.run.validation.data.items()}
 
     def run(self) -> dict[str, float]:
-        """Mean reward by name of the set, `validation/NAME`; then `data/prompts_cut/NAME` where prompts were cut.
+        """Mean reward by name of the set, `validation/NAME`; then `data/prompts_cut/NAME` where prompts were cut, and
+        `reward/failed/NAME` where rewards have failed: these answers count in no mean.
 
         Collective.
         """
         metrics = Metrics()
         for name, share in self.shares.items():
-            samples = self.role.generate(share.prompts, torch.arange(len(share.answers)), temperature=0.0)
-            texts = self.role.decode(samples.tokens)
-            earned = [self.reward(text, answer) for text, answer in zip(texts, share.answers)]
-            metrics.mean(f"validation/{name}", sum(earned), len(earned))
+            rows = range(len(share.prompts))
+            samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0)
+            own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
+            scores = self.scorer.score({**share.columns, **own}, rows)
+            tell(scores, rows)
+            metrics.mean(f"validation/{name}", sum(scores.rewards), sum(scores.keep))
+            metrics.add(f"reward/failed/{name}", scores.keep.count(False))
             metrics.add(f"data/prompts_cut/{name}", share.cut)
         values = metrics.collect(gather)
-        rewards = {f"validation/{name}": values[f"validation/{name}"] for name in self.shares}
+        rewards = {name: values[name] for name in (f"validation/{each}" for each in self.shares) if name in values}
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
 def _share(spec: Spec, role: Role, records: Records) -> _Share:
     mine = records.get(range(dist.get_rank(), len(records), dist.get_world_size()))
     prompts, cut = encode_prompts(role.tokenizer, spec.run.data, mine)
-    return _Share(prompts, [record[spec.run.data.answer] for record in mine], cut)
+    fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
+    columns = {name: [record[field] for record in mine]
+               for name, field in {**fields, **{name: name for name in spec.run.data.columns}}.items()}
+    return _Share(prompts, columns, cut)

@@ -34,6 +34,8 @@ class Read:
     name: str
     form: str = ""
     optional: bool = False
+    reader: str = ""
+    """Who reads it, where that is not the function itself."""
 
 
 @dataclass(frozen=True)

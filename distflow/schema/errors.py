@@ -6,6 +6,7 @@ DistflowError
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is torn, missing or of another run
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
+├── RewardsFailed     rewards have failed for every sample of several steps in a row
 └── RankMissing       a rank ended, or did not come in time, while others waited for it
 """
 
@@ -98,6 +99,10 @@ class CheckpointError(DistflowError):
 
 class Disagreement(DistflowError):
     """Ranks that must be alike are not. The usual cause: files or versions differ between machines."""
+
+
+class RewardsFailed(DistflowError):
+    """No sample of several steps in a row has a reward, since all have failed. Mend the reward that is named."""
 
 
 class RankMissing(DistflowError):

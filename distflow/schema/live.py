@@ -21,12 +21,16 @@ def imported(module: str, name: str) -> Contract | None:
     function = getattr(loaded, name, None) or registry.NODES.get(name)
     if function is None or not hasattr(function, "__distflow_node__"):
         return None
+    return live_contract(name, module, function, function.__distflow_node__)
+
+
+def live_contract(name: str, module: str, function: Any, marks: registry.Marks) -> Contract:
+    """The contract of a function that was imported."""
     line = inspect.getsourcelines(function)[1] if inspect.isfunction(function) else 0
     where = Spot(inspect.getsourcefile(function) or module, line) if line else Spot(module)
     signature = inspect.signature(function)
-    arguments = _arguments(signature)
     returns = _parsed(signature.return_annotation)
-    return build(name, module, where, function.__distflow_node__, arguments, returns, inspect.getdoc(function))
+    return build(name, module, where, marks, _arguments(signature), returns, inspect.getdoc(function))
 
 
 def _arguments(signature: inspect.Signature) -> ast.arguments:

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
-Reward = str
-"""The annotation of a setting that names a reward."""
+Reward = str | list[str] | dict[str, Any]
+"""The annotation of a setting that says which rewards to take: see `distflow.schema.recipe`."""
+Regex = str
+"""The annotation of a setting that is a regular expression."""
 
 Environment = str
 """The annotation of a setting that names an environment."""
@@ -84,9 +86,46 @@ def node(
     return register
 
 
-def reward(function: F) -> F:
-    """Make `function(completion, answer) -> float` usable as `reward:` of a `score` node, by its name."""
-    return _register(REWARDS, function)
+@dataclass(frozen=True)
+class RewardMarks:
+    """What `@reward` says of a function beyond its signature. See `reward`."""
+
+    timeout: float = 10.0
+    retries: int = 1
+    concurrency: int = 16
+    in_rank: bool = False
+    shortcut: Callable[..., float | None] | None = None
+
+
+def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
+           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None) -> Any:
+    """Make a function usable as `reward:` of a `score` node, by its name; as `@reward` or `@reward(timeout=60)`.
+
+    Its positional parameters say what it gets. `completion`, `answer`, `question` and `response` (its tokens) are those
+    of one sample, of which it returns the reward, a finite number. `completions`, `answers`, `questions` and
+    `responses` are lists with those of all samples of a rank, for which it returns a list of numbers. Any other one
+    names a column of the dataset (`data.columns`) or of a node upstream. Keyword-only parameters are settings, given
+    as `reward: {NAME: {SETTING: VALUE}}`. It may be `async`.
+
+    It runs in a process of its own beside the rank. A call that raises, takes too long, ends its process or returns
+    anything but finite numbers is repeated, and then its sample leaves the step and is counted. A DistflowError that it
+    raises says that no call can succeed, and ends the run.
+
+    Args:
+        timeout: seconds for one call; for a function of lists, for all its samples.
+        retries: further calls for a sample whose call has failed.
+        concurrency: calls of an async function that wait at the same time, in one process.
+        in_rank: call it in the rank itself: only for what cannot hang, whatever it is given.
+        shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
+            It too must not be able to hang.
+    """
+    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut)
+
+    def register(function: F) -> F:
+        function.__distflow_reward__ = marks  # type: ignore[attr-defined]
+        return _register(REWARDS, function)
+
+    return register if function is None else register(function)
 
 
 @dataclass(frozen=True)

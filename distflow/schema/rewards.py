@@ -1,67 +1,222 @@
-"""Are the rewards that a DAG and a run name there? Read from source, as the contracts of node functions are."""
+"""The rewards that a DAG and a run name: are they there, do their settings fit, and which columns do they read?
+
+Read from source, as the contracts of node functions are.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow.schema import registry
-from distflow.schema.contract import built_in, module_file
-from distflow.schema.errors import Mistake, Spot, did_you_mean
+from distflow.schema.contract import REQUIRED, Contract, Read, Setting, build, built_in, module_file
+from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean, shown
+from distflow.schema.kinds import fits
+from distflow.schema.live import live_contract
+from distflow.schema.recipe import Flaw, Recipe, Term, read_recipe
+from distflow.schema.source import Source
 
 if TYPE_CHECKING:
+    from distflow.schema.dag import Node
     from distflow.schema.spec import Spec
 
 ANNOTATION = "Reward"
-"""A setting with this annotation names a reward."""
+"""A setting with this annotation says which rewards to take."""
+SHIPPED = ("workers.rewards.texts", "workers.rewards.programs", "workers.rewards.judge")
+"""The modules of the rewards that come with distflow."""
+_TAKEN = ("mean", "seconds", "failed", "retried", "timeouts")
+"""What the metrics `reward/NAME` say of all rewards together."""
+_OF_ONE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
+"""What a parameter for one sample is called, and the column that it is a row of."""
+_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
+          "list[float]": "Ragged"}
+_FORMS_OF_ALL = {f"list[{kind}]": form for kind, form in _FORMS.items()}
+
+
+@dataclass(frozen=True)
+class RewardContract:
+    """What a reward reads and accepts. `columns`: by parameter, in order; `batched`: it gets all samples at once."""
+
+    name: str
+    where: Spot
+    columns: dict[str, Read]
+    settings: dict[str, Setting]
+    batched: bool
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A place that says which rewards to take."""
+
+    source: Source
+    path: tuple[str, ...]
+    value: Any
+    label: str
+
+    def spot(self, path: tuple[str | int, ...], key: bool = False) -> Spot:
+        return self.source.spot((*self.path, *path), key)
 
 
 def check_rewards(spec: Spec) -> list[Mistake]:
-    """A mistake for each name that no module of the DAG registers with `@reward`."""
-    named = list(_named(spec))
-    known = {name for module in _modules(spec) for name in _rewards_of(module)}
-    if any(name not in known for name, _ in named):
-        known |= _registered(spec.dag.imports)
-    return [Mistake(f"there is no reward `{name}`", where, did_you_mean(name, sorted(known), "Rewards"))
-            for name, where in named if name not in known]
+    """What is wrong with the rewards that are named; notes the contracts of those that exist in `spec.rewards`."""
+    named = [(place, *read_recipe(place.value)) for place in _named(spec)]
+    wanted = {term.name for _, recipe, _ in named for term in recipe.terms}
+    mistakes: list[Mistake] = []
+    spec.rewards.update(_find(spec, wanted, mistakes))
+    for place, recipe, flaws in named:
+        mistakes += [Mistake(f"{place.label}: {flaw.what}", place.spot(flaw.path, flaw.key), flaw.hint)
+                     for flaw in (*flaws, *_check_terms(spec, recipe))]
+    if spec.run.validation:
+        mistakes += _check_columns(spec, named[-1][0], named[-1][1])
+    return mistakes
 
 
-def _named(spec: Spec) -> Iterator[tuple[str, Spot]]:
+def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
+    """The contract of a node with the columns that its rewards read beside those of its function."""
+    reads = {read.name: read for read in contract.reads}
+    for setting in contract.settings.values():
+        if setting.annotation == ANNOTATION:
+            value = spec.dag.nodes[node].settings.get(setting.name, setting.value)
+            for read in _columns_of(read_recipe(value)[0], spec.rewards):
+                reads.setdefault(read.name, read)
+    return replace(contract, reads=tuple(reads.values()))
+
+
+def reward_contract(function: Any) -> RewardContract:
+    """That of a registered function, by its live signature."""
+    return _contract(live_contract(function.__name__, function.__module__, function, registry.Marks()))
+
+
+def _named(spec: Spec) -> Iterator[_Named]:
+    """Validation comes last."""
     for node, item in spec.dag.nodes.items():
-        contract = spec.functions.get(item.function or "")
+        contract = spec.functions.get(item.function) if item.function else _default(spec, item)
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION:
-                yield str(value), spec.dag_source.spot(("nodes", node, "with", name))
+                yield _Named(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
     if spec.run.validation:
-        yield spec.run.validation.reward, spec.run_source.spot(("validation", "reward"))
+        yield _Named(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
-def _modules(spec: Spec) -> set[str]:
-    shipped = {contract.module for contract in built_in().values()}
-    return shipped | {contract.module for contract in spec.functions.values()} | set(spec.dag.imports)
+def _default(spec: Spec, item: Node) -> Contract | None:
+    fitting = [contract for contract in spec.functions.values()
+               if contract.marks.type == item.type and item.role in contract.marks.default_for]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def _rewards_of(module: str) -> list[str]:
-    """The functions that a module's source marks with `@reward`; none if it cannot be read (reported elsewhere)."""
-    path = module_file(module)
-    return [] if path is None else _rewards_in(path)
+def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterator[Read]:
+    if recipe.by:
+        yield Read(recipe.by, "list[str]", reader="`by`")
+    for term in recipe.terms:
+        if term.name in contracts:
+            yield from contracts[term.name].columns.values()
 
 
-def _rewards_in(path: Path) -> list[str]:
+def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Flaw]:
+    for term in recipe.terms:
+        contract = spec.rewards.get(term.name)
+        if contract is None:
+            yield Flaw(term.path, f"there is no reward `{term.name}`", did_you_mean(
+                term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
+        else:
+            yield from _check_settings(term, contract)
+
+
+def _check_settings(term: Term, contract: RewardContract) -> Iterator[Flaw]:
+    what = f"reward `{term.name}`"
+    for name, value in term.settings.items():
+        setting, path = contract.settings.get(name), (*term.path, name)
+        if setting is None:
+            known = [*contract.settings, "weight", "timeout", "retries"]
+            yield Flaw(path, f"{what} has no setting `{name}`", did_you_mean(name, known, "Settings"), key=True)
+        elif setting.annotation and not fits(value, setting.annotation):
+            yield Flaw(path, f"setting `{name}` of {what} must be {setting.annotation}, not {value!r}")
+        elif setting.annotation.partition(" |")[0].rpartition(".")[2] == "Regex" and value is not None:
+            yield from _check_pattern(path, f"setting `{name}` of {what}", value)
+    for name, setting in contract.settings.items():
+        if setting.default == REQUIRED and name not in term.settings:
+            kind = f"   ({setting.annotation})" if setting.annotation else ""
+            yield Flaw(term.path, f"{what} needs the setting `{name}`",
+                       f"Add it:  reward: {{{term.name}: {{{name}: …}}}}{kind}", term.named_by_key)
+
+
+def _check_pattern(path: tuple[str | int, ...], what: str, value: Any) -> Iterator[Flaw]:
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as error:
+        yield Flaw(path, f"{what} is not a regular expression: {error}", "In YAML, put it in single quotes.")
+
+
+def _check_columns(spec: Spec, place: _Named, recipe: Recipe) -> list[Mistake]:
+    """Validation has the data and the answers of a model, and no nodes."""
+    known = [*_OF_ONE.values(), *spec.run.data.columns]
+    return [Mistake(f"{place.label}: {read.reader} reads column `{read.name}`, which the data does not give",
+                    place.spot(()), f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
+                    f"data: {{columns: [{', '.join([*spec.run.data.columns, read.name])}]}}")
+            for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
+
+
+def _find(spec: Spec, wanted: Iterable[str], mistakes: list[Mistake]) -> dict[str, RewardContract]:
+    """The contracts of all rewards that can be named; what the source does not show is looked for by an import."""
+    modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
+    found: dict[str, RewardContract] = {}
+    for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
+        path = module_file(module)
+        try:
+            more = _of_file(module, path) if path else {}
+            mistakes += [Mistake(f"reward `{name}` has the name of another one ({found[name].where})", more[name].where,
+                                 "Give it another.") for name in more if name in found]
+            found.update(more)
+        except InvalidInput as error:
+            mistakes += error.mistakes
+    if not set(wanted) <= set(found):
+        for module in spec.dag.imports:
+            if module_file(module) is not None:
+                registry.load_module(module)
+        found |= {name: reward_contract(function) for name, function in registry.REWARDS.items() if name not in found}
+    return found
+
+
+@functools.cache
+def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
+    """The rewards that a module's source marks with `@reward`; none if it cannot be read (reported elsewhere)."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except SyntaxError:
-        return []
-    return [item.name for item in body if isinstance(item, ast.FunctionDef)
-            and any(ast.unparse(decorator) in ("reward", "distflow.reward") for decorator in item.decorator_list)]
+        return {}
+    functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+                 and any(_is_reward(decorator) for decorator in item.decorator_list)]
+    spots = {item.name: Spot(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
+    return {item.name: _contract(build(item.name, module, spots[item.name], registry.Marks(), item.args, item.returns,
+                                       ast.get_docstring(item))) for item in functions}
 
 
-def _registered(modules: list[str]) -> set[str]:
-    """What importing the modules registers: the last resort, since it runs the user's code."""
-    for module in modules:
-        if module_file(module) is not None:
-            registry.load_module(module)
-    return set(registry.REWARDS)
+def _is_reward(decorator: ast.expr) -> bool:
+    named = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(named) in ("reward", "distflow.reward")
+
+
+def _contract(plain: Contract) -> RewardContract:
+    """A reward's own reading of its signature.
+
+    Raises:
+        InvalidInput: it mixes parameters for one sample and for all.
+    """
+    names = [read.name for read in plain.reads]
+    batched = any(name in _OF_ONE.values() for name in names)
+    if mixed := [name for name in names if name in _OF_ONE] if batched else []:
+        what = f"reward `{plain.name}` has parameter `{mixed[0]}`, of one sample, beside those of all samples"
+        raise InvalidInput(Mistake(what, plain.where, f"Write `{_OF_ONE[mixed[0]]}`, or all of them in the singular."))
+    if plain.name in _TAKEN:
+        what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
+        raise InvalidInput(Mistake(what, plain.where, "Give it another name."))
+    forms, who = _FORMS_OF_ALL if batched else _FORMS, f"reward `{plain.name}`"
+    columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
+               for read in plain.reads}
+    return RewardContract(plain.name, plain.where, columns, plain.settings, batched)

@@ -85,7 +85,8 @@ class Validation(Document):
 
     data: dict[str, str] = Field(min_length=1)
     every: PositiveInt = 20
-    reward: str = "math"
+    reward: Any = "math"
+    """As that of a `score` node: see `distflow.schema.recipe`."""
     stop_at: float | None = None
     """End the run as soon as the first set's mean reward reaches this."""
 

@@ -14,7 +14,7 @@ from distflow.schema.document import check
 from distflow.schema.environments import Kind, check_environments
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
-from distflow.schema.rewards import check_rewards
+from distflow.schema.rewards import RewardContract, check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
 from distflow.schema.shipped import find, find_yaml
@@ -45,6 +45,8 @@ class Spec:
     cluster_source: Source | None = None
     environments: dict[str, Kind] = field(default_factory=dict)
     """By node."""
+    rewards: dict[str, RewardContract] = field(default_factory=dict)
+    """Contracts of the rewards that can be named."""
 
     @property
     def folder(self) -> Path:

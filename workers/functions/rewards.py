@@ -3,73 +3,92 @@
 from __future__ import annotations
 
 import functools
-import re
-import time
-from fractions import Fraction
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow import node, reward
+from distflow import Ragged, node
+from distflow.data.batch import ColumnData, decode_text
+from distflow.observe import events
 from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput, did_you_mean
-from distflow.schema.registry import REWARDS, Reward
+from distflow.schema.registry import Reward
+from workers.rewards.scoring import Scorer, Scores, report
 
-_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+|/[1-9]\d*)?")
-
-
-@node(writes="rewards", default_for="reward")
-def score(completions: list[str], answers: list[str], *, reward: Reward = "math") -> Tensor:
-    """[B] float32: each completion's reward against its answer, by the reward function of that name."""
-    function = find_reward(reward)
-    start = time.perf_counter()
-    rewards = torch.tensor([float(function(completion, answer)) for completion, answer in zip(completions, answers)])
-    if not torch.isfinite(rewards).all():
-        row = int((~torch.isfinite(rewards)).nonzero()[0])
-        raise ValueError(f"reward `{reward}` returned {rewards[row].item()} for completion {completions[row]!r}")
-    current().mean_of("reward/mean", rewards)
-    current().maximum("reward/seconds", time.perf_counter() - start)
-    return rewards
+_REASONS, _ROWS = 8, 32
+"""Of a step's failures, so many reasons become events, and so many rows stand in each."""
 
 
-def find_reward(name: str):
-    """The registered reward function.
+@node(writes=("rewards", "keep"), default_for="reward",
+      bounds={"workers": ">= 1", "memory_gib": "> 0", "limit": "> 0", "patience": ">= 1"})
+def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Reward = "math",
+          workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0, patience: int = 3,
+          **columns: Any) -> tuple[Tensor, Tensor]:
+    """[B] float32 and [B] bool: each completion's reward, and whether it has one; 0.0 stands where it has none.
+
+    `reward` is a name, a list or weights of several, or one for each value of a column: see `distflow.schema.recipe`.
+    A row of which a reward has failed (it raised, hung, ended its process or gave no finite number) leaves the step.
+
+    Args:
+        workers: processes in which rewards run; default: the rank's cores, 2 at least and 8 at most.
+        memory_gib: of each of them.
+        limit: seconds for all rewards of a step on this rank; what is not done then has failed.
+        patience: steps in a row of which every row has failed, after which the run ends.
 
     Raises:
-        InvalidInput: there is none of that name.
+        RewardsFailed: every row of `patience` steps in a row has failed.
     """
-    if name not in REWARDS:
-        raise InvalidInput(f"there is no reward `{name}`. {did_you_mean(name, REWARDS)}")
-    return REWARDS[name]
+    settings = {"recipe": reward, "workers": workers, "memory_gib": memory_gib, "limit": limit, "patience": patience}
+    scorer, names = _scorer(json.dumps(settings)), row.tolist()
+    given = {name: as_list(column) for name, column in columns.items()}
+    scores = scorer.score({**given, "completions": completions, "answers": answers, "row": names}, names)
+    rewards, keep = torch.tensor(scores.rewards, dtype=torch.float32), torch.tensor(scores.keep, dtype=torch.bool)
+    _note(scores, rewards[keep], names)
+    scorer.count(scores)
+    return rewards, keep
 
 
-@reward
-def math(completion: str, answer: str) -> float:
-    """1.0 if the completion's final answer equals the reference's, else 0.0.
-
-    The final answer is what follows the last `####` (GSM8K); in a completion without it, what stands in `\\boxed{}`;
-    and if the reference has no `####` either, the whole text.
-    Plain numbers are compared exactly; anything else by math-verify (LaTeX, sets, equations, units).
-    """
-    if "####" not in completion and "\\boxed" in completion:
-        return float(_equal(_final(answer), completion))
-    if "####" in answer and "####" not in completion:
-        return 0.0
-    return float(_equal(_final(answer), _final(completion)))
+@functools.cache
+def _scorer(settings: str) -> Scorer:
+    """One for each node, as it counts the steps."""
+    return Scorer(**json.loads(settings))
 
 
-def _final(text: str) -> str:
-    return text.rpartition("####")[2].strip()
+def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
+    """A column as reward functions get it: text, numbers or lists of numbers, one for each row."""
+    if isinstance(column, list):
+        return column
+    if isinstance(column, Tensor):
+        return column.tolist()
+    if not isinstance(column.values, Ragged) and column.values.dtype == torch.uint8:
+        return decode_text(column)
+    return [as_list(each) for each in column.rows]
 
 
-@functools.lru_cache(maxsize=65536)
-def _equal(expected: str, given: str) -> bool:
-    if _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(given):
-        return _number(expected) == _number(given)
-    from math_verify import parse, verify  # loads sympy: only answers that are no plain numbers pay for it
+def _note(scores: Scores, kept: Tensor, names: list[int]) -> None:
+    metrics = current()
+    metrics.mean("reward/mean", kept.double().sum(), len(kept))
+    for name, values in scores.of_term.items():
+        metrics.mean(f"reward/{name}", sum(values), len(values))
+    metrics.maximum("reward/seconds", scores.seconds)
+    metrics.add("reward/failed", scores.keep.count(False))
+    metrics.add("reward/retried", scores.retried)
+    metrics.add("reward/timeouts", scores.timeouts)
+    tell(scores, names)
 
-    return bool(verify(parse(f"${expected}$"), parse(given if "\\boxed" in given else f"${given}$")))
 
-
-def _number(text: str) -> Fraction:
-    return Fraction(text.replace(",", ""))
+def tell(scores: Scores, names: Sequence[int]) -> None:
+    """Say what has failed: one line for people, and an event for each reward and reason."""
+    if not scores.failures:
+        return
+    alike: dict[tuple[str, str], list[int]] = {}
+    for place, (name, _, failed) in enumerate(scores.failures):
+        alike.setdefault((name, failed.reason), []).append(place)
+    print(report(scores, names), file=sys.stderr, flush=True)
+    for (name, reason), places in list(alike.items())[:_REASONS]:
+        rows = [names[scores.failures[place][1]] for place in places]
+        events.record("reward_failed", reward=name, reason=reason, rows=rows[:_ROWS], count=len(rows),
+                      trace=scores.failures[places[0]][2].trace)

@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from workers.jail import kernel, landlock, seccomp
+from workers.jail.processes import kill_descendants
 
 _ROOT = "/proc"
 """Where the program's root is put together: a folder that is there everywhere and holds nothing that it needs."""
@@ -189,10 +190,7 @@ def _end_descendants(user: int | None) -> None:
     while _reaped():
         if user is not None:
             _kill_all_of(user)
-        for sign in (signal.SIGSTOP, signal.SIGKILL):  # one that stands still cannot fork
-            for process in _descendants():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, sign)
+        kill_descendants(os.getpid())
 
 
 def _kill_all_of(user: int) -> None:
@@ -213,16 +211,3 @@ def _reaped() -> bool:
             pass
         return True
     return False
-
-
-def _descendants() -> list[int]:
-    parents = {}
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdecimal():
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
-    found = {os.getpid()}
-    while more := {process for process, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {os.getpid()})

@@ -1,35 +1,81 @@
+"""The `score` node: what it writes, measures, says and records. See also tests/workers/rewards."""
+
+from __future__ import annotations
+
+import json
+
 import pytest
+import torch
 
-from distflow.schema.errors import InvalidInput
-from workers.functions.rewards import find_reward, math, score
-
-
-@pytest.mark.parametrize(("completion", "answer", "expected"), [
-    ("3 + 4 = 7 #### 7", "#### 7", 1.0),
-    ("#### 8", "#### 7", 0.0),
-    ("7", "#### 7", 0.0),
-    ("#### 1,234", "work #### 1234", 1.0),
-    ("#### 0.50", "#### 1/2", 1.0),
-    ("#### 3/0", "#### 3", 0.0),
-    ("#### 7.", "#### 7", 1.0),
-    ("#### 5 #### 7", "#### 7", 1.0),
-    ("#### ", "#### 7", 0.0),
-    ("", "#### 7", 0.0),
-    ("#### -7", "#### 7", 0.0),
-    ("#### 12 12", "#### 12", 0.0),
-    (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
-    (r"so it is $\boxed{18}$.", "x #### 18", 1.0),
-    (r"so it is $\boxed{17}$.", "x #### 18", 0.0),
-    (r"#### x^2 + 2x + 1", r"#### (x+1)^2", 1.0),
-])
-def test_math_compares_final_answers(completion, answer, expected):
-    assert math(completion, answer) == expected
+from distflow.data.batch import Ragged, encode_text
+from distflow.observe import events
+from distflow.observe.metrics import current
+from distflow.schema.errors import InvalidInput, RewardsFailed
+from workers.functions.rewards import as_list, score
 
 
-def test_score_keeps_the_order_of_rows():
-    assert score(["#### 1", "#### 2", ""], ["#### 1", "#### 3", "#### 0"]).tolist() == [1.0, 0.0, 0.0]
+@pytest.fixture(autouse=True)
+def numbers(tmp_path, monkeypatch):
+    """Metrics of this test alone, and a file for its events."""
+    monkeypatch.setattr("distflow.observe.metrics._current", type(current())())
+    monkeypatch.setattr("distflow.observe.events._current", events.Events())
+    events.current().open(tmp_path / "events.jsonl", 3)
+    events.current().step = 7
+    return lambda: current().collect(lambda part: [part])
 
 
-def test_an_unknown_reward_is_refused_with_a_proposal():
-    with pytest.raises(InvalidInput, match="Did you mean `math`"):
-        find_reward("maths")
+def rows(count: int, first: int = 40) -> torch.Tensor:
+    return torch.arange(first, first + count)
+
+
+def test_it_keeps_the_order_of_rows(numbers):
+    rewards, keep = score(["#### 1", "#### 2", ""], ["#### 1", "#### 3", "#### 0"], rows(3))
+    assert (rewards.tolist(), keep.tolist()) == ([1.0, 0.0, 0.0], [True] * 3)
+    assert (rewards.dtype, keep.dtype) == (torch.float32, torch.bool)
+    values = numbers()
+    assert values["reward/mean"] == values["reward/math"] == pytest.approx(1 / 3)
+    assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (0.0, 0.0, 0.0)
+
+
+def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capfd):
+    recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 1.0, "retries": 1}}
+    completions = ["#### 1", "#### " + "1" * 60 + "x", "#### 2"]
+    rewards, keep = score(completions, ["#### 1"] * 3, rows(3), reward=recipe)
+    assert (rewards.tolist(), keep.tolist()) == ([2.0, 0.0, 1.0], [True, False, True])
+    values = numbers()
+    assert (values["reward/mean"], values["reward/format"]) == (1.5, 1.0)
+    assert values["reward/math"] == pytest.approx(1 / 3)
+    assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (1.0, 1.0, 2.0)
+    said = capfd.readouterr().err.splitlines()
+    assert said == ["1 of 3 samples left out: reward `format` took longer than 1 s (sample 41)"]
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert event.pop("time") > 0
+    assert event == {"step": 7, "rank": 3, "event": "reward_failed", "reward": "format", "count": 1, "rows": [41],
+                     "reason": "took longer than 1 s", "trace": ""}
+
+
+def test_steps_without_any_reward_end_the_run():
+    recipe = {"code": {"retries": 0}}
+    for _ in range(2):
+        rewards, keep = score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
+        assert not keep.any()
+    with pytest.raises(RewardsFailed, match="ValueError: tests in JSON"):
+        score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
+
+
+def test_rewards_by_source():
+    recipe = {"by": "source", "rewards": {"sums": "math", "forms": {"format": {"tags": ["a"]}}}}
+    rewards, _ = score(["#### 1", "<a></a>", "<a></a>"], ["#### 1"] * 3, rows(3), reward=recipe,
+                       source=["sums", "forms", "sums"])
+    assert rewards.tolist() == [1.0, 1.0, 0.0]
+    with pytest.raises(InvalidInput, match="`source` of row 41 is 'sum'"):
+        score(["", ""], ["", ""], rows(2), reward=recipe, source=["sums", "sum"])
+
+
+def test_columns_as_reward_functions_get_them():
+    assert as_list(["a"]) == ["a"]
+    assert as_list(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
+    assert as_list(encode_text(["a", "é"])) == ["a", "é"]
+    ragged = Ragged.from_rows([torch.tensor([1, 2]), torch.tensor([3])])
+    assert as_list(ragged) == [[1, 2], [3]]
+    assert as_list(Ragged(ragged, torch.tensor([2]))) == [[[1, 2], [3]]]

@@ -1,0 +1,245 @@
+"""Reward functions that misbehave, in real processes: the others go on, and each failure is named and counted."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.schema.errors import EngineError
+from workers.rewards.pool import Failed, Job, Pool, Results
+
+HOSTILE = '''
+import asyncio, os, signal, socket, subprocess, sys, time
+from distflow import DistflowError, reward
+
+@reward
+def hostile(completion, answer):
+    if completion == "sleeps":
+        time.sleep(600)
+    if completion == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if completion == "computes":
+        return 97 ** 97 ** 7
+    if completion == "raises":
+        raise KeyError("rows")
+    if completion == "exits":
+        sys.exit(3)
+    if completion == "leaves":
+        os._exit(3)
+    if completion == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "crashes":
+        os.abort()
+    if completion == "recurses":
+        return hostile(completion, answer)
+    if completion == "eats":
+        return len([bytearray(1 << 20) for _ in range(4096)])
+    if completion == "forks":
+        os.fork()
+    if completion == "starts":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", answer])
+    if completion == "escapes":
+        program = f"import os, time\\nos.setsid()\\nif not os.fork(): time.sleep(600)  # {answer}"
+        subprocess.run([sys.executable, "-c", program])
+        time.sleep(600)
+    if completion == "closes":
+        os.closerange(3, 64)
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0]}.get(completion, 1.0)
+
+@reward
+async def slow(completion, answer):
+    if completion == "sleeps":
+        await asyncio.sleep(600)
+    if completion == "blocks":
+        time.sleep(600)
+    await asyncio.sleep(0.2)
+    return float(completion)
+
+@reward
+def batch(completions, answers):
+    if "sleeps" in completions:
+        time.sleep(600)
+    return [None if text == "none" else float(text) for text in completions]
+
+@reward
+def short(completions, answers):
+    return [1.0]
+
+@reward
+async def batch_async(completions, answers, *, add=0.0):
+    return [float(text) + add for text in completions]
+
+@reward
+def impossible(completion, answer):
+    raise DistflowError("there is no compiler")
+
+@reward
+def pid(completion, answer):
+    return os.getpid()
+'''
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(2, memory_gib=1.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(pool: Pool, module):
+    """Run a reward of the module above for some completions; the results by completion."""
+    name = module(HOSTILE)
+
+    def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> Results:
+        batched = reward in ("batch", "short", "batch_async")
+        rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
+        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "batch_async")}
+        return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
+
+    return run
+
+
+def reason(found: float | Failed) -> str:
+    assert isinstance(found, Failed), found
+    return found.reason
+
+
+BAD = {"sleeps": "took longer than 2 s", "ignores": "took longer than 2 s", "computes": "took longer than 2 s",
+       "raises": "raised KeyError: 'rows'", "exits": "raised SystemExit: 3",
+       "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT",
+       "is killed": "its process was killed by SIGKILL (out of memory?)",
+       "recurses": "raised RecursionError", "eats": "raised MemoryError", "nan": "returned nan, not",
+       "inf": "returned inf, not", "none": "returned None, not", "text": "returned '1.0', not", "list": "returned [1.0]",
+       "starts": "left 1 processes running", "closes": "its process"}
+
+
+def test_each_way_to_fail_is_named_and_the_others_go_on(run):
+    completions = [text for bad in BAD for text in ("good", bad)]
+    results = run("hostile", completions)
+    assert len(results.values) == len(completions)
+    for place, text in enumerate(completions):
+        if text == "good":
+            assert results.values[place] == 1.0
+        else:
+            assert reason(results.values[place]).startswith(BAD[text])
+    assert results.timeouts == 3
+    assert 'raise KeyError("rows")' in results.values[completions.index("raises")].trace
+
+
+def test_one_that_forks_and_comes_back_twice_counts_once(run):
+    results = run("hostile", ["good", "forks", "good", "good"])
+    assert [results.values[place] for place in (0, 2, 3)] == [1.0] * 3
+    assert results.values[1] == 1.0 or "left 1 processes running" in reason(results.values[1])
+
+
+@pytest.mark.parametrize("completion", ["starts", "escapes"])
+def test_what_a_call_starts_does_not_outlive_it(run, completion):
+    marker = str(uuid.uuid4())
+    assert isinstance(run("hostile", [completion], marker).values[0], Failed)
+    time_limit = time.monotonic() + 20
+    while left := _processes_with(marker):
+        assert time.monotonic() < time_limit, left
+
+
+def _processes_with(marker: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            found += [folder.name] if marker in (folder / "cmdline").read_text() and state != "Z" else []
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return found
+
+
+def test_failed_calls_are_repeated(run, tmp_path, module, pool):
+    name = module(f"""
+        from distflow import reward
+        import pathlib
+
+        @reward
+        def second_time(completion, answer):
+            place = pathlib.Path({str(tmp_path)!r}, completion)
+            if not place.exists():
+                place.touch()
+                raise OSError("not yet")
+            return 0.5
+    """)
+    results = pool.run([Job("second_time", name, [["a", ""], ["b", ""]], [7, 9], retries=1)], 60.0)
+    assert results.values == {7: 0.5, 9: 0.5}
+    assert results.retried == 2
+    results = run("hostile", ["raises", "good"], retries=2)
+    assert (results.retried, results.values[1]) == (2, 1.0)
+
+
+def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
+    first = {run("pid", ["x"]).values[0] for _ in range(5)}
+    assert len(first) == 1
+    assert first != {os.getpid()}
+    run("hostile", ["sleeps"] * 2)
+    assert not first & set(run("pid", ["x"] * 8).values.values())
+
+
+def test_async_calls_wait_together(run):
+    start = time.monotonic()
+    results = run("slow", ["0.5"] * 40 + ["sleeps"], timeout=3.0, concurrency=20)
+    assert time.monotonic() - start < 0.2 * 41 / 2
+    assert list(results.values.values()).count(0.5) == 40
+    assert reason(results.values[40]) == "took longer than 3 s"
+
+
+def test_async_function_that_blocks_is_found_and_the_others_are_repeated(run):
+    results = run("slow", ["1", "2", "blocks", "3"], retries=1)
+    assert [results.values[place] for place in (0, 1, 3)] == [1.0, 2.0, 3.0]
+    assert reason(results.values[2]) == "took longer than 2 s"
+
+
+def test_functions_of_lists(run):
+    assert run("batch", ["1", "2", "3"]).values == {0: 1.0, 1: 2.0, 2: 3.0}
+    results = run("batch", ["1", "none", "3"])
+    assert (results.values[0], reason(results.values[1])) == (1.0, "returned None, not a finite number")
+    assert run("batch_async", ["1", "2"], settings={"add": 1.0}).values == {0: 2.0, 1: 3.0}
+    assert {reason(each) for each in run("short", ["1", "2"]).values.values()} == {"returned 1 values for 2 samples"}
+
+
+def test_a_batch_that_fails_is_repeated_sample_by_sample(run):
+    results = run("batch", ["1", "x", "3", "sleeps"], retries=1)
+    assert (results.values[0], results.values[2]) == (1.0, 3.0)
+    assert "could not convert string to float: 'x'" in reason(results.values[1])
+    assert reason(results.values[3]) == "took longer than 2 s"
+
+
+def test_a_function_that_can_never_work_ends_the_run(run, pool):
+    with pytest.raises(EngineError, match="reward `impossible` cannot be computed: there is no compiler"):
+        run("impossible", ["x"] * 4)
+    assert run("pid", ["x"]).values
+
+
+def test_a_module_that_cannot_be_imported_there_ends_the_run(pool):
+    with pytest.raises(EngineError, match="module `no_such_module` fails when it is imported"):
+        pool.run([Job("x", "no_such_module", [["a", "b"]], [0])], 60.0)
+
+
+def test_the_limit_of_a_step(run):
+    start = time.monotonic()
+    results = run("hostile", ["sleeps"] * 50 + ["good"], timeout=60.0, limit=2.0)
+    assert time.monotonic() - start < 30
+    assert reason(results.values[0]) == "was not done when the 2 s of all rewards of a step were over"
+    assert len(results.values) == 51
+
+
+def test_much_and_odd_text_goes_to_and_fro(run):
+    assert run("hostile", ["x" * 300_000 + "\ud800é"] * 8).values == dict.fromkeys(range(8), 1.0)
+
+
+def test_a_process_ends_with_its_pool(run, pool):
+    number = int(run("pid", ["x"]).values[0])
+    pool.close()
+    assert not Path(f"/proc/{number}").exists()

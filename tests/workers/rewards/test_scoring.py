@@ -1,0 +1,132 @@
+"""From recipes to rewards: sums, weights, branches, what is left out, and when the run ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.schema.errors import InvalidInput, RewardsFailed
+from workers.rewards.scoring import Scorer, find_reward, report
+
+MODULE = '''
+from distflow import reward
+
+@reward(retries=0)
+def number(completion):
+    return float(completion)
+
+@reward(retries=1, timeout=30.0)
+def size(completion, *, unit: float = 1.0):
+    return len(completion) / unit
+
+@reward
+def passed(completion, tests: str, extra: float = 2.0):
+    return float(tests in completion) * extra
+
+@reward
+async def asked(question, completions_of_before=None):
+    return float(len(question))
+
+@reward
+def together(completions: list[str], scores: list[float]) -> list[float]:
+    return [own - sum(scores) / len(scores) for own in scores]
+
+@reward(retries=0)
+def never(completion):
+    raise RuntimeError("no licence")
+'''
+
+
+@pytest.fixture
+def score(module):
+    """`score(recipe, **columns)`: what a new scorer says of them."""
+    module(MODULE)
+
+    def score(recipe, scorer=None, **columns):
+        rows = len(next(iter(columns.values())))
+        return (scorer or Scorer(recipe)).score(columns, [100 + row for row in range(rows)])
+
+    return score
+
+
+def test_one_reward(score):
+    scores = score("number", completions=["1", "2.5"])
+    assert (scores.rewards, scores.keep) == ([1.0, 2.5], [True, True])
+    assert scores.of_term == {"number": [1.0, 2.5]}
+
+
+def test_sums_and_weights(score):
+    completions = ["1", "20"]
+    assert score(["number", "size"], completions=completions).rewards == [2.0, 22.0]
+    scores = score({"number": 2, "size": {"weight": -0.5, "unit": 0.25}}, completions=completions)
+    assert scores.rewards == [2 - 0.5 * 4, 40 - 0.5 * 8]
+    assert scores.of_term == {"number": [1.0, 20.0], "size": [4.0, 8.0]}
+
+
+def test_one_function_twice_with_other_settings_in_branches(score):
+    recipe = {"by": "source", "rewards": {"a": {"size": {"unit": 1.0}}, "b": {"size": {"unit": 2.0}}, "c": "number"}}
+    scores = score(recipe, completions=["1234", "1234", "7", "1234"], source=["a", "b", "c", "b"])
+    assert scores.rewards == [4.0, 2.0, 7.0, 2.0]
+    assert scores.of_term == {"size": [4.0, 2.0, 2.0], "number": [7.0]}
+
+
+def test_a_source_without_a_reward(score):
+    recipe = {"by": "source", "rewards": {"gsm8k": "number", "mbpp": "size"}}
+    with pytest.raises(InvalidInput, match="`source` of row 101 is 'gsm8', for .* Did you mean `gsm8k`?.*gsm8k, mbpp"):
+        score(recipe, completions=["1", "2"], source=["gsm8k", "gsm8"])
+
+
+def test_columns_go_to_the_parameters_that_name_them(score):
+    columns = {"completions": ["ab", "b"], "tests": ["a", "a"], "questions": ["why", "how so"]}
+    assert score("passed", **columns).rewards == [2.0, 0.0]
+    assert score("passed", extra=[3.0, 4.0], **columns).rewards == [3.0, 0.0]
+    assert score("asked", **columns).rewards == [3.0, 6.0]
+    assert score("together", completions=["a", "b"], scores=[1.0, 2.0]).rewards == [-0.5, 0.5]
+
+
+def test_a_row_of_which_one_reward_fails_is_left_out(score):
+    scores = score({"number": 1.0, "size": 1.0}, completions=["1", "many", "inf", "2"])
+    assert scores.keep == [True, False, False, True]
+    assert scores.rewards == [2.0, 0.0, 0.0, 3.0]
+    assert scores.of_term == {"number": [1.0, 2.0], "size": [1.0, 4.0, 3.0, 1.0]}
+    said = report(scores, [100, 101, 102, 103])
+    assert said.startswith("2 of 4 samples left out: reward `number` ")
+    assert "raised ValueError: could not convert string to float: 'many' (sample 101)" in said
+    assert "\n" not in said
+
+
+def test_nothing_is_said_when_nothing_fails(score):
+    assert report(score("number", completions=["1"]), [100]) == ""
+
+
+def test_a_run_without_any_reward_ends_after_some_steps(score):
+    scorer = Scorer({"number": 1.0, "never": 1.0}, patience=3)
+    for _ in range(2):
+        scores = score(None, scorer, completions=["1", "2"])
+        assert report(scores, [5, 6]).startswith("EVERY ONE of 2 samples left out: reward `never` raised RuntimeError: "
+                                                 "no licence (sample 5, and 1 more)")
+        scorer.count(scores)
+    with pytest.raises(RewardsFailed, match="of 3 steps in a row .*`never` raised RuntimeError: no licence") as caught:
+        scorer.count(score(None, scorer, completions=["1", "2"]))
+    assert 'raise RuntimeError("no licence")' in str(caught.value)
+
+
+def test_one_good_sample_and_empty_batches_do_not_end_it(score):
+    scorer = Scorer("number", patience=2)
+    for completions in (["x"], ["1", "x"], ["x"], ["2"], ["x"]):
+        scorer.count(score(None, scorer, completions=completions))
+    with pytest.raises(RewardsFailed):
+        scorer.count(score(None, scorer, completions=["x"]))
+    fresh = Scorer("number", patience=1)
+    fresh.count(fresh.score({"completions": []}, []))
+
+
+def test_timeout_and_retries_of_the_recipe_come_before_those_of_the_function(score):
+    scores = score({"number": {"retries": 3}}, completions=["x", "1"])
+    assert (scores.retried, scores.keep) == (3, [False, True])
+
+
+def test_a_broken_recipe_is_refused():
+    with pytest.raises(InvalidInput, match="cannot be 5"):
+        Scorer(5)
+    with pytest.raises(InvalidInput, match="Did you mean `math`"):
+        find_reward("maths")

@@ -1,0 +1,210 @@
+"""From a recipe and the columns of a batch to rewards, and to what has become of those that failed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you_mean
+from distflow.schema.recipe import Path, Recipe, Term, read_recipe
+from distflow.schema.registry import REWARDS, RewardMarks, load_module
+from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
+from workers.rewards.pool import Failed, Job, Pool
+
+Columns = dict[str, Sequence[Any]]
+Found = dict[tuple[int, int], float | Failed]
+"""By number of the call and of the row."""
+_pools: dict[tuple[int, float], Pool] = {}
+
+
+@dataclass
+class Scores:
+    """What a batch has earned. `rewards` [B] is 0.0 where `keep` [B] is False: a reward of that row has failed."""
+
+    rewards: list[float]
+    keep: list[bool]
+    of_term: dict[str, list[float]] = field(default_factory=dict)
+    """By name of a reward, what it has given before its weight, of the rows whose it is."""
+    failures: list[tuple[str, int, Failed]] = field(default_factory=list)
+    """Name of the reward, place of the row, and why."""
+    retried: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+
+
+class Scorer:
+    """Scores batches by one recipe. It counts the batches in a row of which nothing is left."""
+
+    def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
+                 patience: int = 3):
+        self.recipe, flaws = read_recipe(recipe)
+        for flaw in flaws:
+            raise InvalidInput(Mistake(flaw.what, None, flaw.hint))
+        self.functions = {term.name: find_reward(term.name) for term in self.recipe.terms}
+        self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
+        self.calls, self.call_of = _distinct(self.recipe.terms)
+        self.pool = _pool(workers or _sensible_number(), memory_gib)
+        self.limit, self.patience, self.lost = limit, patience, 0
+
+    def score(self, columns: Columns, names: Sequence[int]) -> Scores:
+        """The rewards of all rows. `names` [B]: what a row is called where people read it.
+
+        Raises:
+            InvalidInput: a row has a source for which the recipe says nothing.
+        """
+        start = time.perf_counter()
+        terms = _terms_of_rows(self.recipe, columns, len(names), names)
+        results: Found = {}
+        jobs: list[Job] = []
+        places: list[tuple[int, int]] = []
+        for call, term in enumerate(self.calls):
+            rows = [row for row, own in enumerate(terms) if any(self.call_of[each.path] == call for each in own)]
+            if rest := self._at_once(call, rows, columns, results):
+                keys = list(range(len(places), len(places) + len(rest)))
+                jobs.append(_job(term, self.functions[term.name], self.contracts[term.name], columns, rest, keys))
+                places += [(call, row) for row in rest]
+        done = self.pool.run(jobs, self.limit)
+        results |= {places[key]: value for key, value in done.values.items()}
+        scores = _combine(terms, self.call_of, results)
+        scores.retried, scores.timeouts, scores.seconds = done.retried, done.timeouts, time.perf_counter() - start
+        return scores
+
+    def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found) -> list[int]:
+        """What the rank itself can say in no time; the rows that are left."""
+        term = self.calls[call]
+        function, contract = self.functions[term.name], self.contracts[term.name]
+        marks: RewardMarks = function.__distflow_reward__
+        quick = function if marks.in_rank else marks.shortcut
+        if quick is None:
+            return rows
+        rest = []
+        for row, arguments in zip(rows, _arguments(contract, columns, rows)):
+            value = quick(*arguments, **term.settings)
+            if value is None:
+                rest.append(row)
+            else:
+                results[call, row] = float(value) if math.isfinite(value) else Failed(f"returned {value}")
+        return rest
+
+    def count(self, scores: Scores) -> None:
+        """Note whether anything is left of a batch.
+
+        Raises:
+            RewardsFailed: this is the last of `patience` batches in a row of which nothing is.
+        """
+        self.lost = 0 if any(scores.keep) or not scores.keep else self.lost + 1
+        if self.lost < self.patience:
+            return
+        name, _, failed = scores.failures[-1]
+        raise RewardsFailed(f"no sample of {self.lost} steps in a row has a reward on this rank: there is nothing to "
+                            f"learn from. The last: reward `{name}` {failed.reason}\n{failed.trace}".rstrip())
+
+
+def find_reward(name: str) -> Any:
+    """The registered reward function.
+
+    Raises:
+        InvalidInput: there is none of that name.
+    """
+    if name not in REWARDS:
+        for module in SHIPPED:
+            load_module(module)
+    if name not in REWARDS:
+        raise InvalidInput(f"there is no reward `{name}`. {did_you_mean(name, REWARDS)}")
+    return REWARDS[name]
+
+
+def report(scores: Scores, names: Sequence[int]) -> str:
+    """One line about the rows that failed; "" if none has."""
+    if not scores.failures:
+        return ""
+    lost, every = scores.keep.count(False), "EVERY ONE" if not any(scores.keep) else ""
+    parts = []
+    for name in dict.fromkeys(name for name, _, _ in scores.failures):
+        mine = [(row, failed) for other, row, failed in scores.failures if other == name]
+        reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
+        first = next(row for row, failed in mine if failed.reason == reason)
+        more = f", and {count - 1} more" if count > 1 else ""
+        parts.append(f"reward `{name}` {_one_line(reason)} (sample {names[first]}{more})")
+    return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _pool(size: int, memory_gib: float) -> Pool:
+    if (size, memory_gib) not in _pools:
+        _pools[size, memory_gib] = Pool(size, memory_gib)
+    return _pools[size, memory_gib]
+
+
+def _sensible_number() -> int:
+    """As many as this rank has cores to itself; two at least, so that one that hangs does not stop the rest."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(8, max(2, cores))
+
+
+def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[int]) -> list[tuple[Term, ...]]:
+    if not recipe.by:
+        return [recipe.branches[""]] * rows
+    sources = columns[recipe.by]
+    for row, source in enumerate(sources):
+        if recipe.of(source) is None:
+            raise InvalidInput(f"`{recipe.by}` of row {names[row]} is {source!r}, for which no reward is given. "
+                               f"{did_you_mean(source, recipe.branches, 'There are rewards for')}")
+    return [recipe.branches[source] for source in sources]
+
+
+def _distinct(terms: list[Term]) -> tuple[list[Term], dict[Path, int]]:
+    """The calls to make, and which one each term (by its path) wants: branches may share them."""
+    calls: list[Term] = []
+    call_of: dict[Path, int] = {}
+    for term in terms:
+        alike = (number for number, call in enumerate(calls) if (call.name, call.timeout, call.retries, call.settings)
+                 == (term.name, term.timeout, term.retries, term.settings))
+        call_of[term.path] = next(alike, len(calls))
+        if call_of[term.path] == len(calls):
+            calls.append(term)
+    return calls, call_of
+
+
+def _arguments(contract: RewardContract, columns: Columns, rows: list[int]) -> list[list[Any]]:
+    given = [columns[read.name] for read in contract.columns.values() if read.name in columns]
+    return [[column[row] for column in given] for row in rows]
+
+
+def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, rows: list[int],
+         keys: list[int]) -> Job:
+    marks: RewardMarks = function.__distflow_reward__
+    there = [read.name in columns for read in contract.columns.values()]
+    positional = there.index(False) if False in there else len(there)
+    names = [name for name, read in contract.columns.items() if read.name in columns][positional:]
+    arguments = _arguments(contract, columns, rows)
+    if contract.batched:
+        arguments = [[list(values) for values in zip(*arguments)]]
+    return Job(term.name, function.__module__, arguments, keys, term.settings,
+               marks.timeout if term.timeout is None else term.timeout,
+               marks.retries if term.retries is None else term.retries, marks.concurrency, contract.batched,
+               inspect.iscoroutinefunction(function), positional, names)
+
+
+def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: Found) -> Scores:
+    scores = Scores([0.0] * len(terms), [True] * len(terms))
+    for row, own in enumerate(terms):
+        for term in own:
+            found = results[call_of[term.path], row]
+            if isinstance(found, Failed):
+                scores.keep[row] = False
+                scores.failures.append((term.name, row, found))
+            else:
+                scores.rewards[row] += term.weight * found
+                scores.of_term.setdefault(term.name, []).append(found)
+        scores.rewards[row] *= scores.keep[row]
+    return scores

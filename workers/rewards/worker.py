@@ -1,0 +1,206 @@
+"""A process that calls reward functions for its rank, one job after the other.
+
+    rank → worker   a job: {job, name, module, settings, timeout, concurrency, batched, positional, names, rows}
+    worker → rank   ["loaded", job], then for each row ["value", job, row, number] or
+                    ["failed", job, row, reason, trace], at last ["done", job]; or ["impossible", job, why]
+
+Both are msgpack, back to back on a pipe each. A row is the list of its arguments; a function of lists gets one row,
+whose values are lists, and its numbers come back as rows 0, 1, ….
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgpack
+
+from distflow.schema.errors import DistflowError
+from distflow.schema.registry import REWARDS, load_module
+from workers.jail import kernel
+from workers.jail.processes import descendants, kill_descendants
+
+_READ = 1 << 16
+_TRACE = 4000
+"""Characters of a traceback that are sent; its end says most."""
+Job = dict[str, Any]
+
+
+class Failure(Exception):
+    """A call that has not come to a finite number."""
+
+
+def main(jobs: int, results: int, parent: int, memory: int) -> None:
+    """Work until the rank closes `jobs`. `memory` is in bytes; the kernel refuses more to this process."""
+    _settle(jobs, results, parent, memory)
+    worker, unpacker = Worker(results), msgpack.Unpacker(unicode_errors="surrogatepass", max_buffer_size=0)
+    while data := os.read(jobs, _READ):
+        unpacker.feed(data)
+        for job in unpacker:
+            worker.work(job)
+    kill_descendants(os.getpid())
+
+
+def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
+    for number in (jobs, results):
+        os.set_inheritable(number, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)  # the rank ended before it could be noticed
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out all the same, this process goes and not the rank
+
+
+class Worker:
+    """Runs jobs and sends what comes of them."""
+
+    def __init__(self, results: int):
+        self.results, self.process = results, os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self.known: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.companions: set[int] = set()
+        """Processes that modules have started while they were imported; they may stay."""
+
+    def work(self, job: Job) -> None:
+        try:
+            function = self._function(job)
+            self._send("loaded", job)
+            self._run(function, job)
+        except DistflowError as error:
+            self._send("impossible", job, f"{error}")
+        else:
+            self._send("done", job)
+
+    def _function(self, job: Job) -> Callable[..., Any]:
+        name, known = job["name"], (job["module"], job["name"])
+        if known not in self.known:
+            load_module(job["module"])
+            if name not in REWARDS:
+                raise DistflowError(f"reward `{name}` is not there when module `{job['module']}` is imported alone. "
+                                    "Define it at the top of a module, and import no module that needs the run.")
+            self.known[known] = REWARDS[name]
+            self.companions = descendants(self.process)
+        return self.known[known]
+
+    def _run(self, function: Callable[..., Any], job: Job) -> None:
+        coroutine = inspect.iscoroutinefunction(function)
+        if coroutine and not job["batched"]:
+            self.loop.run_until_complete(self._run_async(function, job))
+            self._end_leftovers()
+            return
+        for index, row in enumerate(job["rows"]):
+            try:
+                result = _call(function, job, row)
+                value = self.loop.run_until_complete(asyncio.wait_for(result, job["timeout"])) if coroutine else result
+                self._same_process()
+                self._end_leftovers()
+                self._send_values(job, index, value)
+            except DistflowError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever a user's function raises ends here
+                self._same_process()
+                self._send_failure(job, index, error)
+
+    async def _run_async(self, function: Callable[..., Coroutine[Any, Any, Any]], job: Job) -> None:
+        free = asyncio.Semaphore(job["concurrency"])
+
+        async def one(index: int, row: list[Any]) -> None:
+            async with free:
+                try:
+                    value = await asyncio.wait_for(_call(function, job, row), job["timeout"])
+                    self._same_process()
+                    self._send_values(job, index, value)
+                except DistflowError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._same_process()
+                    self._send_failure(job, index, error)
+
+        await asyncio.gather(*(one(index, row) for index, row in enumerate(job["rows"])))
+
+    def _send_values(self, job: Job, index: int, value: Any) -> None:
+        if not job["batched"]:
+            self._send("value", job, index, _number(value))
+            return
+        values = value.tolist() if hasattr(value, "tolist") else value
+        count = len(job["rows"][index][0])
+        if not isinstance(values, list | tuple) or len(values) != count:
+            shown = f"{len(values)} values" if isinstance(values, list | tuple) else repr(value)[:200]
+            raise Failure(f"returned {shown} for {count} samples")
+        for row, item in enumerate(values):
+            try:
+                self._send("value", job, row, _number(item))
+            except Failure as error:
+                self._send("failed", job, row, str(error), "")
+
+    def _send_failure(self, job: Job, index: int, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, Failure) else f"raised {type(error).__name__}: {str(error)[:300]}"
+        if isinstance(error, TimeoutError) and not str(error):
+            reason = f"took longer than {job['timeout']:g} s"
+        trace = "" if isinstance(error, Failure) else traceback.format_exc()[-_TRACE:]
+        for row in range(len(job["rows"][0][0])) if job["batched"] else (index,):
+            self._send("failed", job, row, reason, trace)
+
+    def _same_process(self) -> None:
+        """A function that forks and lets both come back has made a second worker: it must not speak."""
+        if os.getpid() != self.process:
+            os._exit(0)
+
+    def _end_leftovers(self) -> None:
+        """End what a call has started and left running.
+
+        Raises:
+            Failure: there was something.
+        """
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # no child at all, as nearly always
+        killed = kill_descendants(self.process, self.companions)
+        for process in killed:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, 0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if killed:
+            raise Failure(f"left {len(killed)} processes running, which were ended; what is to stay must be started "
+                          "while the module is imported")
+
+    def _send(self, kind: str, job: Job, *more: Any) -> None:
+        data = msgpack.packb([kind, job["job"], *more], unicode_errors="surrogatepass")
+        while data:
+            data = data[os.write(self.results, data) :]
+
+
+def _call(function: Callable[..., Any], job: Job, row: list[Any]) -> Any:
+    positional = job["positional"]
+    return function(*row[:positional], **dict(zip(job["names"], row[positional:])), **job["settings"])
+
+
+def _number(value: Any) -> float:
+    """A reward as a float.
+
+    Raises:
+        Failure: it is no finite number.
+    """
+    try:
+        number = None if isinstance(value, str | bytes | None) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor of many
+        number = None
+    if number is None or not math.isfinite(number):
+        raise Failure(f"returned {repr(value)[:200]}, not a finite number")
+    return number
+
