@@ -41,14 +41,15 @@ class Role:
     """What a model function gets as its first parameter. All methods but `decode` are collective over the ranks."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
-                 mesh: DeviceMesh, spec: Spec, samples: bool):
+                 mesh: DeviceMesh, spec: Spec, stream: int | None):
+        """`stream` numbers the roles that sample, so that no two of them draw alike; None for one that does not."""
         trained = spec.dag.roles[name].trained
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.config, self.generation_config = model.config, model.generation_config
-        self.seed, self.step = spec.run.seed, 0
+        self.seed, self.step, self.stream = spec.run.seed, 0, stream
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
-        self.rollout = _rollout(model, tokenizer, settings, mesh) if samples else None
+        self.rollout = _rollout(model, tokenizer, settings, mesh) if stream is not None else None
         self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained)
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
@@ -58,8 +59,7 @@ class Role:
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
         self._refresh()
-        key = key_of(self.seed, self.step)
-        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens)
+        return self.rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens)
 
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
@@ -67,8 +67,11 @@ class Role:
         Only this call is collective; what happens in the session concerns this rank alone.
         """
         self._refresh()
-        session = self.rollout.session(key_of(self.seed, self.step), keeps=True)
+        session = self.rollout.session(self._key(), keeps=True)
         return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+
+    def _key(self) -> int:
+        return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
     def _refresh(self) -> None:
         """Bring the newest weights to the engine that samples."""
@@ -116,10 +119,10 @@ class Role:
 
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
-    roles = {}
+    roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     for name in sorted(names):
         model, tokenizer = load_model(spec, spec.model_of(name))
-        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
+        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, streams.get(name))
     return roles
 
 
