@@ -8,6 +8,7 @@ from distflow.schema.environments import reading
 from distflow.schema.errors import Mistake, did_you_mean, listing, nearest
 from distflow.schema.rewards import with_columns
 from distflow.schema.spec import Spec
+from distflow.schema.templates import with_fields
 from planners.heads import check_heads
 
 
@@ -26,7 +27,9 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Mistake]]:
         if mistake:
             mistakes.append(mistake)
         if contract:
-            bound[name] = reading(spec, name, with_columns(spec, name, contract))
+            for with_more in (with_columns, reading, with_fields):
+                contract = with_more(spec, name, contract)
+            bound[name] = contract
     mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),
                  *check_heads(spec, bound, model_roles(spec)), *_check_use(spec, bool(nameless))]
     return bound, nameless | (set(spec.dag.nodes) - set(bound)), mistakes

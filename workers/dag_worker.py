@@ -102,12 +102,18 @@ class DagWorker:
         engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
+        current().scope = task.node if self._has_twin(task) else ""
         result = self.functions[task.node](*engine, **arguments, **task.settings)
+        current().scope = ""
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
             raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
                               f"to a copy:  {name} = {name}.clone()")
         current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
         return _as_columns(task, result, len(ids)), ids
+
+    def _has_twin(self, task: Task) -> bool:
+        """Another node runs the same function."""
+        return sum(other.function == task.function for other in self.chain) > 1
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source

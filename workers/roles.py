@@ -40,18 +40,20 @@ class Role:
     collective over the ranks."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
-                 mesh: DeviceMesh, spec: Spec, samples: bool):
+                 mesh: DeviceMesh, spec: Spec, stream: int | None):
+        """`stream` numbers the roles that sample, so that no two of them draw alike; None for one that does not."""
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.kind, self.config, self.sight = type(model), model.config, getattr(model, "sight", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
-        self.seed, self.step, self.max_target_tokens = spec.run.seed, 0, spec.run.data.max_target_tokens
+        self.seed, self.step, self.stream = spec.run.seed, 0, stream
+        self.max_target_tokens = spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
         if mesh.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
-        whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, samples) if self.lora else []
-        self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if samples else None
+        whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, stream is not None) if self.lora else []
+        self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if stream is not None else None
         self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
                                  whole)
 
@@ -67,8 +69,7 @@ class Role:
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
         self._refresh()
-        key = key_of(self.seed, self.step)
-        return self.rollout.generate(prompts, repeats, ids, key, temperature, max_new_tokens, images)
+        return self.rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
 
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
@@ -76,8 +77,11 @@ class Role:
         Only this call is collective; what happens in the session concerns this rank alone.
         """
         self._refresh()
-        session = self.rollout.session(key_of(self.seed, self.step), keeps=True)
+        session = self.rollout.session(self._key(), keeps=True)
         return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+
+    def _key(self) -> int:
+        return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
     def _refresh(self) -> None:
         """Bring the newest weights to the engine that samples."""
@@ -169,11 +173,11 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
 
 def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
-    roles = {}
+    roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
-        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, name in sampling)
+        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)

@@ -16,6 +16,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[str, float, float]] = {}
+        self.scope = ""
+        """What is reported is also reported as NAME/SCOPE, so that nodes that run one function can be told apart."""
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
@@ -34,7 +36,8 @@ class Metrics:
         self._merge(name, (_MAX, float(value), 0.0))
 
     def _merge(self, name: str, entry: tuple[str, float, float]) -> None:
-        self._values[name] = _merged(name, self._values.get(name), entry)
+        for each in (name, f"{name}/{self.scope}") if self.scope else (name,):
+            self._values[each] = _merged(each, self._values.get(each), entry)
 
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
         """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it.

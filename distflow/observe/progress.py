@@ -9,8 +9,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_SHOWN = (("reward/mean", "reward", ".3f"), ("loss", "loss", "+.4f"), ("response/length", "length", ".1f"),
-          ("tokens_per_second", "tok/s", ",.0f"))
+_SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
+          ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
 
 
 class StepProgress:

@@ -19,6 +19,8 @@ Regex = str
 
 Environment = str
 """The annotation of a setting that names an environment."""
+Template = str
+"""The annotation of a setting that is a text with columns in braces: see `distflow.schema.templates`."""
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}

@@ -20,6 +20,7 @@ from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
 from distflow.schema.shipped import SHIPPED, find, find_yaml
 from distflow.schema.source import Source, parse_value, read
+from distflow.schema.templates import check_templates
 
 _DAG_KEYS = {"nodes", "imports"}
 _DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
@@ -120,7 +121,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    mistakes += [*check_lora(spec), *check_rewards(spec), *check_environments(spec)]
+    mistakes += [*check_lora(spec), *check_rewards(spec), *check_environments(spec), *check_templates(spec)]
     return spec
 
 

@@ -44,16 +44,18 @@ class Host:
         self.shared: list[Process] = []
         self.over: list[int] = []
         """Processes that have been told to end."""
+        self.lost = 0
+        """Steps in a row of which every trajectory has failed."""
         self.failures: deque[tuple[int, Failure]] = deque()
         self.nursery, self.line = self._start()
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         job = {"kind": self.hosting.kind, "settings": self.hosting.settings, "path": sys.path,
-               "memory_mib": self.hosting.memory_mib}
+               "memory_gib": self.hosting.memory_gib}
         with theirs:
             nursery = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
-                                       pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr,
+                                       pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
                                        start_new_session=True)
         ours.settimeout(_START)
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -20,15 +19,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from workers.jail import kernel
+from workers.jail.processes import kill_descendants
 
 
 def main() -> None:
     """`python -c … FD JOB`: say whether the environment could be loaded, then fork and kill as told over the line."""
     line, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     sys.path[:] = job["path"]
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     try:
         from distflow.schema.environments import load_environment
         from workers.environments import instances  # noqa: F401 - loaded once for all that are forked
@@ -75,38 +76,18 @@ class _Nursery:
         from workers.environments.instances import serve
 
         os.setsid()
-        _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _control(_PR_SET_CHILD_SUBREAPER, 0)
+        kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         self.line.close()
-        limit = self.job["memory_mib"] << 20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        memory = int(self.job["memory_gib"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out it is this process that goes
         serve(line, self.kind, self.job["settings"])
 
     def _end(self, ended: list[int]) -> None:
-        """These processes with their groups, and what has left a group: an orphan becomes the nursery's child."""
-        for child in self.children.intersection(ended):
-            for send in (os.killpg, os.kill):  # one that has just been forked leads no group yet
-                with contextlib.suppress(ProcessLookupError):
-                    send(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            self.children.discard(child)
-        while strays := _children() - self.children:
-            for stray in strays:
-                os.kill(stray, signal.SIGKILL)
-                os.waitpid(stray, 0)
-
-
-def _children() -> set[int]:
-    """Those of this process, ended ones included."""
-    found = set()
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(name))
-    return found
-
-
-def _control(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
+        """These processes, and all that does not stem from another one that is held: orphans become the nursery's."""
+        self.children.difference_update(ended)
+        kill_descendants(os.getpid(), self.children)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass

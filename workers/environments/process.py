@@ -41,8 +41,8 @@ class Hosting:
     """Which the environments share, if they are safe; else each has its own."""
     seconds: float = 10.0
     """That a step may take."""
-    memory_mib: int = 4096
-    """Of addresses, for each process."""
+    memory_gib: float = 4.0
+    """For each process."""
 
 
 @dataclass(eq=False)

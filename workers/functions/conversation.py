@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow import Ragged, Turn, node
+from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.schema.environments import kind_of, load_environment
+from distflow.schema.errors import EngineError
 from distflow.schema.registry import Environment
 from workers.engines.chat import Between
 from workers.engines.decoding import Row, Session
@@ -22,6 +24,10 @@ from workers.environments.host import Failure, Host, Hosting, host_of
 from workers.functions.rollout import fingerprint
 from workers.roles import Role
 
+_REASONS, _ROWS = 8, 20
+"""So many are named in the events of a step, and in each of them."""
+_PATIENCE = 3
+"""Steps in a row of which every trajectory may fail."""
 Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]
 
 
@@ -29,33 +35,41 @@ Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tenso
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
               "turns", "keep"),
       bounds={"max_turns": ">= 1", "max_new_tokens": ">= 1", "max_tokens": ">= 1", "step_seconds": "> 0",
-              "processes": ">= 1", "memory_mib": ">= 1"})
+              "processes": ">= 1", "memory_gib": "> 0"})
 def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: int = 4,
              max_new_tokens: int | None = None, max_tokens: int = 1024,
              observation_role: Literal["user", "tool"] = "user", step_seconds: float = 10.0, processes: int = 2,
-             memory_mib: int = 4096, **columns: list[str],
+             memory_gib: float = 4.0, **columns: list[str],
              ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
     """`group_size` conversations with an environment for each prompt: all that follows the prompt, which tokens of it
     were sampled, the rewards that the environment gave, the number of turns, and whether it came to a proper end.
 
     A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends before.
     A trajectory whose environment fails, or takes longer than `step_seconds`, is not kept.
+
+    Raises:
+        EngineError: all of them have failed in several steps in a row.
     """
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     session, rows = engine.converse(prompts, ids, group_size, min(own, max_tokens))
     kind = kind_of(load_environment(environment))
     hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
-                      memory_mib)
+                      memory_gib)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
     talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()})
              for place, each in enumerate(rows)]
     for start in range(0, len(rows), group_size):
         session.add(rows[start : start + group_size])
-    talking = _Talking(session, host_of(hosting), engine, between, (max_turns, own, max_tokens))
+    host = host_of(hosting)
+    talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
     talking.run(talks)
     _report(talks, ids, environment, talking.idle)
+    host.lost = host.lost + 1 if talks and all(talk.failure for talk in talks) else 0
+    if host.lost >= _PATIENCE:
+        raise EngineError(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a row; "
+                          f"the last: {talks[-1].failure.reason}")
     return _columns(talks, engine)
 
 
@@ -170,9 +184,20 @@ def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float) -> N
     metrics.maximum("environment/idle_seconds", idle)
     metrics.add("response/fingerprint", fingerprint(Ragged.from_rows([torch.tensor(talk.text) for talk in talks]), ids))
     if failed:
-        rank = f"[rank {dist.get_rank()}] " if dist.is_initialized() and dist.get_world_size() > 1 else ""
-        print(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left out; "
-              f"the first, of row {failed[0].row.id}: {failed[0].failure.reason}", flush=True)
+        _tell(talks, failed, environment)
+
+
+def _tell(talks: list[_Talk], failed: list[_Talk], environment: str) -> None:
+    """Say what has failed: one line for people, and an event for each reason."""
+    alike: dict[str, list[int]] = {}
+    for talk in failed:
+        alike.setdefault(talk.failure.reason, []).append(talk.row.id)
+    rank = f"[rank {events.current().rank}] "
+    reason, rows = max(alike.items(), key=lambda item: len(item[1]))
+    print(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left out; "
+          f"{len(rows)} of them, as row {rows[0]}: {reason}", file=sys.stderr, flush=True)
+    for reason, rows in list(alike.items())[:_REASONS]:
+        events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
 
 
 def _columns(talks: list[_Talk], engine: Role) -> Columns:

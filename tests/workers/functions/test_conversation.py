@@ -1,0 +1,255 @@
+"""Conversations: what is written, what is trained, and that sampling goes on while environments work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distflow.data.batch import Ragged
+from distflow.observe.metrics import current
+from distflow.observe.trajectories import trajectories
+from distflow.schema.errors import EngineError
+from distflow.schema.registry import Turn
+from distflow.schema.run import Generation
+from workers.engines.chat import Between
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.hf import HFRollout
+from workers.engines.policy import Policy, inputs_of
+from workers.environments import host as hosts
+from workers.functions import conversation
+from workers.functions.conversation import converse
+
+SOURCE = '''
+from distflow import Turn, environment
+
+@environment(safe=True)
+class Echo:
+    """Says what it heard and how long it is; the second column decides what becomes of the row."""
+    def __init__(self, question, fate, *, turns=3):
+        self.question, self.fate, self.turns, self.heard = question, fate, turns, 0
+
+    def step(self, text):
+        self.heard += 1
+        if self.fate == "break" and self.heard == 2:
+            raise OSError("the tool is gone")
+        if self.fate == "long":
+            return Turn("so " * 500)
+        return Turn(f"{self.question}: {len(text)}", done=self.heard == self.turns, reward=0.5 * self.heard)
+'''
+COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "keep")
+
+
+@pytest.fixture
+def role(tmp_path, monkeypatch):
+    """What a conversation needs of a role: a model that samples, and its tokenizer."""
+    (tmp_path / "echoes.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenizer = build_tokenizer(["a question and an answer"])
+    model = build_model(len(tokenizer), 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    settings = SimpleNamespace(generation=Generation(max_new_tokens=6))
+    rollout = HFRollout(model, settings.generation, tokenizer.pad_token_id, [tokenizer.eos_token_id, *range(5, 60)])
+    rollout.version = 4
+    yield SimpleNamespace(
+        tokenizer=tokenizer, settings=settings, rollout=rollout, model=model,
+        converse=lambda prompts, ids, repeats, limit: (
+            rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit)),
+        decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
+    current().collect(lambda mine: [mine])
+    for host in hosts._hosts.values():
+        host.close()
+    hosts._hosts.clear()
+
+
+@pytest.fixture
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 3, 9)])
+
+
+def talk(role, prompts, fates=("", "", ""), **settings):
+    settings = {"environment": "echoes:Echo", "group_size": 2, "max_tokens": 200, **settings}
+    values = converse(role, prompts, torch.arange(3), questions=["one", "two", "three"], fate=list(fates), **settings)
+    return SimpleNamespace(**dict(zip(COLUMNS, values, strict=True)))
+
+
+def test_what_is_written_fits_together(role, prompts):
+    found, between = talk(role, prompts), Between(role.tokenizer, role.rollout.end_tokens.tolist())
+    assert found.turns.tolist() == [3] * 6
+    assert found.rewards.tolist() == [3.0] * 6
+    assert found.keep.tolist() == [True] * 6
+    assert set(found.versions.values.tolist()) == {4}
+    assert found.versions.values.dtype == torch.int32
+    assert found.logprobs.values[~found.mask.values].eq(0).all()
+    assert found.logprobs.values[found.mask.values].lt(0).all()
+    for row, (tokens, mask) in enumerate(zip(found.responses.rows, found.mask.rows)):
+        turns = _runs(tokens.tolist(), mask.tolist())
+        assert len(turns) == 5
+        for said, observed in zip(turns[::2], turns[1::2]):
+            text = role.tokenizer.decode(said, skip_special_tokens=True)
+            ended = said[-1] in role.rollout.end_tokens.tolist()
+            assert observed == between.tokens(f"{('one', 'two', 'three')[row // 2]}: {len(text)}", ended)
+    assert role.decode(found.responses) == found.completions
+
+
+def _runs(tokens: list[int], mask: list[bool]) -> list[list[int]]:
+    """Tokens in runs of the same mask."""
+    runs, last = [], None
+    for token, sampled in zip(tokens, mask):
+        if sampled != last:
+            runs.append([])
+        runs[-1].append(token)
+        last = sampled
+    return runs
+
+
+def test_the_trainer_agrees_on_every_sampled_token(role, prompts):
+    found = talk(role, prompts)
+    repeated = prompts.select(torch.arange(3).repeat_interleave(2))
+    with torch.no_grad():
+        logprobs, _ = Policy(role.model)(*inputs_of(repeated, found.responses, 0, torch.device("cpu")), 1.0)
+    mask = found.mask.values
+    assert (logprobs - found.logprobs.values)[mask].abs().max() < 1e-5
+    assert (logprobs - found.logprobs.values)[~mask].abs().min() > 1e-3  # what was observed counts for nothing
+
+
+def test_the_tokens_do_not_depend_on_company_or_on_the_kept_past(role, prompts):
+    """Or on how many turns others take, and in which order their environments answer."""
+    role.model.double()
+    whole = talk(role, prompts)
+    role.rollout.generation = Generation(max_new_tokens=6, batch_rows=2)
+    few = talk(role, prompts)
+    assert whole.responses.values.tolist() == few.responses.values.tolist()
+    alone = converse(role, prompts.slice(1, 2), torch.tensor([1]), environment="echoes:Echo", group_size=2,
+                     max_tokens=200, questions=["two"], fate=[""])
+    assert alone[0].values.tolist() == whole.responses.slice(2, 4).values.tolist()
+
+
+def test_limits_of_turns_and_tokens(role, prompts):
+    assert talk(role, prompts, max_turns=2).turns.tolist() == [2] * 6
+    assert talk(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
+    current().collect(lambda mine: [mine])
+    cut = talk(role, prompts, fates=("", "long", ""), max_tokens=60)
+    metrics = current().collect(lambda mine: [mine])
+    assert cut.turns.tolist() == [3, 3, 1, 1, 3, 3]
+    assert cut.keep.all()
+    assert metrics["environment/cut"] == 2
+    assert cut.responses.lengths.max() <= 60
+    assert talk(role, prompts, max_tokens=4).responses.lengths.max() <= 4
+    short = talk(role, prompts, max_new_tokens=1)
+    assert [sum(mask.tolist()) for mask in short.mask.rows] == [3] * 6
+
+
+def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
+    found = talk(role, prompts, fates=("", "break", ""))
+    metrics = current().collect(lambda mine: [mine])
+    assert found.keep.tolist() == [True, True, False, False, True, True]
+    assert found.turns.tolist() == [3, 3, 2, 2, 3, 3]
+    assert (metrics["environment/failed"], metrics["environment/timeouts"]) == (2, 0)
+    assert metrics["environment/reward"] == 3.0
+    assert not any(mask.any() for mask in found.mask.rows[2:4])
+    said = capsys.readouterr().err
+    assert "2 of 6 trajectories failed and are left out; 2 of them, as row 2: OSError: the tool is gone" in said
+    assert said.count("environment `echoes:Echo`") == 1
+
+
+def test_an_environment_that_always_fails_ends_the_run(role, prompts):
+    for _ in range(2):
+        talk(role, prompts, fates=("break",) * 3)
+    with pytest.raises(EngineError, match="every trajectory of 3 steps in a row.*the tool is gone"):
+        talk(role, prompts, fates=("break",) * 3)
+
+
+def test_no_rows(role):
+    empty = Ragged.from_rows([])
+    values = converse(role, empty, torch.empty(0, dtype=torch.int64), environment="echoes:Echo", questions=[], fate=[])
+    assert [len(value) for value in values] == [0] * 8
+
+
+class Late:
+    """A host that answers the even rows at once, and the odd ones when nothing is left to sample."""
+
+    lost = 0
+
+    def __init__(self, log):
+        self.log, self.asked = log, []
+
+    @property
+    def busy(self):
+        return bool(self.asked)
+
+    def step(self, row, columns, text):
+        self.asked.append(row)
+        self.log.append(("ask", row))
+
+    def turns(self, patience=0.0):
+        ready = [row for row in self.asked if row % 2 == 0] or (self.asked if patience > 60 else [])
+        self.asked = [row for row in self.asked if row not in ready]
+        self.log += [("answer", row) for row in ready]
+        return [(row, Turn("go on", done=self.log.count(("ask", row)) == 3)) for row in ready]
+
+    def end(self, row): ...
+
+    def tidy(self): ...
+
+
+def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkeypatch):
+    """The rows with a quick environment come to their ends before any of the slow ones has answered once."""
+    log = []
+    monkeypatch.setattr(conversation, "host_of", lambda hosting: Late(log))
+    found = talk(role, prompts)
+    assert found.turns.tolist() == [3] * 6
+    first_late = log.index(next(event for event in log if event[0] == "answer" and event[1] % 2))
+    assert {row: log[:first_late].count(("answer", row)) for row in (0, 2, 4)} == {0: 3, 2: 3, 4: 3}
+    assert all(log[:first_late].count(("ask", row)) == 1 for row in (1, 3, 5))
+
+
+def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, monkeypatch):
+    path = tmp_path / "trajectories/rank0.jsonl"
+    trajectories().open(path, rows=4)
+    trajectories().start(6)
+    seen = []
+
+    def lines() -> list[dict]:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    step = role.rollout.session
+    monkeypatch.setattr(role.rollout, "session", lambda *words, **more: _watched(step(*words, **more), seen, lines))
+    found = talk(role, prompts)
+    try:
+        rows = lines()
+        assert 0 < max(seen[:-1]) < len(rows)
+        assert len({line["row"] for line in rows}) == 4
+        for row in {line["row"] for line in rows}:
+            mine = [line for line in rows if line["row"] == row]
+            assert [line["turn"] for line in mine] == [1, 2, 3]
+            assert sum(line["reward"] for line in mine) == 3.0
+            assert sum(line["tokens"] for line in mine) == int(found.mask.rows[row].sum())
+            assert mine[-1] == {**mine[-1], "step": 7, "done": True}
+            assert all(line["seconds"] >= 0 for line in mine)
+        trajectories().open(path, rows=4, resumed_at=6)
+        assert lines() == []
+    finally:
+        trajectories().__init__()
+
+
+def _watched(session, seen, lines):
+    step = session.step
+
+    def watched():
+        seen.append(len(lines()))
+        return step()
+
+    session.step = watched
+    return session
+
+
+def test_the_file_is_bounded(tmp_path):
+    own = type(trajectories())()
+    own.open(Path(tmp_path / "t.jsonl"), rows=0)
+    own.start(0)
+    own.write(1, {"turn": 1})
+    assert not (tmp_path / "t.jsonl").exists()
