@@ -1,0 +1,79 @@
+"""Whole runs of a model that sees: the same DAGs, questions with images."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import ROOT, metrics_of
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from distflow.data.images import open_images
+from distflow.data.records import open_records
+
+MODEL = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}"
+SEEING = ("--run-file", "tiny.yaml", "--set", f"roles.actor.model={MODEL}", "--set", "data.images=image",
+          "--set", "data.train=pictures.jsonl")
+
+
+@pytest.fixture
+def pictures(workspace):
+    """Ten questions: most with one image, one with two, one with none; the files lie beside the data."""
+    records = open_records(ROOT / "dags/data/squares/train.parquet").get(range(12))
+    for index, record in enumerate(records):
+        open_images(record, "image", workspace)[0].save(workspace / f"{index}.png")
+    lines = [{"question": f"How many squares? {index}", "answer": "#### 1", "image": f"{index}.png"}
+             for index in range(8)]
+    lines.append({"question": "Here <image> and there <image>?", "answer": "#### 2", "image": ["8.png", "9.png"]})
+    lines.append({"question": "What is not there?", "answer": "#### 0", "image": []})
+    (workspace / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return workspace
+
+
+@pytest.mark.parametrize("lora", [(), ("--set", "roles.actor.lora={rank: 4}")], ids=["whole", "adapters"])
+def test_ranks_and_layouts_change_nothing(launch, pictures, lora):
+    """The last run moves rows, images among them, and has one row without any image to itself now and then."""
+    grpo = ("--dag", "grpo.yaml", *SEEING, *lora, "--set", "data.batch=5")
+    launch(1, *grpo, "--name", "one")
+    launch(2, *grpo, "--name", "two", "--set", "roles.actor.micro_batch_tokens=16", "--set", "layouts.rollout.dp=1",
+           "--set", "layouts.reference.dp=1", "--set", "layouts.reward.dp=1", "--set", "layouts.advantage.dp=1")
+    one, two = (metrics_of(pictures / f"runs/{name}") for name in ("one", "two"))
+    assert set(one) == {1, 2, 3, 4}
+    for step in one:
+        assert one[step]["response/fingerprint"] == two[step]["response/fingerprint"]
+        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-5)
+        assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
+        assert two[step]["mismatch/logprob_max"] < 1e-5
+        assert two[step]["data/bytes_sent"] > 0
+    if not lora:
+        AutoModelForImageTextToText.from_pretrained(pictures / "runs/one/model")
+        assert AutoImageProcessor.from_pretrained(pictures / "runs/one/model", backend="pil").patch_size == 8
+        launch(1, *grpo, "--name", "next", "--set", "steps=1", "--set", "roles.actor.model=runs/one/model")
+
+
+def test_looking_is_learned(launch, workspace):
+    """From a teacher who does not look to most answers right."""
+    vision = ("--run-file", "embedded_vision.yaml")
+    launch(1, "--dag", "sft.yaml", *vision, "--name", "blind", "--set", "steps=40", "--set",
+           "data.train=squares/demonstrations.parquet")
+    launch(1, "--dag", str(ROOT / "dags/grpo.yaml"), *vision, "--name", "seeing", "--set", "steps=40", "--set",
+           "roles.actor.model=runs/blind/model")
+    summary = json.loads((workspace / "runs/seeing/summary.json").read_text())
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] > 0.55
+    rewards = [values["reward/mean"] for values in metrics_of(workspace / "runs/seeing").values()]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
+
+
+def test_what_cannot_be_seen_is_said_before_the_start(launch, pictures):
+    def said(*arguments: str) -> str:
+        return launch(1, "--dag", "grpo.yaml", *SEEING, "--name", "bad", *arguments, code=None).stderr
+
+    text = said("--set", "roles.actor.model={architecture: qwen3}")
+    assert "`data.images` asks for images, but the model of role `actor` takes none" in text
+    assert "pictures.jsonl:1: the record has no field `picture`, where its images should be" in said(
+        "--set", "data.images=picture")
+    (pictures / "3.png").write_text("no image")
+    text = said()
+    assert "pictures.jsonl:4: field `image`: `3.png` cannot be read as an image" in text
+    assert not (pictures / "runs").exists()
