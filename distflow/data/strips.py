@@ -62,13 +62,12 @@ def form_of(column: ColumnData) -> Form:
 
 def bounds_of(column: ColumnData) -> list[np.ndarray]:
     """Of each strip, outermost first: where each row's elements begin, and where the last row's end [rows + 1]."""
-    bounds, result = np.arange(len(column) + 1), []
+    result: list[np.ndarray] = []
     for level in levels(column)[0]:
         ends = np.zeros(len(level) + 1, dtype=np.int64)
         level.cpu().numpy().cumsum(out=ends[1:])
-        bounds = ends[bounds]
-        result.append(bounds)
-    return result or [bounds]
+        result.append(ends[result[-1]] if result else ends)
+    return result or [np.arange(len(column) + 1)]
 
 
 def elements_of(column: ColumnData) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.dock.layout import Ids
-from distflow.data.strips import Strip, elements_of, form_of, raw, strips_of
+from distflow.data.strips import elements_of, form_of, raw, strips_of
 from distflow.schema.errors import ColumnError
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -32,21 +32,19 @@ class Held:
     """A column as raw bytes: its strips, and before them, if it is ragged, one of the rows' own lengths."""
 
     def __init__(self, column: ColumnData):
-        self.form, strips = form_of(column), strips_of(column)
-        widths = self.form.widths
+        self.form = form_of(column)
+        self.strips = [(memoryview(strip.data), width, strip.bounds.tolist())
+                       for strip, width in zip(strips_of(column), self.form.widths, strict=True)]
         if self.form.depth:
-            strips.insert(0, Strip(raw(levels(column)[0][0]), numpy.arange(len(column) + 1)))
-            widths.insert(0, 8)
-        self.nbytes = sum(len(strip.data) for strip in strips)
-        self.strips = [(memoryview(strip.data), (strip.bounds * width).tolist())
-                       for strip, width in zip(strips, widths, strict=True)]
-        self.ends = strips[-1].bounds
+            self.strips.insert(0, (memoryview(raw(levels(column)[0][0])), 8, range(len(column) + 1)))
+        self.nbytes = sum(len(data) for data, *_ in self.strips)
 
     def cut(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
         """Append the buffers of rows start…stop to `into`, one list a strip; returns how many elements they have."""
-        for part, (data, edges) in zip(into, self.strips, strict=True):
-            part.append(data[edges[start] : edges[stop]])
-        return int(self.ends[stop] - self.ends[start])
+        for part, (data, width, bounds) in zip(into, self.strips):
+            first, last = bounds[start], bounds[stop]
+            part.append(data[first * width : last * width])
+        return last - first
 
 
 class Parcel:
