@@ -197,6 +197,18 @@ def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
     return lengths, column
 
 
+def of_levels(lengths: Sequence[Tensor], values: Tensor) -> ColumnData:
+    """The column whose `levels` these are.
+
+    Raises:
+        ColumnError: they do not fit together.
+    """
+    column: ColumnData = values
+    for level in reversed(lengths):
+        column = Ragged(column, level)
+    return column
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -1,4 +1,13 @@
-"""Bytes between the ranks of a group: every rank to every rank, and all to all alike."""
+"""Bytes between the ranks of a group: every rank to every rank, and all to all alike.
+
+These are gloo's connections, and they carry no token: gloo takes whoever connects for the rank that it says it is, and
+sends in the clear. It learns the ranks' addresses from torchrun's store, which has no password either. Whoever reaches
+these ports can read rows and weights, and change them; and since torch's own checkpointing sends pickles through the
+group, perhaps run code. gloo has a transport with TLS, but the wheels of torch are built without it ("unsupported
+gloo device"). So a run of several machines belongs on a network that only they reach, or in a tunnel between them;
+`GLOO_SOCKET_IFNAME` and the host of torchrun's `--rdzv-endpoint` choose the interface; on one machine, `lo` and
+`127.0.0.1`.
+"""
 
 from __future__ import annotations
 

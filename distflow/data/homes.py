@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from distflow.data.balance import assign_near, imbalance
-from distflow.data.batch import Batch, Ragged, levels
+from distflow.data.batch import Batch, Ragged
 from distflow.data.routing import Destinations
+from distflow.data.strips import elements_of
 from distflow.schema.errors import ColumnError
 from distflow.schema.plan import Fans, Layout
 
@@ -100,7 +101,7 @@ class Census:
         weight = np.full(len(ids), int(origin and level == len(self.unit)))
         for name, column in batch.columns.items():
             if origin and (producer, name) in self.counted and isinstance(column, Ragged):
-                weight += _elements(column)
+                weight += elements_of(column)
         owner = -1 if share is None or level < len(self.unit) else share
         unit = ids // self.fans.times(fan[level:])
         self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
@@ -127,14 +128,6 @@ class Census:
         homes = assign_near(loads, machines, torch.from_numpy(at.copy()), settled)
         free = bool((settled < 0).any())
         return Homes(units, homes.numpy()), imbalance(loads, homes, shares) if free else None
-
-
-def _elements(column: Ragged) -> np.ndarray:
-    """[rows]: the elements of each row, at the innermost level."""
-    ends = np.arange(len(column) + 1)
-    for lengths in levels(column)[0]:
-        ends = np.concatenate([[0], lengths.numpy().cumsum()])[ends]
-    return np.diff(ends)
 
 
 def _merged(table: np.ndarray) -> np.ndarray:

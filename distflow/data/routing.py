@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgpack
 import numpy as np
 
-from distflow.data.batch import Batch, dtype_name, levels
-from distflow.data.strips import Form, Strip, strips_of
+from distflow.data.batch import Batch
+from distflow.data.strips import Form, Strip, form_of, strips_of
 from distflow.data.warehouse import Stock
 from distflow.schema.errors import ColumnError
 
@@ -35,9 +35,8 @@ def announce(batch: Batch, stock: Stock) -> tuple[bytes, dict[str, list[Strip]]]
     strips = {name: strips_of(column) for name, column in batch.columns.items()}
     forms, numbers = [], [batch.ids.numpy()]
     for name, column in batch.columns.items():
-        lengths, values = levels(column)
-        forms.append((name, len(lengths), dtype_name(values.dtype), tuple(values.shape[1:])))
-        numbers += [strip.counts for strip in strips[name]] if lengths else []  # each dense row has one element
+        forms.append((name, *(form := form_of(column))))
+        numbers += [strip.counts for strip in strips[name]] if form.depth else []  # each dense row has one element
     header = msgpack.packb([len(batch), forms, stock])
     header += b"\0" * (-len(header) % 8)
     return b"".join([len(header).to_bytes(8, "little"), header, *(part.tobytes() for part in numbers)]), strips

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import ColumnData, Ragged, levels
+from distflow.data.batch import ColumnData, dtype_name, levels, of_levels
 
 _FEW_BYTES = 256
 """Up to this, rows of one element are copied by index, all at once; longer ones run by run."""
@@ -39,27 +39,47 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Strip:
-    """`data` [bytes] uint8 and `counts` [rows] int64: the elements of each row."""
+    """`data` [bytes] uint8; row `i` has the elements `bounds[i]` … `bounds[i + 1] - 1` of it ([rows + 1] int64)."""
 
     data: np.ndarray
-    counts: np.ndarray
+    bounds: np.ndarray
 
-    @functools.cached_property
+    @property
     def starts(self) -> np.ndarray:
         """[rows]: the element where each row begins."""
-        return self.counts.cumsum() - self.counts
+        return self.bounds[:-1]
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """[rows]: the elements of each row."""
+        return self.bounds[1:] - self.bounds[:-1]
+
+
+def form_of(column: ColumnData) -> Form:
+    lengths, values = levels(column)
+    return Form(len(lengths), dtype_name(values.dtype), tuple(values.shape[1:]))
+
+
+def bounds_of(column: ColumnData) -> list[np.ndarray]:
+    """Of each strip, outermost first: where each row's elements begin, and where the last row's end [rows + 1]."""
+    result: list[np.ndarray] = []
+    for level in levels(column)[0]:
+        ends = np.zeros(len(level) + 1, dtype=np.int64)
+        level.cpu().numpy().cumsum(out=ends[1:])
+        result.append(ends[result[-1]] if result else ends)
+    return result or [np.arange(len(column) + 1)]
+
+
+def elements_of(column: ColumnData) -> np.ndarray:
+    """[rows]: the elements of each row, at the innermost level."""
+    bounds = bounds_of(column)[-1]
+    return bounds[1:] - bounds[:-1]
 
 
 def strips_of(column: ColumnData) -> list[Strip]:
     """The strips of a column; a level that is contiguous and on the CPU is not copied."""
     lengths, values = levels(column)
-    if not lengths:
-        return [Strip(_raw(values), np.ones(len(values), dtype=np.int64))]
-    ends, strips = np.arange(len(column) + 1), []
-    for level, data in zip(lengths, [*lengths[1:], values]):
-        ends = np.concatenate([[0], level.numpy().cumsum()])[ends]
-        strips.append(Strip(_raw(data), np.diff(ends)))
-    return strips
+    return [Strip(raw(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column), strict=True)]
 
 
 def column_of(form: Form, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
@@ -68,12 +88,7 @@ def column_of(form: Form, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData
     values.append(strips[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
                   if math.prod(form.shape) else torch.empty(int(strips[-1][1].sum()), *form.shape,
                                                             dtype=getattr(torch, form.dtype)))
-    if not form.depth:
-        return values[0]
-    column: ColumnData = values[-1]
-    for level in [*reversed(values[:-1]), torch.from_numpy(strips[0][1])]:
-        column = Ragged(column, level)
-    return column
+    return of_levels([torch.from_numpy(strips[0][1]), *values[:-1]] if form.depth else [], values[-1])
 
 
 class Runs(NamedTuple):
@@ -105,6 +120,6 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
         there[at : at + length] = here[start : start + length]
 
 
-def _raw(tensor: Tensor) -> np.ndarray:
+def raw(tensor: Tensor) -> np.ndarray:
     """[bytes] uint8: a view where possible."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -17,8 +17,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged, dtype_name, levels
+from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.dock.layout import Ids
+from distflow.data.strips import elements_of, form_of, raw, strips_of
 from distflow.schema.errors import ColumnError
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -28,26 +29,22 @@ Heads = list[list[Any]]
 
 
 class Held:
-    """A column as raw bytes: `levels` of (lengths as bytes, offsets), then the elements, `stride` bytes each."""
+    """A column as raw bytes: its strips, and before them, if it is ragged, one of the rows' own lengths."""
 
     def __init__(self, column: ColumnData):
-        lengths, values = levels(column)
-        self.levels = [(raw(part), [0, *part.cumsum(0).tolist()]) for part in lengths]
-        self.data = raw(values)
-        self.dtype, self.shape = dtype_name(values.dtype), list(values.shape[1:])
-        self.stride = values.dtype.itemsize * math.prod(self.shape)
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        return len(self.levels), self.dtype, self.shape
+        self.form = form_of(column)
+        self.strips = [(memoryview(strip.data), width, strip.bounds.tolist())
+                       for strip, width in zip(strips_of(column), self.form.widths, strict=True)]
+        if self.form.depth:
+            self.strips.insert(0, (memoryview(raw(levels(column)[0][0])), 8, range(len(column) + 1)))
+        self.nbytes = sum(len(data) for data, *_ in self.strips)
 
     def cut(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
-        """Append the buffers of rows start…stop to `into`, one list a level; returns how many elements they have."""
-        for part, (lengths, offsets) in zip(into, self.levels):
-            part.append(lengths[8 * start : 8 * stop])
-            start, stop = offsets[start], offsets[stop]
-        into[-1].append(self.data[start * self.stride : stop * self.stride])
-        return stop - start
+        """Append the buffers of rows start…stop to `into`, one list a strip; returns how many elements they have."""
+        for part, (data, width, bounds) in zip(into, self.strips):
+            first, last = bounds[start], bounds[stop]
+            part.append(data[first * width : last * width])
+        return last - first
 
 
 class Parcel:
@@ -65,24 +62,14 @@ class Parcel:
         return self.held[name]
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; a copy only if it is not on the CPU and contiguous."""
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
 def tokens_of(batch: Batch) -> Ids:
     """[rows]: the elements in each row's longest ragged column that is not text; what a row weighs in balancing."""
-    result = torch.zeros(len(batch), dtype=torch.int64)
+    result = numpy.zeros(len(batch), numpy.int64)
     for column in batch.columns.values():
-        lengths, values = levels(column)
-        if not lengths or values.dtype == torch.uint8:
-            continue
-        total = lengths[-1]
-        for outer in reversed(lengths[:-1]):
-            ends = torch.nn.functional.pad(total.cumsum(0), (1, 0))[torch.nn.functional.pad(outer.cumsum(0), (1, 0))]
-            total = ends.diff()
-        result = torch.maximum(result, total)
-    return result.numpy()
+        form = form_of(column)
+        if form.depth and form.dtype != "uint8":
+            result = numpy.maximum(result, elements_of(column))
+    return result
 
 
 def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Heads, list[Any]]:
@@ -100,18 +87,18 @@ def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Heads
 
 def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
     first = spans[0][0].column(name)
-    parts: list[list[memoryview]] = [[] for _ in range(len(first.levels) + 1)]
+    parts: list[list[memoryview]] = [[] for _ in first.strips]
     elements = 0
     for parcel, start, stop in spans:
         held = parcel.column(name)
         if held is not first and held.form != first.form:
-            raise ColumnError(f"the rows of column `{name}` do not fit together: some have (levels, dtype, element) "
-                              f"{first.form}, some {held.form}. Their producers differ")
+            raise ColumnError(f"the rows of column `{name}` do not fit together: some are {first.form}, some "
+                              f"{held.form}. Their producers differ")
         elements += held.cut(start, stop, parts)
     for part in parts:
         buffers += part
         buffers.append(bytes(-sum(map(len, part)) % 8))
-    return [name, len(first.levels), first.dtype, first.shape, elements]
+    return [name, *first.form, elements]
 
 
 def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
@@ -141,10 +128,7 @@ def unpack(rows: int, heads: Heads, data: Tensor) -> Batch:
             if len(part) and int(part.min()) < 0:
                 raise ColumnError(f"column `{name}` arrived with a row of negative length")
             lengths.append(part)
-        column: ColumnData = take(name, dtype, [elements, *shape])
-        for level in reversed(lengths):
-            column = Ragged(column, level)
-        columns[name] = column
+        columns[name] = of_levels(lengths, take(name, dtype, [elements, *shape]))
     if position[0] != len(data):
         raise ColumnError(f"a batch of {position[0]} bytes came as {len(data)} bytes")
     return Batch(ids, columns)

@@ -16,7 +16,7 @@ from distflow.data.dock.errors import DockError, Full
 from distflow.data.dock.intervals import Intervals
 from distflow.data.dock.kept import Counts, Kept, Marks
 from distflow.data.dock.layout import Ids
-from distflow.data.dock.parcel import Heads, Parcel, gather, pack, raw, spans_of, tokens_of
+from distflow.data.dock.parcel import Heads, Parcel, gather, pack, spans_of, tokens_of
 from distflow.schema.errors import ColumnError, listing
 
 SHOWN = 8
@@ -190,9 +190,7 @@ class Warehouse:
 
     def _shelve(self, batch: Batch, live: int) -> Parcel:
         parcel = Parcel(batch, self.next_base, 0)
-        parcel.nbytes = len(raw(batch.ids)) + sum(
-            len(held.data) + sum(len(lengths) for lengths, _ in held.levels)
-            for held in map(parcel.column, batch.columns))
+        parcel.nbytes = batch.ids.nbytes + sum(parcel.column(name).nbytes for name in batch.columns)
         parcel.live = live
         self.next_base += len(batch) + 1
         self.parcels.append(parcel)
