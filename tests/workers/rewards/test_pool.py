@@ -115,7 +115,8 @@ def run(pool: Pool, module):
     def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> Results:
         batched = reward in ("batch", "short", "batch_async")
         rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
-        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": reward in ("slow", "meets", "batch_async")}
+        coroutine = reward in ("slow", "meets", "batch_async")
+        settings = {"timeout": 2.0, "retries": 0, "batched": batched, "coroutine": coroutine}
         return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
 
     return run
