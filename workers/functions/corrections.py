@@ -16,7 +16,7 @@ Two nodes, which may follow each other, as recipes combine them:
 - truncated importance sampling (Yao et al. 2025): `truncated_importance` alone, level token, cap 2
 - IcePop (Ling Team 2025, the Ring-1T report): `truncated_importance` with cap 5 and `reject_mismatch` with low 0.5 and
   high 5, both on tokens: the weight is r inside the band and a token outside it is not trained
-- masked importance sampling (Liu et al. 2025, "When Speed Kills Stability"): the same with level sequence and no low
+- masked importance sampling (Liu et al. 2025, "When Speed Kills Stability"): the same with level sequence and low 0
 
 A weight multiplies the surrogate and not the KL term. A rejected token leaves `response_mask`, so that it neither has
 a gradient nor counts in an average (as in verl and slime; the Ring-1T report divides by all tokens).

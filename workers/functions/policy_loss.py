@@ -13,6 +13,8 @@ from workers.functions.losses import Surrogate
 from workers.functions.mismatch import Mismatch
 from workers.roles import Role
 
+_PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference")
+
 
 class PolicyLoss:
     """Called with a micro-batch it answers the sum of its tokens' weighted losses, and reports what it sees.
@@ -33,7 +35,7 @@ class PolicyLoss:
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         mask = micro["mask"]
-        device, trained_T = logprobs_T.device, mask.values
+        device, trained_T = logprobs_T.device, mask.values  # _S below: trained tokens only
         columns = {name: micro[name].values[trained_T].to(device) for name in micro.columns if name in _PER_TOKEN}
         logprobs_S, entropy_S = logprobs_T[trained_T.to(device)], entropy_T[trained_T.to(device)]
         lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, trained_T.long()).to(device)
@@ -59,6 +61,3 @@ class PolicyLoss:
         if self.mismatch:
             self.mismatch.report(engine)
             self.mismatch = None
-
-
-_PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference")
