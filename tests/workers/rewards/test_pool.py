@@ -45,7 +45,7 @@ def hostile(completion, answer):
     if completion == "recurses":
         return hostile(completion, answer)
     if completion == "eats":
-        return len([bytearray(1 << 20) for _ in range(4096)])
+        return len([bytearray(1 << 26) for _ in range(64)])
     if completion == "forks":
         os.fork()
     if completion == "starts":
