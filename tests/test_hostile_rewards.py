@@ -15,7 +15,7 @@ HOSTILE = """
 import os, socket, subprocess, sys, time
 from distflow import reward
 
-@reward(timeout=2.0, retries=0)
+@reward(timeout=5.0, retries=0)
 def hostile(completion, fate: str):
     if fate == "sleeps":
         time.sleep(600)
@@ -27,7 +27,7 @@ def hostile(completion, fate: str):
         if not os.fork():
             time.sleep(600)
     if fate == "eats":
-        return len([bytearray(1 << 20) for _ in range(4096)])
+        return len([bytearray(1 << 26) for _ in range(64)])
     if fate == "network":
         socket.create_connection(("127.0.0.1", PORT)).recv(1)
     if fate == "dies":
@@ -70,7 +70,7 @@ def test_the_run_goes_on_with_the_others(hostile, launch):
     assert 2 <= len(said) <= 4  # one for each step and rank
     events = [json.loads(line) for line in (hostile / "runs/hostile/events.jsonl").read_text().splitlines()]
     reasons = {event["reason"] for event in events if event["event"] == "reward_failed"}
-    for part in ("took longer than 2 s", "raised RuntimeError: no licence", "returned nan", "raised MemoryError",
+    for part in ("took longer than 5 s", "raised RuntimeError: no licence", "returned nan", "raised MemoryError",
                  "its process ended with code 1", "left 1 processes running"):
         assert any(part in reason for reason in reasons), (part, reasons)
     assert {event["step"] for event in events} == {1, 2}
