@@ -37,7 +37,7 @@ def _refuse_more(name: str, form: str | None, conversion: str | None) -> None:
 def check_templates(spec: Spec) -> list[Mistake]:
     """A mistake for each setting that should be a template and is none."""
     mistakes = []
-    for node, item in spec.dag.nodes.items():
+    for node in spec.dag.nodes:
         for name, value in _templates(spec, node):
             try:
                 fields(value)
