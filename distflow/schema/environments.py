@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from distflow.schema import registry
 from distflow.schema.contract import REQUIRED, Contract, Read, Setting, built_in, module_file
 from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean, shown
+from distflow.schema.kinds import fits
 
 if TYPE_CHECKING:
     from distflow.schema.spec import Spec
@@ -59,7 +60,8 @@ def check_environments(spec: Spec) -> list[Mistake]:
                 kind, known = find_kind(value, [*_modules(spec)])
                 if kind is None:
                     what = f"node `{node}`: there is no environment `{value}`"
-                    mistakes.append(Mistake(what, where, did_you_mean(value, sorted(known), "Environments")))
+                    mistakes.append(Mistake(what, where, did_you_mean(value.rpartition(":")[2], sorted(known),
+                                                                     "Environments")))
                 else:
                     spec.environments[node] = kind
                     mistakes += _check_kind(spec, node, kind, where)
@@ -180,6 +182,9 @@ def _check_kind(spec: Spec, node: str, kind: Kind, where: Spot) -> list[Mistake]
             what = f"node `{node}`: environment `{kind.name}` has no setting `{name}`"
             hint = did_you_mean(name, kind.settings, "Settings") or "It has no settings at all."
             mistakes.append(Mistake(what, spec.dag_source.spot((*path, name), key=True), hint))
+        elif (wanted := kind.settings[name].annotation) and not fits(given[name], wanted):
+            what = f"node `{node}`: setting `{name}` of `{kind.name}` must be {wanted}, not {given[name]!r}"
+            mistakes.append(Mistake(what, spec.dag_source.spot((*path, name))))
     missing = [name for name, setting in kind.settings.items() if setting.default == REQUIRED and name not in given]
     if missing:
         what = f"node `{node}`: environment `{kind.name}` needs {', '.join(f'`{name}`' for name in missing)}"

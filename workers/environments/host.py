@@ -20,6 +20,8 @@ from workers.environments.process import Failure, Hosting, Process, Talk
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = 120.0
 """Seconds that an environment's module may take to be imported."""
+_MOST = 512
+"""Processes at a time, as far as they are shared."""
 _AT_ONCE = 64
 """Processes that have been told to end, until it is seen to that they did."""
 _hosts: dict[str, Host] = {}
@@ -87,7 +89,9 @@ class Host:
         while True:
             for process in self._processes():
                 process.pump()
-            deadline = min([until, *(each.deadline for each in self._processes())])
+            self._make_way()
+            deadline = min([until, *(each.deadline for each in self._processes()),
+                            *(each.blocked_at for each in self._may_be_left())])
             waits = self.busy and not self.failures
             for key, events in self.selector.select(max(0.0, deadline - time.monotonic()) if waits else 0.0):
                 found += self._hear(key.data, events)
@@ -98,11 +102,27 @@ class Host:
             if found or not self.busy or time.monotonic() >= until:
                 return found
 
+    def _may_be_left(self) -> list[Process]:
+        return self.shared if len(self.selector.get_map()) < _MOST else []
+
+    def _make_way(self) -> None:
+        """A step that takes long has its process for itself: the others there are made again elsewhere."""
+        for process in [each for each in self._may_be_left() if each.blocked_at <= time.monotonic()]:
+            slow, *others = [*process.asked, *process.waiting]
+            self.shared.remove(process)
+            for talk in self.talks.values():
+                talk.place = None if talk.place is process and talk is not slow else talk.place
+            process.leave_only(slow)
+            for talk in others:
+                talk.tries -= 1
+                self._ask(talk)
+                talk.place.pump()
+
     def end(self, row: int) -> None:
         """The row is not asked again."""
         talk = self.talks.pop(row, None)
         if talk and talk.place:
-            if self.hosting.safe:
+            if talk.place in self.shared:
                 talk.place.forget(row)
             else:
                 self._close(talk.place)

@@ -6,6 +6,7 @@ Nothing is unpickled on either side: a message is msgpack, plain numbers and tex
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import socket
@@ -28,26 +29,38 @@ class _Instances:
         self.line, self.kind, self.settings = line, kind, settings
         self.known: dict[int, Any] = {}
         self.tasks: set[asyncio.Task] = set()
-        self.speaking = asyncio.Lock()
+        self.open: dict[int, dict[str, Any]] = {}
+        """The newest call of each row that has no answer yet."""
+        self.messages, self.speaking = msgpack.Unpacker(), asyncio.Lock()
 
     async def serve(self) -> None:
-        loop, messages = asyncio.get_running_loop(), msgpack.Unpacker()
-        while data := await loop.sock_recv(self.line, 1 << 16):
-            messages.feed(data)
-            for call in messages:
-                if "end" in call:
-                    self.known.pop(call["end"], None)
-                    continue
-                task = asyncio.create_task(self._answer(call))
-                self.tasks.add(task)
-                task.add_done_callback(self.tasks.discard)
+        while data := await asyncio.get_running_loop().sock_recv(self.line, 1 << 16):
+            self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        self.messages.feed(data)
+        for call in self.messages:
+            if "end" in call:
+                self.known.pop(call["end"], None)
+                self.open.pop(call["end"], None)
+                continue
+            self.open[call["row"]] = call
+            task = asyncio.create_task(self._answer(call))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     async def _answer(self, call: dict[str, Any]) -> None:
+        with contextlib.suppress(BlockingIOError):  # while another step was at work this one may have been called off
+            self._hear(self.line.recv(1 << 16))
+        if self.open.get(call["row"]) is not call:
+            return
         try:
             answer = _plain(await self._step(call))
         except Exception as error:  # noqa: BLE001 - whatever an environment raises is that trajectory's failure
             self.known.pop(call["row"], None)
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        if self.open.pop(call["row"], None) is not call:
+            return
         async with self.speaking:
             await asyncio.get_running_loop().sock_sendall(self.line, msgpack.packb({"row": call["row"], **answer}))
 

@@ -19,6 +19,8 @@ _LARGEST = 1 << 20
 """Bytes of an answer."""
 _TOGETHER = 64
 """Steps that a process is asked for at a time. Those that are no coroutines it does one after the other."""
+_PATIENCE = 0.25
+"""Seconds that steps wait behind another one before they go to another process."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Hosting:
     safe: bool
     coroutine: bool
     processes: int = 2
-    """Which the environments share, if they are safe; else each has its own."""
+    """Which the environments share, if they are safe; those that are slow get their own, and so do unsafe ones."""
     seconds: float = 10.0
     """That a step may take."""
     memory_gib: float = 4.0
@@ -74,6 +76,10 @@ class Process:
         self.waiting: deque[Talk] = deque()
         self.made: set[int] = set()
         """Rows whose environment it has."""
+        self.given_up: set[int] = set()
+        """Rows that were asked for here, and then elsewhere."""
+        self.since = math.inf
+        """When the step that is under way began."""
         self.out, self.messages = bytearray(), msgpack.Unpacker(max_buffer_size=_LARGEST)
         line.setblocking(False)
         selector.register(line, selectors.EVENT_READ, self)
@@ -81,6 +87,12 @@ class Process:
     @property
     def deadline(self) -> float:
         return min(self.asked.values(), default=math.inf)
+
+    @property
+    def blocked_at(self) -> float:
+        """When others have waited for one step long enough to go elsewhere."""
+        crowded = not self.hosting.coroutine and len(self.asked) + len(self.waiting) > 1
+        return self.since + _PATIENCE if crowded and self.asked else math.inf
 
     def pump(self) -> None:
         """Ask for what waits, as much as the process takes on at a time."""
@@ -100,7 +112,8 @@ class Process:
         """The time of a step begins when it can begin."""
         for talk, deadline in self.asked.items():
             if deadline == math.inf:
-                self.asked[talk] = time.monotonic() + self.hosting.seconds * talk.steps
+                self.since = time.monotonic()
+                self.asked[talk] = self.since + self.hosting.seconds * talk.steps
             if not self.hosting.coroutine:
                 break
 
@@ -108,6 +121,14 @@ class Process:
         """The row is not asked again."""
         self.made.discard(row)
         self.out += _packed({"end": row})
+
+    def leave_only(self, talk: Talk) -> None:
+        """Nobody waits for other answers of this process any more."""
+        self.given_up = {other.row for other in self.asked if other is not talk}
+        for row in self.made - {talk.row}:
+            self.forget(row)
+        self.asked, self.made = {talk: self.asked[talk]}, {talk.row}
+        self.waiting.clear()
 
     def flush(self) -> None:
         """Send what the line takes now."""
@@ -125,7 +146,8 @@ class Process:
                 return found, "its process ended"
             self.messages.feed(data)
             for message in self.messages:
-                found.append(self._answer(message))
+                if message["row"] not in self.given_up:
+                    found.append(self._answer(message))
         except ConnectionResetError:
             return found, "its process ended"
         except (msgpack.exceptions.UnpackException, msgpack.exceptions.BufferFull, ValueError, LookupError,

@@ -99,6 +99,30 @@ def test_a_safe_step_is_tried_again_from_its_beginning_and_an_unsafe_one_is_not(
             file.unlink()
 
 
+def test_a_slow_step_has_its_process_for_itself(hosted, tmp_path):
+    """Twenty steps that come to no end of their own, and twenty that do, in two processes: these are answered while
+    all of those are under way."""
+    host = hosted("Safe", seconds=3600.0)
+    for row in range(20):
+        host.step(row, {"question": ""}, "hello")
+    while host.busy:
+        host.turns(60.0)
+    for row in range(20):
+        host.step(row, {"question": ""}, "sleep" if row % 2 else "again")
+    found = {}
+    while len(found) < 10:
+        found |= dict(host.turns(60.0))
+    assert found == {row: Turn("hello again", False, 0.25) for row in range(0, 20, 2)}
+    while sum(bool(each.asked) for each in host._processes()) < 10:
+        assert host.turns(1.0) == []
+    assert {talk.row for each in host._processes() for talk in each.asked} == set(range(1, 20, 2))
+    assert all(len(each.asked) <= 1 for each in host._processes())
+    host.step(0, {"question": ""}, "more")
+    while 0 not in (late := dict(host.turns(60.0))):
+        pass
+    assert late[0].observation == "hello again more"
+
+
 def test_coroutines_wait_together(hosted, tmp_path):
     host, word = hosted("Patient", processes=1), tmp_path / "word"
     for row in range(20):

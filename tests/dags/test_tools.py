@@ -1,0 +1,38 @@
+"""With a calculator: reward rises, by asking it for the second step too."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from harness import ROOT, command, environment, metrics_of
+
+FEW = """
+seed: 0
+steps: 18
+roles:
+  actor: {model: runs/start/model, learning_rate: 1e-3, warmup_steps: 4, generation: {max_new_tokens: 10}}
+data: {train: few.jsonl, batch: 24, max_prompt_tokens: 64, max_target_tokens: 64}
+checkpoint: {every: 0}
+"""
+
+
+def run(folder: Path, *arguments: str) -> None:
+    done = subprocess.run(command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def test_learns_to_use_a_tool(tmp_path):
+    run(tmp_path, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "start", "--set", "validation=null",
+        "--set", "data.train=arithmetic/tool_demonstrations.jsonl", "--set", "steps=90")
+    problems = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:24]
+    (tmp_path / "few.jsonl").write_text("\n".join(problems) + "\n")
+    (tmp_path / "few.yaml").write_text(FEW)
+    run(tmp_path, "--dag", "grpo_tools.yaml", "--run-file", "few.yaml", "--name", "run")
+    steps = list(metrics_of(tmp_path / "runs/run").values())
+    rewards = [step["environment/reward"] for step in steps]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
+    assert steps[-1]["environment/turns"] > steps[0]["environment/turns"]
+    assert not any(step["environment/failed"] for step in steps)
+    assert max(step["mismatch/logprob_mean"] for step in steps) < 5e-6

@@ -1,0 +1,129 @@
+"""Whole runs with real processes: hostile environments, and two roles that answer in turn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import ROOT, metrics_of
+from safetensors.torch import load_file
+
+TOOLS = '''
+import os, time
+from distflow import Turn, environment
+
+@environment(safe=True)
+class Tool:
+    """Counts letters; what becomes of a row depends on its question, on the turn and on `trouble`."""
+    def __init__(self, question, *, trouble=True):
+        self.trouble, self.turns, self.kind = trouble, 0, sum(question.encode()) % 5
+
+    def step(self, text):
+        self.turns += 1
+        if self.trouble and self.turns == 2:
+            if self.kind == 0:
+                time.sleep(3600)
+            if self.kind == 1:
+                os._exit(1)
+            if self.kind == 2:
+                raise ValueError("no such letter")
+        return Turn(f"{len(text)} letters", done=self.turns == 3, reward=1 / (1 + len(text)))
+'''
+DAG = """
+name: tools
+roles:
+  actor: {trained: true}
+nodes:
+  rollout:   {role: actor, type: MODEL_INFERENCE, function: converse,
+              with: {environment: Tool, environment_settings: {trouble: TROUBLE}, group_size: 4, max_turns: 4,
+                     max_tokens: 80, step_seconds: 2.0}}
+  advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [rollout],
+              reads: {rewards: environment_rewards}}
+  update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
+imports: [tools]
+"""
+
+
+@pytest.fixture
+def tools(workspace):
+    (workspace / "tools.py").write_text(TOOLS)
+
+    def dag(trouble: bool) -> tuple[str, ...]:
+        name = f"tools_{trouble}.yaml".lower()
+        (workspace / name).write_text(DAG.replace("TROUBLE", str(trouble).lower()))
+        return ("--dag", name, "--run-file", "tiny.yaml")
+
+    return dag
+
+
+def test_one_and_two_ranks_have_the_same_conversations_and_losses(launch, workspace, tools):
+    for ranks in (1, 2):
+        launch(ranks, *tools(False), "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5")
+    one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
+    for step in (1, 2, 3):
+        assert one[step]["environment/turns"] == 3
+        assert one[step]["response/fingerprint"] == two[step]["response/fingerprint"]
+        assert one[step]["environment/reward"] == pytest.approx(two[step]["environment/reward"], abs=1e-9)
+        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-5)
+        assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
+        assert one[step]["grad_norm"] > 0
+        assert two[step]["mismatch/logprob_max"] < 1e-4
+
+
+def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, tools):
+    done = launch(2, *tools(True), "--name", "hostile", "--set", "steps=3", "--set", "data.batch=6")
+    folder = workspace / "runs/hostile"
+    questions = [json.loads(line)["question"] for line in (workspace / "train.jsonl").read_text().splitlines()]
+    kinds = {question: sum(question.encode()) % 5 for question in questions}
+    assert {0, 1, 2} & set(kinds.values())
+    metrics = metrics_of(folder)
+    failed = sum(line["environment/failed"] for line in metrics.values())
+    assert len(metrics) == 3
+    assert 0 < failed < 3 * 6 * 4
+    reasons = {"took longer than 2 s": 0, "its process ended": 1, "ValueError: no such letter": 2}
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert {event["event"] for event in events} == {"environment_failed"}
+    assert sum(event["count"] for event in events) == failed
+    assert {event["reason"] for event in events} <= set(reasons)
+    assert done.stderr.count("trajectories failed and are left out") <= 6
+    assert "trajectories failed and are left out" in done.stderr
+    rows = [json.loads(line) for path in sorted(folder.glob("trajectories/rank*.jsonl"))
+            for line in path.read_text().splitlines()]
+    assert {row["turn"] for row in rows} == {1, 2, 3}
+    assert {row["failed"] for row in rows if "failed" in row} <= set(reasons)
+    assert {row["step"] for row in rows} == {1, 2, 3}
+
+
+def test_two_roles_answer_in_turn_and_each_learns_from_its_own_rewards(launch, workspace):
+    (workspace / "praise.py").write_text("""
+from distflow import reward
+
+@reward
+def short(completion, answer):
+    return 1.0 / (1 + len(completion))
+
+@reward
+def echo(completion, answer):
+    return float(len(completion))
+""")
+    dag = (ROOT / "dags/solver_reviser.yaml").read_text() + "imports: [praise]\n"
+    dag = dag.replace("function: score, dependencies: [solve]", "function: score, with: {reward: short}, "
+                      "dependencies: [solve]")
+    dag = dag.replace("function: score, dependencies: [revise]", "function: score, with: {reward: echo}, "
+                      "dependencies: [revise]")
+    (workspace / "pair.yaml").write_text(dag)
+    for ranks in (1, 2):
+        launch(ranks, "--dag", "pair.yaml", "--run-file", "tiny.yaml", "--name", f"r{ranks}", "--set", "steps=2",
+               "--set", "data.batch=3")
+    one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
+    for step in (1, 2):
+        for node in ("solve", "revise"):
+            name = f"response/fingerprint/{node}"
+            assert one[step][name] == two[step][name]
+        assert one[step]["reward/mean/solved"] <= 1 < one[step]["reward/mean/revised"]
+        for node in ("train_solver", "train_reviser"):
+            assert one[step][f"grad_norm/{node}"] > 0
+            assert one[step][f"loss/{node}"] == pytest.approx(two[step][f"loss/{node}"], abs=1e-5)
+            assert two[step][f"mismatch/logprob_max/{node}"] < 1e-4
+    models = [load_file(workspace / f"runs/r1/model-{role}/model.safetensors") for role in ("actor", "reviser")]
+    assert any(not models[0][name].equal(models[1][name]) for name in models[0])
