@@ -40,7 +40,10 @@ def _describe(contract: Contract) -> Iterator[str]:
     yield f"  writes  {', '.join(writes) or 'nothing'}"
     for setting in contract.settings.values():
         default = "required" if setting.default == REQUIRED else f"default {setting.default}"
-        other, value = contract.marks.belongs_to.get(setting.name, ("", None))
-        more = [in_words(setting.bounds) if setting.bounds else "", f"only with `{other}: {value}`" if other else ""]
+        other, values = contract.marks.only_with.get(setting.name, ("", ()))
+        if setting.name in contract.marks.belongs_to:
+            other, *values = contract.marks.belongs_to[setting.name]
+        allowed = f"only with `{other}: {' | '.join(map(str, values))}`" if other else ""
+        more = [in_words(setting.bounds) if setting.bounds else "", allowed]
         said = "; ".join(part for part in (default, *more) if part)
         yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({said})"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow import launch
+from distflow import cli, launch
 from distflow.data.records import check_records, open_records
 from distflow.schema.errors import InvalidInput
 from distflow.schema.spec import load
@@ -74,6 +74,13 @@ def test_each_rank_finds_the_mistakes_of_its_share(tmp_path: Path) -> None:
         check_records(records, ["question"], share, 3)
     with pytest.raises(InvalidInput, match=r"one\.jsonl:5001: not valid JSON"):
         check_records(records, ["question"], 2, 3)
+
+
+def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.CaptureFixture) -> None:
+    """Validation answers questions; it needs no pairs. The shipped run of `dpo` validates on problems without any."""
+    assert cli.main(["validate", "dpo"]) == 0
+    assert cli.main(["validate", "dpo", "--set", "data.columns=[chosen, rejected, third]"]) == 2
+    assert "preferences.jsonl:1: the record has no field `third`" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
-from distflow.schema.errors import InvalidInput
+from distflow.schema.errors import EngineError, InvalidInput
 from distflow.schema.run import Model
 from workers.engines.embedded import build_tokenizer
-from workers.roles import load_model
+from workers.engines.value import ValueModel
+from workers.roles import Role, load_model
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def folder(tmp_path, model):
     return tmp_path
 
 
-def load(folder):
-    return load_model(SimpleNamespace(folder=folder), Model(path=str(folder)))
+def load(folder, head="lm"):
+    return load_model(SimpleNamespace(folder=folder), Model(path=str(folder)), head)
 
 
 @pytest.mark.parametrize("end", [2, [2, 4]])
@@ -42,6 +44,40 @@ def test_a_tokenizer_without_an_end_is_refused_and_the_models_own_proposed(folde
     said = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "<eos>"}))
     assert load(folder)[1].eos_token_id == 2
+
+
+@pytest.mark.parametrize("kind", [Qwen3ForSequenceClassification, Qwen3ForTokenClassification])
+def test_a_folder_with_a_head_gives_it_and_one_without_gives_zeros(tmp_path, model, kind):
+    """Sequence classifiers are the usual reward models; classifiers of tokens, whose head has a bias, are critics."""
+    tokenizer = build_tokenizer(["one"])
+    for name in ("language", "valued"):
+        tokenizer.save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / "language")
+    assert not load(tmp_path / "language", "value")[0].score.weight.any()
+    model.config.num_labels = 1
+    valued = kind(model.config).float()
+    torch.nn.init.normal_(valued.score.weight)
+    if valued.score.bias is not None:
+        torch.nn.init.constant_(valued.score.bias, 0.25)
+    valued.save_pretrained(tmp_path / "valued")
+    loaded, _ = load(tmp_path / "valued", "value")
+    assert type(loaded) is kind
+    for (name, weight), given in zip(valued.named_parameters(), loaded.parameters()):
+        assert torch.equal(weight, given), name
+    tokens = torch.tensor([[7, 8, 9]])
+    inputs = (tokens[:, :1], torch.tensor([1]), torch.tensor([0]), tokens[:, 1:], torch.tensor([2]))
+    states = loaded.eval().base_model(tokens).last_hidden_state[0]
+    values, scores = ValueModel(loaded)(*inputs)
+    assert torch.allclose(torch.cat([values, scores]), loaded.score(states).squeeze(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("head", "method"), [("lm", "values"), ("lm", "score"), ("value", "logprobs")])
+def test_a_role_has_only_what_its_head_gives(head, method):
+    """Found at validation for functions that say what they need; this is for those that say it wrongly."""
+    role = Role.__new__(Role)
+    role.name, role.head = "judge", head
+    with pytest.raises(EngineError, match=f"`{method}` needs a role with  head: .* role `judge` has  head: {head}"):
+        getattr(role, method)(None, None)
 
 
 def test_no_end_is_proposed_where_none_is_named(folder):

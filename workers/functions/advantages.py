@@ -114,7 +114,7 @@ def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
 
 @node(writes="advantages")
 def baseline_advantage(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """Each reward minus a baseline: in ReMax that of the greedy answer to the same prompt (Li et al. 2024, Eq. 5).
+    """Each reward minus a baseline: in ReMax that of the greedy answer to the same prompt (Li et al. 2024).
 
     Rows of a prompt need not look for theirs. Where the baseline was made once per prompt, by nodes that do not
     depend on the one which repeats prompts, the databuffer repeats it for each of the prompt's rows.

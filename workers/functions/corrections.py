@@ -37,7 +37,7 @@ from distflow.observe.metrics import current
 from workers.functions.kl import LOG_RATIO_LIMIT
 
 
-@node(writes="importance", bounds={"cap": "> 0"})
+@node(writes="importance", bounds={"cap": ">= 1"})
 def truncated_importance(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0,
@@ -54,7 +54,7 @@ def truncated_importance(
     return rollout_logprobs.with_values(weight_T.float())
 
 
-@node(writes="response_mask", bounds={"low": ">= 0", "high": "> 0"})
+@node(writes="response_mask", bounds={"low": ">= 0, <= 1", "high": ">= 1"})
 def reject_mismatch(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 5.0,

@@ -36,7 +36,7 @@ def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_
 def generalized_advantage(
     rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor, gamma: float, lam: float, mask_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, Eq. 11 and 16) over ragged rows.
+    """Generalised advantage estimation (GAE: Schulman et al. 2016, Eq. 16) over ragged rows.
 
     With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`. `lam` 1 gives the
     discounted return minus the value, `lam` 0 the one-step error.

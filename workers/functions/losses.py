@@ -115,10 +115,10 @@ def sequence_policy_loss(
     _check_shapes(logprobs_T, old_T, advantages_T)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
     constant_T = logprobs_T.detach()
-    mean_B = torch.zeros(len(lengths_B), dtype=logprobs_T.dtype, device=logprobs_T.device).index_add(
-        0, row_T, constant_T - old_T.detach()) / lengths_B.clamp(min=1)
-    same_for_row_T = old_T.detach() + mean_B[row_T] + (logprobs_T - constant_T)
-    return clipped_policy_loss(same_for_row_T, old_T, advantages_T, clip_low, clip_high)
+    change_T = constant_T - old_T.detach()
+    mean_B = change_T.new_zeros(len(lengths_B)).index_add(0, row_T, change_T) / lengths_B.clamp(min=1)
+    log_ratio_T = mean_B[row_T] + (logprobs_T - constant_T)
+    return clipped_policy_loss(log_ratio_T, torch.zeros_like(constant_T), advantages_T, clip_low, clip_high)
 
 
 def capped_policy_gradient(

@@ -52,19 +52,15 @@ def token_rewards(
     return rollout_logprobs.with_values(result_T.float())
 
 
-@node(writes="rewards", bounds={"max_length": ">= 1", "cache": ">= 1", "penalty": ">= 0"})
-def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, cache: int,
+@node(writes="rewards", bounds={"max_length": ">= 1", "margin": "> 0, <= 1", "penalty": ">= 0"})
+def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, margin: float = 0.2,
                      penalty: float = 1.0) -> Tensor:
     """[B]: each reward plus `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
 
-    The punishment is 0 up to `max_length - cache` tokens, falls linearly to -1 at `max_length` and is -1 beyond, where
-    generation usually stops. The paper has 20480 and 4096 tokens, and a penalty of 1 for answers that earn 1 or -1.
-
-    Raises:
-        ValueError: `cache` is longer than `max_length`.
+    The punishment falls linearly from 0 to -1 over the last `margin` of `max_length` tokens, where generation usually
+    stops, and is -1 beyond. The paper punishes the last 4096 of 20480 tokens, a fifth, and answers that earn 1 or -1.
     """
-    if cache > max_length:
-        raise ValueError(f"the last `cache` ({cache}) of `max_length` ({max_length}) tokens are punished: lower it")
+    cache = margin * max_length
     punishment_B = ((max_length - cache - responses.lengths) / cache).clamp(-1.0, 0.0)
     current().mean_of("reward/overlong", punishment_B < 0)
     return (rewards + penalty * punishment_B).to(rewards.dtype)

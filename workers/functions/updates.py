@@ -39,9 +39,10 @@ def policy_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
 ) -> None:
-    """A policy-gradient update by one of the losses of `losses`, with KL to a reference in it if `kl` is not zero.
+    """A policy-gradient step with one of four losses, and with KL to a reference in it if `kl` is not zero.
 
-    The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
+    The losses, and the bounds that they have where none are given, stand in `workers/functions/losses.py`. The old
+    policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled.
     `importance` weighs each token (see `corrections`); `normalize: batch` gives the advantages of all trained tokens
     mean 0 and deviation 1. `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has
     a prompt makes one optimizer step.

@@ -148,6 +148,15 @@ def test_two_ranks_equal_one(small, cut):
     assert first[2] + second[2] == pytest.approx(scores, abs=1e-4)
 
 
+def test_the_head_is_not_rounded_with_the_model(mesh):
+    engine = FSDPEngine(built(), RoleRun(dtype="bfloat16"), mesh, 0, 1, trained=False, head="value")
+    found = engine.values(rows()["prompts"], rows()["responses"]).values
+    exact = FSDPEngine(built(), RoleRun(), mesh, 0, 1, trained=False, head="value")
+    assert found.dtype == torch.float32
+    assert (found != found.bfloat16().float()).any()
+    assert torch.allclose(found, exact.values(rows()["prompts"], rows()["responses"]).values, atol=0.05)
+
+
 def test_no_rows_are_no_values(mesh):
     engine = FSDPEngine(built(), RoleRun(), mesh, 0, 1, trained=False, head="value")
     empty = rows().slice(0, 0)

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.functions.advantages import group_normalized, leave_one_out
+from workers.functions.advantages import (
+    baseline_advantage,
+    group_normalized,
+    leave_one_out,
+    leave_one_out_advantage,
+)
 
 FUNCTIONS = [group_normalized, leave_one_out]
 
@@ -152,3 +157,13 @@ def test_bad_input_is_refused(function):
 def test_an_epsilon_below_zero_is_refused(epsilon):
     with pytest.raises(ValueError, match="epsilon"):
         group_normalized(torch.zeros(2), torch.zeros(2, dtype=torch.int64), epsilon=epsilon)
+
+
+def test_a_baseline_is_taken_from_each_reward():
+    assert baseline_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_the_node_is_the_function():
+    rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([2, 2, 2, 9])
+    assert leave_one_out_advantage(rewards, group).tolist() == leave_one_out(rewards, group).tolist() == [
+        0.75, -0.75, 0.0, 0.0]

@@ -7,7 +7,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from workers.functions.losses import clipped_policy_loss, negative_log_likelihood
+from workers.functions.losses import (
+    USUAL_BOUNDS,
+    capped_policy_gradient,
+    clipped_policy_loss,
+    negative_log_likelihood,
+    policy_gradient,
+    sequence_policy_loss,
+    surrogate,
+)
 
 BOUNDS = [(0.2, 0.2, None), (0.2, 0.28, None), (0.2, 0.2, 3.0), (0.1, 0.5, 1.2), (0.0, 0.0, None)]
 
@@ -124,3 +132,90 @@ def test_negative_log_likelihood():
     loss_T.sum().backward()
     assert loss_T.tolist() == [0.5, 0.0, 3.0]
     assert logprobs_T.grad.tolist() == [-1.0, -1.0, -1.0]
+
+
+ROWS = st.lists(st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), max_size=5)), min_size=1, max_size=4)
+"""(advantage, log-ratio of each token) of each row."""
+
+
+def tensors(rows):
+    lengths_B = torch.tensor([len(logs) for _, logs in rows], dtype=torch.int64)
+    old_T = torch.full((int(lengths_B.sum()),), -1.25, dtype=torch.float64)
+    log_ratios_T = torch.tensor([x for _, logs in rows for x in logs], dtype=torch.float64)
+    advantages_T = torch.tensor([gain for gain, logs in rows for _ in logs], dtype=torch.float64)
+    return (old_T + log_ratios_T).requires_grad_(), old_T, advantages_T, lengths_B
+
+
+@settings(derandomize=True, deadline=None)
+@given(rows=ROWS, low=st.floats(0.01, 0.5), high=st.floats(0.01, 0.5))
+def test_the_mean_over_tokens_of_a_row_is_the_objective_of_gspo(rows, low, high):
+    """Eq. 5 of the paper, and the gradient that follows from it, against the mean of the token losses."""
+    logprobs_T, old_T, advantages_T, lengths_B = tensors(rows)
+    loss_T, ratio_T, clipped_T = sequence_policy_loss(logprobs_T, old_T, advantages_T, lengths_B, low, high)
+    per_token_T = 1.0 / torch.repeat_interleave(lengths_B, lengths_B)
+    (loss_T * per_token_T).sum().backward()
+    value, slopes, clipped = 0.0, [], []
+    for gain, logs in rows:
+        ratio = math.exp(sum(logs) / len(logs)) if logs else 1.0
+        assume(all(abs(ratio - edge) > 1e-9 for edge in (1 - low, 1 + high)))
+        assume(gain == 0 or abs(gain) > 1e-6)
+        bounded = max(1 - low, min(1 + high, ratio)) * gain
+        value -= min(ratio * gain, bounded) if logs else 0.0
+        clipped += [bounded < ratio * gain] * len(logs)
+        slopes += [0.0 if bounded < ratio * gain else -ratio * gain / max(len(logs), 1)] * len(logs)
+    assert (loss_T * per_token_T).sum().item() == pytest.approx(value, rel=1e-6, abs=1e-9)
+    assert logprobs_T.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert clipped_T.tolist() == clipped
+    assert not ratio_T.requires_grad
+
+
+@settings(derandomize=True, deadline=None)
+@given(rows=ROWS, high=st.floats(0, 3))
+def test_a_capped_weight_keeps_the_gradient(rows, high):
+    logprobs_T, old_T, advantages_T, _ = tensors(rows)
+    loss_T, ratio_T, capped_T = capped_policy_gradient(logprobs_T, old_T, advantages_T, high)
+    loss_T.sum().backward()
+    ratios = [math.exp(x) for _, logs in rows for x in logs]
+    slopes = [-min(ratio, 1 + high) * gain for ratio, gain in zip(ratios, advantages_T.tolist())]
+    assert logprobs_T.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert loss_T.tolist() == pytest.approx([slope * x for slope, x in zip(slopes, logprobs_T.tolist())], rel=1e-6,
+                                            abs=1e-9)
+    assert ratio_T.tolist() == pytest.approx(ratios, rel=1e-6)
+    assert capped_T.tolist() == [ratio > 1 + high for ratio in ratio_T.tolist()]
+
+
+def test_the_plain_policy_gradient_looks_at_no_ratio():
+    logprobs_T = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss_T, ratio_T, clipped_T = policy_gradient(logprobs_T, torch.tensor([-1.0, -3.0]), torch.tensor([2.0, -1.0]))
+    loss_T.sum().backward()
+    assert loss_T.tolist() == [2.0, -2.0]
+    assert logprobs_T.grad.tolist() == [-2.0, 1.0]
+    assert ratio_T.tolist() == pytest.approx([1.0, math.e])
+    assert not clipped_T.any()
+
+
+@pytest.mark.parametrize("kind", USUAL_BOUNDS)
+@pytest.mark.parametrize("log_ratio", [-1e4, -89.0, 89.0, 1e4])
+def test_no_kind_overflows_in_float32(kind, log_ratio):
+    logprobs_T = torch.tensor([-1.0 + log_ratio, -1.0], requires_grad=True)
+    loss_T, ratio_T, _ = surrogate(kind, None, None, None)(logprobs_T, torch.full((2,), -1.0), torch.full((2,), -1e3),
+                                                            torch.tensor([2]))
+    loss_T.sum().backward()
+    assert torch.cat([loss_T, ratio_T, logprobs_T.grad]).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "given_bounds", "ratio", "clipped"), [
+    ("ppo", (None, None), 1.21, True), ("ppo", (None, None), 1.19, False), ("ppo", (None, 0.28), 1.27, False),
+    ("ppo", (0.3, None), 1.29, False), ("gspo", (None, None), 1.0005, True), ("gspo", (None, None), 1.0003, False),
+    ("cispo", (None, None), 4.9, False), ("cispo", (None, None), 5.1, True), ("cispo", (None, 1.0), 2.1, True),
+])
+def test_bounds_that_are_not_given_are_the_usual_ones(kind, given_bounds, ratio, clipped):
+    loss = surrogate(kind, *given_bounds, None)
+    _, _, clipped_T = loss(torch.tensor([math.log(ratio)], dtype=torch.float64), torch.zeros(1, dtype=torch.float64),
+                           torch.ones(1, dtype=torch.float64), torch.tensor([1]))
+    assert clipped_T.tolist() == [clipped]
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="unknown policy loss `gpso`. Losses: ppo, gspo, cispo, reinforce"):
+        surrogate("gpso", None, None, None)

@@ -1,0 +1,224 @@
+"""The policy update against its definition in plain Python, and under every division of its rows.
+
+The policy is a table of logits, the same for every token whatever stands before it: log-probabilities and their
+gradients are then known in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from distflow.data.batch import Ragged
+from distflow.observe.metrics import current
+from workers.functions.updates import policy_update
+
+LOGITS = (0.3, -0.7, 1.1, 0.0)
+RATE = 0.5
+Row = dict[str, Any]
+"""group, advantage, and by token: tokens, rollout (log-probability), reference, importance, trained."""
+
+
+class Table:
+    """A role whose model is a table of logits, trained by plain gradient descent; it notes what each step saw."""
+
+    version = 5
+
+    def __init__(self, rows_at_once: int):
+        self.logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+        self.rows_at_once, self.steps = rows_at_once, []
+
+    def total(self, values):
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
+
+    def update(self, batch, loss_of, temperature=None):
+        value = torch.zeros((), dtype=torch.float64)
+        self.logits.grad = torch.zeros_like(self.logits)
+        for start in range(0, len(batch), self.rows_at_once):
+            micro = batch.slice(start, min(start + self.rows_at_once, len(batch)))
+            tokens = micro["responses"].values
+            logprobs = torch.log_softmax(self.logits, 0)[tokens]
+            loss = loss_of(logprobs, torch.zeros(len(tokens)), micro)
+            loss.backward()
+            value += loss.detach()
+        gradient = self.total(self.logits.grad.clone())
+        self.steps.append([float(self.total(value)), *gradient.tolist()])
+        with torch.no_grad():
+            self.logits -= RATE * gradient
+        return {}
+
+
+def steps_of(rows: list[Row], rows_at_once: int = 100, **options) -> list[list[float]]:
+    """The loss and the gradient of each optimizer step."""
+    def column(name, dtype=torch.float64):
+        return Ragged.from_rows([torch.tensor(row[name], dtype=dtype) for row in rows], dtype)
+
+    tokens, role = column("tokens", torch.int64), Table(rows_at_once)
+    policy_update(role, tokens, tokens, column("rollout"),
+                  torch.tensor([row["advantage"] for row in rows], dtype=torch.float64),
+                  torch.tensor([row["group"] for row in rows], dtype=torch.int64),
+                  column("trained", torch.bool), column("reference"), None, column("importance"), **options)
+    current().collect(lambda part: [part])
+    return role.steps
+
+
+def surrogate(kind: str, log_ratios, logprobs, advantage, low, high):
+    """(value, slope in the log-probability) of each token of a row; all are trained."""
+    ratios = [math.exp(x) for x in log_ratios]
+    if kind == "gspo" and ratios:
+        ratios = [math.exp(sum(log_ratios) / len(log_ratios))] * len(ratios)
+    for ratio, logprob in zip(ratios, logprobs):
+        free, bounded = ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage
+        if kind == "reinforce":
+            yield -advantage * logprob, -advantage
+        elif kind == "cispo":
+            yield -min(ratio, 1 + high) * advantage * logprob, -min(ratio, 1 + high) * advantage
+        else:
+            yield (-free, -free) if free <= bounded else (-bounded, 0.0)
+
+
+def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, kl: float, kl_kind: str,
+          normalize: str) -> list[float]:
+    """Loss and gradient of one step over all rows."""
+    total = math.log(sum(math.exp(x) for x in LOGITS))
+    probabilities = [math.exp(x - total) for x in LOGITS]
+    kept = [[i for i, trained in enumerate(row["trained"]) if trained] for row in rows]
+    tokens, filled = sum(map(len, kept)), sum(map(bool, kept))
+    mean = sum(row["advantage"] * len(places) for row, places in zip(rows, kept)) / max(tokens, 1)
+    square = sum((row["advantage"] - mean) ** 2 * len(places) for row, places in zip(rows, kept)) / max(tokens - 1, 1)
+    value, gradient = 0.0, [0.0] * len(LOGITS)
+    for row, places in zip(rows, kept):
+        new = [LOGITS[row["tokens"][i]] - total for i in places]
+        gain = (row["advantage"] - mean) / math.sqrt(square + 1e-8) if normalize == "batch" else row["advantage"]
+        log_ratios = [x - row["rollout"][i] for x, i in zip(new, places)]
+        weight = {"token_mean": 1 / max(tokens, 1), "seq_mean_token_sum": 1 / max(filled, 1),
+                  "seq_mean_token_mean": 1 / max(filled * len(places), 1),
+                  "fixed_length_sum": 1 / max(filled * 7, 1)}[aggregate]
+        for i, x, (part, slope) in zip(places, new, surrogate(loss, log_ratios, new, gain, low, high)):
+            d = x - row["reference"][i]
+            extra, steep = (math.exp(-d) - 1 + d, 1 - math.exp(-d)) if kl_kind == "k3" else (d * d / 2, d)
+            part, slope = (row["importance"][i] * y + kl * z for y, z in ((part, extra), (slope, steep)))
+            value += weight * part
+            for token in range(len(LOGITS)):
+                gradient[token] += weight * slope * ((token == row["tokens"][i]) - probabilities[token])
+    return [value, *gradient]
+
+
+@st.composite
+def any_rows(draw) -> list[Row]:
+    """Rows of 0 to 5 tokens in a few groups, with holes in the mask, rows without a trained token, equal advantages."""
+    def numbers(low, high, length):
+        return draw(st.lists(st.floats(low, high, width=32), min_size=length, max_size=length))
+
+    rows = []
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(0, 5))
+        rows.append({"group": draw(st.integers(0, 3)), "advantage": draw(st.sampled_from([-1.5, 0.0, 0.5, 2.0])),
+                     "tokens": draw(st.lists(st.integers(0, 3), min_size=length, max_size=length)),
+                     "rollout": numbers(-3, -0.0625, length), "reference": numbers(-3, -0.0625, length),
+                     "importance": numbers(0, 2, length),
+                     "trained": draw(st.lists(st.booleans(), min_size=length, max_size=length))})
+    return sorted(rows, key=lambda row: row["group"])
+
+
+LOSSES = st.sampled_from([("ppo", 0.2, 0.3), ("ppo", 0.0, 5.0), ("gspo", 0.1, 0.2), ("gspo", 3e-4, 4e-4),
+                          ("cispo", 0.0, 0.5), ("reinforce", 0.0, 0.0)])
+AGGREGATES = st.sampled_from(["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"])
+MORE = st.fixed_dictionaries({"kl": st.sampled_from([0.0, 0.1]), "kl_kind": st.sampled_from(["k2", "k3"]),
+                              "normalize": st.sampled_from(["none", "batch"])})
+
+
+def options_of(loss, aggregate, more):
+    kind, low, high = loss
+    bounds = {"ppo": {"clip": low, "clip_high": high}, "gspo": {"clip": low, "clip_high": high},
+              "cispo": {"clip_high": high}}.get(kind, {})
+    length = {"fixed_length": 7} if aggregate == "fixed_length_sum" else {}
+    return {"loss": kind, "aggregate": aggregate, **bounds, **length, **more}
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE)
+def test_loss_and_gradient_are_those_of_the_definition(rows, loss, aggregate, more):
+    (step,) = steps_of(rows, **options_of(loss, aggregate, more))
+    expected = plain(rows, loss[0], aggregate, *loss[1:], **more)
+    assert step == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, rows_at_once=st.integers(1, 4),
+       mini_batches=st.integers(1, 3))
+def test_micro_batches_change_nothing(rows, loss, aggregate, more, rows_at_once, mini_batches):
+    options = {**options_of(loss, aggregate, more), "mini_batches": mini_batches, "epochs": 2}
+    for step, whole in zip(steps_of(rows, rows_at_once, **options), steps_of(rows, **options), strict=True):
+        assert step == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, mini_batches=st.integers(1, 3))
+def test_ranks_change_nothing(rows, loss, aggregate, more, mini_batches):
+    options = {**options_of(loss, aggregate, more), "mini_batches": mini_batches}
+    whole = steps_of(rows, **options)
+    shares = [[row for row in rows if row["group"] % 2 == rank] for rank in range(2)]
+    for steps in run_ranks(2, share_of, shares, options):
+        for step, expected in zip(steps, whole, strict=True):
+            assert step == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def share_of(shares, options):
+    return steps_of(shares[dist.get_rank()], rows_at_once=2, **options)
+
+
+def row(advantage: float, rollout: list[float], group: int = 0, trained: list[bool] | None = None) -> Row:
+    count = len(rollout)
+    return {"group": group, "advantage": advantage, "tokens": [2] * count, "rollout": rollout,
+            "importance": [1.0] * count, "reference": [-1.0] * count, "trained": trained or [True] * count}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
+def test_an_untrained_token_may_be_impossible(loss):
+    """Log-probabilities of -inf and NaN stand where nothing is trained: no value, gradient or mean must see them."""
+    clean = row(1.0, [-1.0, -1.2])
+    odd = row(1.0, [-math.inf, -1.0, math.nan, -1.2], trained=[False, True, False, True])
+    odd["importance"] = [math.inf, 1.0, math.nan, 1.0]
+    expected, seen = steps_of([clean], loss=loss), steps_of([odd], loss=loss)
+    assert seen[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("normalize", ["none", "batch"])
+def test_rows_without_a_trained_token_are_no_loss_and_no_gradient(normalize):
+    assert steps_of([row(1.0, [-1.0], trained=[False])], normalize=normalize) == [[0.0] * 5]
+
+
+def test_equal_advantages_are_0_when_normalized():
+    assert steps_of([row(0.1, [-1.0] * 3), row(0.1, [-1.0], group=1)], normalize="batch")[0] == [0.0] * 5
+
+
+def test_what_the_first_step_says_of_the_mismatch():
+    rollout = [-1.0, -0.5, -2.0]
+    tokens = Ragged.from_rows([torch.tensor([0, 1, 2])])
+    role, versions = Table(100), tokens.with_values(torch.tensor([5, 3, 4], dtype=torch.int32))
+    mask = tokens.with_values(torch.tensor([True, True, False]))
+    current().collect(lambda part: [part])
+    policy_update(role, tokens, tokens, tokens.with_values(torch.tensor(rollout, dtype=torch.float64)), torch.ones(1),
+                  torch.zeros(1), mask, versions=versions, epochs=3)
+    seen = current().collect(lambda part: [part])
+    total = math.log(sum(math.exp(x) for x in LOGITS))
+    differences = [LOGITS[i] - total - rollout[i] for i in range(2)]
+    weights = [math.exp(d) for d in differences]
+    expected = {"logprob_mean": sum(map(abs, differences)) / 2, "logprob_max": max(map(abs, differences)),
+                "kl": sum(w - 1 - d for w, d in zip(weights, differences)) / 2,
+                "perplexity_ratio": math.exp(-sum(differences) / 2),
+                "effective_samples": sum(weights) ** 2 / (2 * sum(w * w for w in weights))}
+    for name, value in expected.items():
+        assert seen[f"mismatch/{name}"] == pytest.approx(value, rel=1e-6), name
+    assert seen["staleness/mean"] == 1.0
+    assert seen["staleness/max"] == 2
