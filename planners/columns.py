@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distflow.schema.contract import Contract, Read
+from distflow.schema.contract import ENGINE_TYPES, Contract, Read
 from distflow.schema.errors import Mistake, Spot, did_you_mean, nearest
 from distflow.schema.plan import KEEP, ROW, SOURCE, Column
 from distflow.schema.spec import Spec
@@ -148,7 +148,7 @@ class _Tracer:
     def _check_fields(self) -> None:
         """A field of the data's own must not take the place of a column that every dataset gives."""
         for index, name in enumerate(self.spec.run.data.columns):
-            if name in SOURCE_FORMS:
+            if name in SOURCE_FORMS or (name == "images" and self.spec.run.data.images):
                 what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
                 hint = f"Take it out, or give the field another name in the data. Taken: {', '.join(SOURCE_FORMS)}."
                 where = self.spec.run_source.spot(("data", "columns", index))
@@ -180,8 +180,10 @@ class _Tracer:
 
     def _check_images(self, node: str, read: set[str]) -> None:
         """A model must not read prompts that have places for images without what stands there."""
-        if self.spec.run.data.images and "prompts" in read and "images" not in read:
-            function = self.bound[node].name
+        contract = self.bound[node]
+        blind = "prompts" in read and "images" not in read
+        if self.spec.run.data.images and contract.marks.type in ENGINE_TYPES and blind:
+            function = contract.name
             what = f"node `{node}`: function `{function}` reads prompts without the images that `data.images` gives"
             hint = f"Take `data.images` out, or let the function read them:  def {function}(…, images: Ragged)"
             self.mistakes.append(Mistake(what, self._spot(node), hint))
@@ -222,7 +224,8 @@ class _Tracer:
                 what = (f"node `{node}` reads columns of `{shorter[-1]}` and of `{longer[-1]}`, which repeat the same "
                         "rows independently, so that their rows do not match")
                 self.mistakes.append(Mistake(what, self._spot(node), "Let one depend on the other's output."))
-            fan = longer
+            else:
+                fan = longer
         return fan
 
     def _spot(self, node: str) -> Spot:

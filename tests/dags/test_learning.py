@@ -49,6 +49,7 @@ class Case:
 CASES = [
     Case("sft", "loss", -0.1),
     Case("grpo"),
+    Case("grpo", settings=("roles.actor.lora={rank: 16}", "roles.actor.learning_rate=3e-3")),
     Case("dr_grpo", settings=("nodes.update.with.fixed_length=24", "steps=16")),
     Case("dapo", settings=("nodes.rollout.with.group_size=8",)),
     Case("gspo"),
