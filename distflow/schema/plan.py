@@ -172,8 +172,8 @@ class Fans:
 
 
 def common(fans: list[Fan]) -> Fan:
-    """The longest beginning that all share."""
+    """The longest beginning that all share; none of nothing."""
     same = 0
-    while all(len(fan) > same and fan[same] == fans[0][same] for fan in fans):
+    while fans and all(len(fan) > same and fan[same] == fans[0][same] for fan in fans):
         same += 1
     return fans[0][:same]
