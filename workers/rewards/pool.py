@@ -96,6 +96,8 @@ class _Round:
             soonest = min([self.deadline, *(worker.deadline for worker in busy)])
             ready = selector.select(max(0.0, soonest - time.monotonic()))
         for key, _ in ready:
+            if key.data not in self.pool.workers:
+                continue  # it was just found dead, and its pipes are closed
             if key.fd == key.data.jobs:
                 key.data.send()
             else:
@@ -112,6 +114,8 @@ class _Round:
             if kind == "impossible":
                 raise EngineError(f"reward `{worker.job.name}` cannot be computed: {more[0]}")
             if kind == "done":
+                for place in sorted(worker.open):
+                    self._keep(worker, place, Failed("its process has not said what became of it"))
                 worker.job = None
             elif kind == "value":
                 self._keep(worker, more[0], more[1])
@@ -143,7 +147,7 @@ class _Round:
         job, places = worker.job, sorted(worker.open)
         worker.end()
         self.pool.workers.remove(worker)
-        self.stillborn += not worker.loaded
+        self.stillborn += worker.fresh
         if self.stillborn == _STILLBORN:
             raise EngineError(f"reward `{job.name}` cannot be computed: {reason}, and so {_STILLBORN} times, before "
                               f"its module `{job.module}` was imported. See:  python -c 'import {job.module}'")

@@ -92,6 +92,8 @@ class Process:
         self.job: Job | None = None
         self.open: set[int] = set()
         """Samples of the job that have no result yet, by their place in it."""
+        self.fresh = True
+        """It has not imported any module yet."""
         self.number, self.loaded, self.unsent, self.deadline = 0, False, memoryview(b""), 0.0
 
     def begin(self, job: Job) -> None:
@@ -122,7 +124,7 @@ class Process:
     def heard(self) -> None:
         """It is alive: the clock of the next call begins."""
         if self.job:
-            self.loaded = True
+            self.loaded, self.fresh = True, False
             self.deadline = time.monotonic() + self.job.timeout + (_GRACE if self.job.coroutine else 0.0)
 
     def last_words(self) -> str:

@@ -17,7 +17,7 @@ from harness import ROOT
 from distflow.schema.errors import EngineError
 from workers.jail.processes import descendants
 from workers.rewards.pool import Pool, Results
-from workers.rewards.process import Failed, Job
+from workers.rewards.process import Failed, Job, Process
 
 HOSTILE = '''
 import asyncio, os, signal, socket, subprocess, sys, time
@@ -212,6 +212,23 @@ def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
         worker.process.kill()
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
+
+
+def test_a_process_that_dies_before_it_has_its_job(run, monkeypatch):
+    """Its two pipes break at the same time, with most of the job still to be sent."""
+    begin, killed = Process.begin, []
+
+    def begin_and_kill(process: Process, job: Job) -> None:
+        begin(process, job)
+        if len(killed) < 2:
+            assert process.unsent
+            process.process.kill()
+            os.waitid(os.P_PID, process.process.pid, os.WEXITED | os.WNOWAIT)
+            killed.append(process)
+
+    monkeypatch.setattr(Process, "begin", begin_and_kill)
+    assert set(run("hostile", ["good"] * 8, "x" * 1_000_000, retries=1).values.values()) == {1.0}
+    assert len(killed) == 2
 
 
 def test_async_calls_wait_together(run):
