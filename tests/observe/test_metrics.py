@@ -81,3 +81,11 @@ def test_what_travels_is_not_pickled():
     metrics.collect(lambda payload: sent.append(payload) or [payload])
     with pytest.raises((pickle.UnpicklingError, EOFError, ValueError)):
         pickle.loads(sent[0])
+
+
+def test_nodes_that_run_one_function_are_told_apart():
+    metrics = Metrics()
+    for scope, value in (("first", 1.0), ("second", 3.0), ("", 5.0)):
+        metrics.scope = scope
+        metrics.mean("reward", value)
+    assert metrics.collect(lambda mine: [mine]) == {"reward": 3.0, "reward/first": 1.0, "reward/second": 3.0}

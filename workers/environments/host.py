@@ -132,8 +132,7 @@ class Host:
         for row in list(self.talks):
             self.end(row)
         if self.over:
-            self.line.sendall(b"k" + array.array("i", self.over).tobytes())
-            self.over.clear()
+            self._reap()
 
     def close(self) -> None:
         """End all processes."""
@@ -158,11 +157,32 @@ class Host:
             return min(self.shared, key=lambda each: len(each.waiting) + len(each.asked))
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self.line, [b"f"], [theirs.fileno()])
-        process = Process(self.hosting, self.selector, int.from_bytes(self.line.recv(4), "little"), ours)
+            number = self._order(b"f", theirs.fileno())
+        process = Process(self.hosting, self.selector, number, ours)
         if self.hosting.safe:
             self.shared.append(process)
         return process
+
+    def _reap(self) -> None:
+        """See to it that the processes which have been told to end do so."""
+        self._order(b"k" + array.array("i", self.over).tobytes())
+        self.over.clear()
+
+    def _order(self, packet: bytes, *files: int) -> int:
+        """Tell the nursery what to do; the id of the process that it has forked for a file.
+
+        Raises:
+            EngineError: it is gone.
+        """
+        try:
+            socket.send_fds(self.line, [packet], files)
+            said = self.line.recv(4) if files else b"\0"
+        except OSError:
+            said = b""
+        if not said:
+            raise EngineError(f"the process that starts environments of `{self.hosting.kind}` has ended, with code "
+                              f"{self.nursery.poll()}. An environment may have killed it, or memory ran out.")
+        return int.from_bytes(said, "little")
 
     def _hear(self, process: Process, events: int) -> list[tuple[int, Turn | Failure]]:
         if events & selectors.EVENT_WRITE:
@@ -205,5 +225,4 @@ class Host:
         if process in self.shared:
             self.shared.remove(process)
         if process.asked or process.waiting or len(self.over) >= _AT_ONCE:  # it may be at work: at once
-            self.line.sendall(b"k" + array.array("i", self.over).tobytes())
-            self.over.clear()
+            self._reap()

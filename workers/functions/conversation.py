@@ -1,4 +1,8 @@
-"""Conversations of a model with environments: turns sampled, turns observed, and sampling that does not wait."""
+"""Conversations of a model with environments: turns sampled, turns observed, and sampling that does not wait.
+
+Which rows are computed together depends on when environments answer. The random numbers of a row do not; what two runs
+differ by is the rounding of their log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +62,8 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                       memory_gib)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
-    talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()})
-             for place, each in enumerate(rows)]
+    talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()},
+                   place < trajectories().rows) for place, each in enumerate(rows)]
     for start in range(0, len(rows), group_size):
         session.add(rows[start : start + group_size])
     host = host_of(hosting)
@@ -79,6 +83,8 @@ class _Talk:
 
     row: Row
     columns: dict[str, str]
+    saved: bool
+    """Its turns are written to the run folder."""
     pieces: list[tuple[Tensor, Tensor, Tensor, bool]] = field(default_factory=list)
     turns: int = 0
     length: int = 0
@@ -142,8 +148,9 @@ class _Talking:
 
     def _heard(self, talk: _Talk, answer: Turn | Failure) -> None:
         """The environment has answered: go on, or end here."""
-        self._save(talk, answer)
         row = talk.row
+        if talk.saved:
+            self._save(talk, answer)
         if isinstance(answer, Failure):
             talk.failure = answer
         else:

@@ -147,6 +147,8 @@ def test_nothing_is_left_behind(hosted):
     host.nursery.kill()
     host.nursery.wait()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in more)
+    with pytest.raises(EngineError, match="has ended, with code -9"):
+        host.step(1, {"question": "q"}, "a")
     assert alive(os.getpid())
 
 
