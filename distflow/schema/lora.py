@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow.schema.errors import Mistake, did_you_mean
 from distflow.schema.run import Lora, Model
-from distflow.schema.shapes import WIDENING
+from distflow.schema.shapes import WIDENING, embedded_vision
 from distflow.schema.shipped import find
 
 if TYPE_CHECKING:
@@ -76,8 +76,23 @@ def _of_embedded(model: Model) -> Linears:
     inner = WIDENING * model.hidden
     sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys,
              "self_attn.o_proj": queries, "mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
-    return {f"model.layers.{layer}.{name}": model.hidden + size
-            for layer in range(model.layers) for name, size in sizes.items()}
+    layers = "model.language_model.layers" if model.sees else "model.layers"
+    found = {f"{layers}.{layer}.{name}": model.hidden + size
+             for layer in range(model.layers) for name, size in sizes.items()}
+    return {**_of_embedded_vision(embedded_vision(model.hidden)), **found} if model.sees else found
+
+
+def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
+    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    sizes = {"attn.qkv": 4 * width, "attn.proj": 2 * width, "mlp.linear_fc1": width + inner,
+             "mlp.linear_fc2": inner + width}
+    found = {f"model.visual.blocks.{layer}.{name}": size
+             for layer in range(vision["depth"]) for name, size in sizes.items()}
+    joined = vision["spatial_merge_size"] ** 2 * width
+    deep = range(len(vision["deepstack_visual_indexes"]))
+    for merger in ("merger", *(f"deepstack_merger_list.{index}" for index in deep)):
+        found |= {f"model.visual.{merger}.linear_fc1": 2 * joined, f"model.visual.{merger}.linear_fc2": joined + out}
+    return found
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

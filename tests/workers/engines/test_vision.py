@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from distflow.data.batch import Ragged
@@ -18,7 +18,7 @@ from distflow.schema.run import Generation
 from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE_ID, build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.engines.vision import Sight, alike, places_of, shown
+from workers.engines.vision import Sight, alike, give_sight, places_of, shown
 from workers.eyes import NO_IMAGE
 
 SIZES = ((32, 32), (16, 48), (32, 32), (48, 16), (17, 30))
@@ -29,9 +29,21 @@ def picture(height: int, width: int, seed: int) -> Image.Image:
     return Image.fromarray(noise)
 
 
-@pytest.fixture
-def model():
-    return build_model(270, 0, architecture="qwen3_vl", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+@pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
+def model(request):
+    """The embedded model, and one of the generation before it, whose eyes work in windows."""
+    if request.param == "qwen3_vl":
+        return build_model(270, 0, architecture="qwen3_vl", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 8,
+              "out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1], "initializer_range": 0.06}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    text = {"vocab_size": 270, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "eos_token_id": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope, "initializer_range": 0.06}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision,
+                                                                   image_token_id=IMAGE_ID, tie_word_embeddings=True))
+    return give_sight(made.float(), EMBEDDED_SIGHT)
 
 
 def examples() -> tuple[Ragged, Ragged]:
