@@ -35,8 +35,7 @@ class Case:
 
 CASES = [
     Case("grpo"), Case("dr_grpo", ("nodes.update.with.fixed_length=24",)),
-    Case("dapo", ("nodes.rollout.with.group_size=8", "nodes.overlong.with.max_length=24",
-                  "nodes.overlong.with.cache=5")),
+    Case("dapo", ("nodes.rollout.with.group_size=8", "nodes.overlong.with.max_length=24")),
     Case("gspo"), Case("cispo", ("nodes.rollout.with.group_size=8",)), Case("rloo"),
     Case("reinforce_pp", ("nodes.rollout.with.group_size=8",)), Case("remax", ("nodes.rollout.with.group_size=8",)),
     Case("pf_ppo"), Case("ppo", ("roles.critic.learning_rate=1e-3",)),

@@ -26,7 +26,7 @@ _REASONS, _ROWS = 8, 32
       bounds={"workers": ">= 1", "memory_gib": "> 0", "limit": "> 0", "patience": ">= 1"})
 def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Reward = "math",
           workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0, patience: int = 3,
-          metric: str = "reward", **columns: Any) -> tuple[Tensor, Tensor]:
+          **columns: Any) -> tuple[Tensor, Tensor]:
     """[B] float32 and [B] bool: each completion's reward, and whether it has one; 0.0 stands where it has none.
 
     `reward` is a name, a list or weights of several, or one for each value of a column: see `distflow.schema.recipe`.
@@ -37,23 +37,22 @@ def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Re
         memory_gib: of each of them.
         limit: seconds for all rewards of a step on this rank; what is not done then has failed.
         patience: steps in a row of which every row has failed, after which the run ends.
-        metric: under which name the metrics stand; a DAG that scores twice gives the second another.
 
     Raises:
         RewardsFailed: every row of `patience` steps in a row has failed.
     """
     settings = {"recipe": reward, "workers": workers, "memory_gib": memory_gib, "limit": limit, "patience": patience}
-    scorer, names = _scorer(metric, json.dumps(settings)), row.tolist()
+    scorer, names = _scorer(current().scope, json.dumps(settings)), row.tolist()
     given = {name: as_list(column) for name, column in columns.items()}
     scores = scorer.score({**given, "completions": completions, "answers": answers, "row": names}, names)
     rewards, keep = torch.tensor(scores.rewards, dtype=torch.float32), torch.tensor(scores.keep, dtype=torch.bool)
-    _note(metric, scores, rewards[keep], names)
+    _note(scores, rewards[keep], names)
     scorer.count(scores)
     return rewards, keep
 
 
 @functools.cache
-def _scorer(metric: str, settings: str) -> Scorer:
+def _scorer(scope: str, settings: str) -> Scorer:
     """One for each node, as it counts the steps."""
     return Scorer(**json.loads(settings))
 
@@ -69,15 +68,15 @@ def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
     return [as_list(each) for each in column.rows]
 
 
-def _note(name: str, scores: Scores, kept: Tensor, names: list[int]) -> None:
+def _note(scores: Scores, kept: Tensor, names: list[int]) -> None:
     metrics = current()
-    metrics.mean(f"{name}/mean", kept.double().sum(), len(kept))
+    metrics.mean("reward/mean", kept.double().sum(), len(kept))
     for term, values in scores.of_term.items():
-        metrics.mean(f"{name}/{term}", sum(values), len(values))
-    metrics.maximum(f"{name}/seconds", scores.seconds)
-    metrics.add(f"{name}/failed", scores.keep.count(False))
-    metrics.add(f"{name}/retried", scores.retried)
-    metrics.add(f"{name}/timeouts", scores.timeouts)
+        metrics.mean(f"reward/{term}", sum(values), len(values))
+    metrics.maximum("reward/seconds", scores.seconds)
+    metrics.add("reward/failed", scores.keep.count(False))
+    metrics.add("reward/retried", scores.retried)
+    metrics.add("reward/timeouts", scores.timeouts)
     tell(scores, names)
 
 
