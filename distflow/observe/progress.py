@@ -40,7 +40,7 @@ class StepProgress:
     def step(self, metrics: dict[str, float]) -> None:
         """One more step is done."""
         self.done += 1
-        numbers = "  ".join(_shown(metrics, *each) for each in _SHOWN if _names(metrics, each[0]))
+        numbers = "  ".join(f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics)
         if self.bar:
             self.bar.update(self.task, completed=self.done, numbers=numbers)
         else:
@@ -51,15 +51,6 @@ class StepProgress:
         """Leave the bar as it stands."""
         if self.bar:
             self.bar.stop()
-
-
-def _names(metrics: dict[str, float], name: str) -> list[str]:
-    """A metric, or those that several nodes report under its name and their own."""
-    return [each for each in metrics if each == name or each.startswith(f"{name}/")]
-
-
-def _shown(metrics: dict[str, float], name: str, label: str, form: str) -> str:
-    return f"{label} {' / '.join(format(metrics[each], form) for each in _names(metrics, name))}"
 
 
 def _clock(seconds: float) -> str:

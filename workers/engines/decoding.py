@@ -66,16 +66,14 @@ class Session:
         """Rows that may come back."""
         self.rows: list[Row | None] = []
         """By slot."""
-        self.slots, self.state = Slots(), _no_slots(self.device)
+        self.live = 0
+        """Slots that are taken."""
+        self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
 
     @property
     def busy(self) -> bool:
         """Whether any row is sampled or waits for it."""
         return bool(self.live or self.unread or self.ready)
-
-    @property
-    def live(self) -> int:
-        return sum(row is not None for row in self.rows)
 
     def add(self, rows: list[Row]) -> None:
         """Samples of one prompt, which is read once for all of them."""
@@ -102,13 +100,14 @@ class Session:
         self._fill()
         if not self.rows:
             return []
+        if self.version != self.engine.version:
+            self._renew()
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
         settings = self.engine.generation
         chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
                                 settings.top_k, settings.top_p)
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
-        state["versions"][slot, state["count"]] = self.engine.version
         state["count"] += state["live"]
         end = self._is_end(chosen)
         gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
@@ -116,6 +115,12 @@ class Session:
         if self.live:
             self._advance(chosen)
         return left
+
+    def _renew(self) -> None:
+        """There are new weights: all tokens to come are theirs."""
+        self.version, versions = self.engine.version, self.state["versions"]
+        to_come = torch.arange(versions.shape[1], device=self.device) >= self.state["count"][:, None]
+        versions.masked_fill_(to_come, self.version)
 
     def _is_end(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.engine.end_tokens).any(-1)
@@ -158,6 +163,7 @@ class Session:
         state["live"][gone], state["count"][gone] = False, 0
         for slot in slots:
             self.rows[slot] = None
+        self.live -= len(slots)
         if self.live:
             self.slots.see(int(state["length"][state["live"]].max()))
         return rows
@@ -237,11 +243,12 @@ class Session:
         slots = torch.tensor(taken, device=self.device)
         width = max(Slots.width_of(pasts), self.slots.width if self.live else 0)
         if count > old or width > self.slots.width:
-            self.slots.keep(torch.arange(old, device=self.device), count, width)
+            self.slots.keep(None, count, width)
         self.slots.put(slots, pasts)
         self.slots.see(width)
         for slot, row in zip(taken, rows):
             self.rows[slot] = row
+        self.live += len(rows)
         self._start(rows, pasts, slots, count)
 
     def _start(self, rows: list[Row], pasts: list[Past], slots: Tensor, count: int) -> None:
@@ -255,7 +262,8 @@ class Session:
         fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
                  "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
                  "shift": torch.tensor([past.shift for past in pasts], device=self.device),
-                 "logits": logits, "noise": noise}
+                 "logits": logits, "noise": noise,
+                 "versions": torch.full_like(noise, self.version, dtype=torch.int32)}
         for name, old in self.state.items():
             new = fresh.get(name)
             shape = (count, table) if new is None else (count, *new.shape[1:])

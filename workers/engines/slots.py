@@ -51,10 +51,10 @@ class Slots(Cache):
     def make_room(self) -> None:
         """For one more column."""
         if self.layers and self.layers[0].full:
-            self.keep(torch.arange(self.count, device=self.layers[0].device), self.count, self.width)
+            self.keep(None, self.count, self.width)
 
-    def keep(self, kept: Tensor, count: int, width: int) -> None:
-        """From now on there are `count` slots, at first the `kept` ones, of which `width` columns are seen."""
+    def keep(self, kept: Tensor | None, count: int, width: int) -> None:
+        """From now on there are `count` slots, at first the `kept` ones (None: all), and `width` columns are seen."""
         for layer in self.layers:
             layer.keep(kept, count, width)
         self.count = count
@@ -62,12 +62,15 @@ class Slots(Cache):
     def put(self, slots: Tensor, pasts: list[Past]) -> None:
         """Write rows into slots; the window is as wide as the longest of them."""
         for index, batch, chosen in _by_batch(pasts, slots.device):
+            where: Tensor | slice = slots[index]
+            if bool((where[1:] - where[:-1] == 1).all()):
+                where = slice(int(where[0]), int(where[-1]) + 1)  # copies faster
             if not self.layers:
                 self.layers = [_Window(*layer, self.count, self.width_of(pasts)) for layer in batch]
             for layer, (keys, values) in zip(self.layers, batch):
                 width = min(keys.shape[2], layer.keys.shape[2])
-                layer.keys[slots[index], :, -width:] = keys[chosen, :, -width:]
-                layer.values[slots[index], :, -width:] = values[chosen, :, -width:]
+                layer.keys[where, :, -width:] = keys[chosen, :, -width:]
+                layer.values[where, :, -width:] = values[chosen, :, -width:]
 
     @staticmethod
     def width_of(pasts: list[Past]) -> int:
@@ -95,12 +98,15 @@ class _Window(DynamicLayer):
     def full(self) -> bool:
         return self.end == self.rooms[0].shape[2]
 
-    def keep(self, kept: Tensor, count: int, width: int) -> None:
+    def keep(self, kept: Tensor | None, count: int, width: int) -> None:
         shared = min(width, self.end - self.start)
         for index, old in enumerate(self.rooms):
-            # What is not written stays 0: a masked column counts for nothing only as long as it is a number.
-            room = old.new_zeros(count, old.shape[1], width + _ROOM, old.shape[3])
-            room[: len(kept), :, width - shared : width] = old[kept, :, self.end - shared : self.end]
+            part = old[:, :, self.end - shared : self.end]
+            part = part if kept is None else part[kept]
+            room = old.new_empty(count, old.shape[1], width + _ROOM, old.shape[3])
+            room[: len(part), :, width - shared : width] = part
+            # A masked column counts for nothing only as long as it is a number.
+            room[len(part) :, :, :width], room[:, :, : width - shared] = 0, 0
             self.rooms[index] = room
         self.see(0, width)
 
