@@ -76,7 +76,7 @@ DAGS = [
     case("nobody_writes", 7, "advantage", "function `group_advantage` reads column `rewards`, which no node writes",
          "Columns: advantages, answers,", "advantage: {…, reads: {rewards: COLUMN}}"),
     case("unordered_writers", 8, "other", "nodes `reward` and `other` both write column `rewards`", "    7 |  reward:",
-         "    8 |  other:", "Rename it:  other: {…, writes: {rewards: other_rewards}}", others=(8,)),
+         "    8 |  other:", "Rename it:  other: {…, writes: {rewards: other_rewards}}"),
     case("writes_dataset_column", 7, "reward", "writes column `answers`, which comes from the dataset", "Rename it:"),
     case("writes_twice", 6, "rollout", "node `rollout` writes column `responses` twice"),
     case("unknown_setting", 8, "epsilom", "function `group_advantage` has no setting `epsilom`",
