@@ -28,7 +28,7 @@ class Echo:
         self.encoded += 1
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def generate(self, prompts: Ragged, ids, temperature):
+    def generate(self, prompts: Ragged, ids, temperature, images):
         assert (len(prompts), temperature) == (len(ids), 0.0)
         return SimpleNamespace(tokens=prompts)
 
