@@ -107,7 +107,7 @@ def role_of(lora: Lora | None, **settings) -> Role:
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
-    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, mesh, spec, samples=True)
+    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, mesh, spec, stream=0)
 
 
 def sampled() -> None:
