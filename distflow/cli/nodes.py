@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Iterator
 
 from distflow.schema.bounds import in_words
-from distflow.schema.contract import REQUIRED, Contract, built_in
+from distflow.schema.contract import REQUIRED, Contract, Setting, built_in
+from distflow.schema.environments import Kind, kinds_of, shipped_modules
 from distflow.schema.errors import InvalidInput, did_you_mean
 from distflow.schema.rewards import RewardContract, shipped_rewards
 from distflow.schema.spec import load
 
-HELP = "list the functions that nodes can run, and the rewards: what they read, write and accept"
+HELP = "list the functions that nodes can run, the rewards and the environments: what they read, write and accept"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +25,12 @@ def main(options: argparse.Namespace) -> int:
     contracts, rewards = (spec.functions, spec.rewards) if spec else (built_in(), shipped_rewards())
     chosen = [_describe(contract) for name, contract in sorted(contracts.items()) if options.name in (None, name)]
     chosen += [_describe_reward(each) for name, each in sorted(rewards.items()) if options.name in (None, name)]
+    modules = [*shipped_modules(), *(spec.dag.imports if spec else ())]
+    kinds = {kind.name: kind for module in modules for kind in kinds_of(module)}
+    chosen += [_describe_kind(each) for name, each in sorted(kinds.items()) if options.name in (None, name)]
     if not chosen:
-        known = [*contracts, *rewards]
-        raise InvalidInput(f"there is no function or reward `{options.name}`. {did_you_mean(options.name, known)}")
+        known = [*contracts, *rewards, *kinds]
+        raise InvalidInput(f"there is nothing called `{options.name}`. {did_you_mean(options.name, known)}")
     print("\n\n".join("\n".join(lines) for lines in chosen))
     return 0
 
@@ -37,9 +41,18 @@ def _describe_reward(reward: RewardContract) -> Iterator[str]:
         yield f"  {reward.summary}"
     reads = [f"{read.name}{' (optional)' * read.optional}" for read in reward.columns.values()]
     yield f"  reads   {', '.join(reads) or 'nothing'}"
-    for setting in reward.settings.values():
-        default = "required" if setting.default == REQUIRED else f"default {setting.default}"
-        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({default})"
+    yield from map(_describe_setting, reward.settings.values())
+
+
+def _describe_kind(kind: Kind) -> Iterator[str]:
+    yield f"{kind.name}  (an environment, for `environment:` of a converse node)"
+    yield f"  reads   {', '.join(kind.columns.values()) or 'nothing'}"
+    yield from map(_describe_setting, kind.settings.values())
+
+
+def _describe_setting(setting: Setting) -> str:
+    default = "required" if setting.default == REQUIRED else f"default {setting.default}"
+    return f"  with    {setting.name}: {setting.annotation or 'any'}  ({default})"
 
 
 def _describe(contract: Contract) -> Iterator[str]:

@@ -84,7 +84,7 @@ def load_environment(name: str) -> type:
     """
     module, separator, own = name.rpartition(":")
     if not separator and own not in registry.ENVIRONMENTS:
-        module = next((each for each in _shipped() if own in {kind.name for kind in kinds_of(each)}), "")
+        module = next((each for each in shipped_modules() if own in {kind.name for kind in kinds_of(each)}), "")
     found = getattr(registry.load_module(module), own, None) if module else registry.ENVIRONMENTS.get(own)
     if found is None or not hasattr(found, "__distflow_safe__"):
         where = f"module `{module}` has" if separator else "there is"
@@ -112,18 +112,18 @@ def find_kind(name: str, modules: list[str]) -> tuple[Kind | None, set[str]]:
     A module is imported only if no source shows the name.
     """
     module, separator, own = name.rpartition(":")
-    modules = [module] if separator else [*_shipped(), *modules]
+    modules = [module] if separator else [*shipped_modules(), *modules]
     found = {kind.name: kind for each in modules for kind in kinds_of(each)}
     if own in found:
         return found[own], set()
-    for each in modules if separator else modules[len(_shipped()) :]:
+    for each in modules if separator else modules[len(shipped_modules()) :]:
         if module_file(each) is not None:
             registry.load_module(each)
     live = registry.ENVIRONMENTS.get(own)
     return (kind_of(live) if live else None), {*found, *registry.ENVIRONMENTS}
 
 
-def _shipped() -> list[str]:
+def shipped_modules() -> list[str]:
     folder = module_file(SHIPPED).parent  # type: ignore[union-attr]
     return [f"{SHIPPED}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
 
