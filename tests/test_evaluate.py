@@ -48,8 +48,12 @@ def test_several_samples_give_pass_at_k(launch, workspace):
 
 
 def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
+    """An export leaves all that the run has written, which may be going on."""
     launch(1, *GRPO, *VALIDATED, "--set", "steps=4", "--name", "run")
     final = (workspace / "runs/run/model/model.safetensors").read_bytes()
+    with (workspace / "runs/run/metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 5}\n')
+    before = {path: path.stat().st_ino for path in (workspace / "runs/run").rglob("*") if path.is_file()}
     for path in (workspace / "runs/run/model").iterdir():
         path.unlink()
     (workspace / "runs/run/model").rmdir()
@@ -60,6 +64,11 @@ def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
     distflow(workspace, "export", "runs/run", "elsewhere")
     assert (workspace / "elsewhere/model/model.safetensors").read_bytes() == final
     assert "steps: 4" in (workspace / "runs/run/run.yaml").read_text()
+    after = {path: path.stat().st_ino for path in (workspace / "runs/run").rglob("*") if path.is_file()}
+    models = workspace / "runs/run/model"
+    assert {path: inode for path, inode in after.items() if models not in path.parents} == \
+        {path: inode for path, inode in before.items() if models not in path.parents}
+    assert (workspace / "runs/run/metrics.jsonl").read_text().endswith('{"step": 5}\n')
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

@@ -36,7 +36,8 @@ class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
-                 folder: Path, resume: bool, presence: Presence):
+                 folder: Path, resume: bool, presence: Presence, writes: bool = True):
+        """`writes`: the run folder is this worker's to write to; without that it cannot `run`."""
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
@@ -49,10 +50,14 @@ class DagWorker:
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
         self.first = self._restore() if resume else 0
-        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", spec.run.trajectories,
-                            self.first if resume else None)
-        validator = Validator(spec, self._validated_role()) if spec.run.validation else None
-        self.sink = Sink(spec, plan, folder, self.first if resume else None, validator, self._save)
+        if writes:
+            self._open(folder, self.first if resume else None)
+
+    def _open(self, folder: Path, resumed_at: int | None) -> None:
+        """Lines of steps that a resumed run does again are dropped."""
+        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, resumed_at)
+        validator = Validator(self.spec, self._validated_role()) if self.spec.run.validation else None
+        self.sink = Sink(self.spec, self.plan, folder, resumed_at, validator, self._save)
 
     def run(self) -> None:
         """All steps, from the first or from where the checkpoint stands."""
