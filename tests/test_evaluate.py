@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from harness import ROOT, environment
+
+from distflow.cli.evaluated import subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
@@ -69,6 +72,20 @@ def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
     assert {path: inode for path, inode in after.items() if models not in path.parents} == \
         {path: inode for path, inode in before.items() if models not in path.parents}
     assert (workspace / "runs/run/metrics.jsonl").read_text().endswith('{"step": 5}\n')
+
+
+def test_a_role_is_evaluated_with_the_settings_that_it_has_from_another_and_by_its_runs_reward(tmp_path):
+    """As training sees it: a copy has the settings of what it copies, and `score` may stand at any role."""
+    roles = {"actor": {"trained": True, "copy_of": None}, "reviser": {"trained": True, "copy_of": "actor"}}
+    nodes = {"judge": {"role": "judge", "type": "COMPUTE", "function": "score", "with": {"reward": "length"}}}
+    settings = {"dtype": "bfloat16", "generation": {"temperature": 0.6}}
+    for name, content in {"dag": {"roles": roles, "nodes": nodes}, "run": {"roles": {"actor": settings}}}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "launch.json").write_text('{"search": []}')
+    (tmp_path / "model-reviser").mkdir()
+    found = subject(str(tmp_path), "reviser", None)
+    assert found.role == {"model": str(tmp_path / "model-reviser"), **settings}
+    assert found.reward == {"reward": "length"}
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
