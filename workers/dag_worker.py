@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class DagWorker:
     def _open(self, folder: Path, resumed_at: int | None) -> None:
         """Lines of steps that a resumed run does again are dropped."""
         trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, resumed_at)
-        validator = Validator(self.spec, self._validated_role()) if self.spec.run.validation else None
+        validator = self._validator() if self.spec.run.validation else None
         self.sink = Sink(self.spec, self.plan, folder, resumed_at, validator, self._save)
 
     def run(self) -> None:
@@ -122,23 +122,18 @@ class DagWorker:
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source
-        first = next(iter(self.roles.values()))
+        role = self.roles[prompted_role(spec, self.chain)]
         records = open_records(spec.data_path(spec.run.data.train))
-        eyes = eyes_of(first, spec.run.data, spec.data_path(spec.run.data.train))
-        return Dataloader(records, encoder(first.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
+        eyes = eyes_of(role, spec.run.data, spec.data_path(spec.run.data.train))
+        return Dataloader(records, encoder(role.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
                           layout.share(self.rank), layout.dp)
 
     def _sampling_roles(self) -> set[str]:
         sampling = {task.role for task in self.chain if task.samples}
-        return sampling | ({self._validated_name()} if self.spec.run.validation else set())
+        return sampling | ({prompted_role(self.spec, self.chain)} if self.spec.run.validation else set())
 
-    def _validated_name(self) -> str:
-        """The role whose answers are validated: the first trained one in the chain that has a vocabulary."""
-        return next(task.role for task in self.chain
-                    if task.type == "MODEL_TRAIN" and self.spec.dag.roles[task.role].head == "lm")
-
-    def _validated_role(self):
-        return self.roles[self._validated_name()]
+    def _validator(self) -> Validator:
+        return Validator(self.spec, self.roles[prompted_role(self.spec, self.chain)])
 
     def _save(self, step: int) -> None:
         engines = {name: role.engine for name, role in self.trained.items()}
@@ -148,6 +143,14 @@ class DagWorker:
         progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
         self.source.load_state_dict(progress["source"])
         return progress["step"]
+
+
+def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
+    """The role for whose tokenizer the prompts are made, and whose answers are validated: the first trained one in the
+    chain that has a vocabulary, else the chain's first."""
+    tasks = [task for task in chain if task.type in ENGINE_TYPES]
+    trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
+    return next(trained, tasks[0].role)
 
 
 class _Watch:
