@@ -13,6 +13,7 @@ from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
+from planners.temperatures import check_temperatures
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
@@ -33,7 +34,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     tenants = memory.estimate(spec, model_roles(spec), _generating(spec, bound), max(ranks, 1))
-    mistakes += untraced + memory.refuse_overflow(spec, tenants)
+    mistakes += untraced + check_temperatures(spec, bound, flows) + memory.refuse_overflow(spec, tenants)
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(chain, flows, layouts)
