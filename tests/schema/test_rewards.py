@@ -112,7 +112,7 @@ def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
     assert "node `reward`: reward `passes` reads column `tests`, which no node writes" in text
     assert "Did you mean `test`?" in text
     assert "reward: {…, reads: {tests: test}}" in text
-    assert "data: {columns: [test, tests]}" in text
+    assert "data: {…, columns: [test, tests]}" in text
     with pytest.raises(InvalidInput, match=r"`by` reads column `topic`, which no node writes"):
         planned("{by: topic, rewards: {a: math}}")
 
