@@ -15,7 +15,7 @@ from planners import plan
 
 
 def planned(folder: Path, change) -> Plan:
-    """The plan of `solver_reviser` with its nodes changed; the reviser's turn comes after `old`, the solver's policy."""
+    """The plan of `solver_reviser` with its nodes changed. The reviser waits for `old`, the solver's policy."""
     dag = yaml.safe_load((ROOT / "dags/solver_reviser.yaml").read_text())
     dag["nodes"]["old"] = {"role": "actor", "type": "MODEL_INFERENCE", "function": "logprobs",
                            "dependencies": ["solve"]}
