@@ -7,6 +7,7 @@ import json
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.lora import base_of
 from distflow.schema.plan import SOURCE, Layout, Plan, Task
 from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
@@ -81,7 +82,12 @@ def _notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, columns.Flow
     notes = [f"node `{node}` writes `{column}`, which no node reads" for node, flow in flows.items()
              for column in flow.writes if column.endswith("_logprobs") and not any(
                  column == read.name for other in flows.values() for read in other.reads)]
-    for role in sorted(_generating(spec, bound)):
+    generating = _generating(spec, bound)
+    notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
+              f"role's settings: what the run file says of `{role}` changes nothing"
+              for role in model_roles(spec) if role in spec.run.roles and role not in generating
+              and base_of(spec, role)]
+    for role in sorted(generating):
         model = spec.model_of(role)
         if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:
             notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from harness import ROOT, environment
 
-from distflow.cli.evaluated import subject
+from distflow.cli import evaluate
+from distflow.cli.evaluated import Subject, subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
@@ -86,6 +89,20 @@ def test_a_role_is_evaluated_with_the_settings_that_it_has_from_another_and_by_i
     found = subject(str(tmp_path), "reviser", None)
     assert found.role == {"model": str(tmp_path / "model-reviser"), **settings}
     assert found.reward == {"reward": "length"}
+
+
+def test_the_rewards_of_all_problems_have_more_time_than_those_of_a_training_step(workspace, monkeypatch):
+    seen = {}
+
+    def torchrun(ranks, arguments, quiet):
+        seen.update(yaml.safe_load(Path(arguments[1]).read_text())["nodes"]["reward"]["with"])
+        return 0
+
+    monkeypatch.setattr(evaluate, "torchrun", torchrun)
+    options = argparse.Namespace(samples=4, seed=0, ranks=1, output="runs", overrides=[], json=True)
+    what = Subject({}, reward={"reward": "code", "limit": 60.0})
+    evaluate._answer(options, what, str(workspace / "train.jsonl"), 500, Path("runs/evaluate-1"))
+    assert seen == {"reward": "code", "limit": 150_000.0}
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
