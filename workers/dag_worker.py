@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class DagWorker:
         mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
+        self.streams = streams_of(self.chain, {name: role.stream for name, role in self.roles.items()})
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader()
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
@@ -105,6 +106,8 @@ class DagWorker:
             return {}, ids  # a rank without rows has nothing to compute; model functions are collective
         arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
         engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
+        if task.node in self.streams:
+            self.roles[task.role].stream = self.streams[task.node]
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
         current().scope = task.node if self._has_twin(task) else ""
@@ -151,6 +154,16 @@ def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
     tasks = [task for task in chain if task.type in ENGINE_TYPES]
     trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
     return next(trained, tasks[0].role)
+
+
+def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
+    """The number under which each sampling node draws: its role's, or one of its own behind all roles' where the role
+    has sampled before, since rows of two nodes may have equal ids."""
+    found: dict[str, int] = {}
+    for task in (task for task in chain if task.samples):
+        own = of_role[task.role]
+        found[task.node] = len(of_role) + len(found) if own in found.values() else own
+    return found
 
 
 class _Watch:
