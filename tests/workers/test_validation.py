@@ -44,7 +44,7 @@ def spec(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     run = SimpleNamespace(data=Data(train="", max_prompt_tokens=4),
                           validation=Validation(data={name: f"{name}.jsonl" for name in questions}))
-    return SimpleNamespace(run=run, data_path=lambda name: tmp_path / name)
+    return SimpleNamespace(run=run, rewards={}, data_path=lambda name: tmp_path / name)
 
 
 def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
