@@ -17,6 +17,11 @@ SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str
 """Columns that every dataset gives: tokens of the question and of the answer, both as text, and the prompt's id.
 `row` is each row's own id; it is there wherever rows are."""
 
+_OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
+                 "token_rewards"}
+"""Parameters that say something of a response's tokens, as do those that end in `_logprobs`. All that a node reads must
+be of the same responses."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -73,15 +78,16 @@ class _Tracer:
 
     def visit(self, node: str) -> Flow:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
-        reads, forms = [], {}
+        reads, forms, own = [], {}, None
         for read in contract.reads:
             column = settings.reads.get(read.name, read.name)
             producer = self._producer(node, read, column)
-            if producer:
+            if producer and not self._of_others(node, read, own, producer):
                 given = self._form(column, producer)
                 self._check_form(node, column, producer, given, read.form)
                 forms[column] = given or plain_form(read.form)
                 reads.append(Column(read.name, column, producer, plain_form(read.form)))
+                own = own or (reads[-1] if _is_of_responses(read.name) else None)
         self._check_requirements(node, {column.parameter for column in reads})
         self._check_images(node, {column.name for column in reads})
         fan = self._fan(node, reads)
@@ -116,11 +122,40 @@ class _Tracer:
             return max(upstream, key=lambda writer: len(self.graph.ancestors[writer]))
         if column in self.given:
             return SOURCE
-        optional = read.optional and read.name not in self.spec.dag.nodes[node].reads
         earlier = [writer for writer in writers if node not in self.graph.ancestors[writer]]
-        if node not in self.unsure and (earlier or not optional):
+        if node not in self.unsure and (earlier or not self._is_optional(node, read)):
             self._missing_column(node, read, column, earlier, writers)
         return None
+
+    def _of_others(self, node: str, read: Read, own: Column | None, producer: str) -> bool:
+        """Whether an optional column is there, but of other responses than `own`: those of a turn before, say."""
+        if own is None or not _is_of_responses(read.name) or node in self.unsure:
+            return False
+        ours, theirs = self.fans.get(own.producer, ()), self.fans.get(producer, ())
+        if ours == theirs:
+            return False
+        if self._is_optional(node, read):
+            return True
+        shorter, longer = sorted((ours, theirs), key=len)
+        if longer[: len(shorter)] == shorter:  # else `_fan` says so
+            self._mixed(node, read, own, producer)
+        return False
+
+    def _mixed(self, node: str, read: Read, own: Column, producer: str) -> None:
+        column = self.spec.dag.nodes[node].reads.get(read.name, read.name)
+        what = (f"node `{node}` reads column `{own.name}` of node `{own.producer}` and column `{column}` of node "
+                f"`{producer}`, which are not of the same responses")
+        same = [name for name, mark in zip(self.written.get(own.producer, ()), self._marked(own.producer))
+                if mark == read.name]
+        hint = f"Instead:  {node}: {{…, reads: {{{read.name}: {same[0]}}}}}" if same else \
+            f"Say under `reads:` which column of the responses of `{own.producer}` is meant."
+        self.mistakes.append(Mistake(what, self._spot(node), hint))
+
+    def _marked(self, node: str) -> tuple[str, ...]:
+        return self.bound[node].marks.writes if node in self.bound else ()
+
+    def _is_optional(self, node: str, read: Read) -> bool:
+        return read.optional and read.name not in self.spec.dag.nodes[node].reads
 
     def _missing_column(self, node: str, read: Read, column: str, earlier: list[str], writers: list[str]) -> None:
         settings, function, where = self.spec.dag.nodes[node], self.bound[node].name, self._spot(node)
@@ -230,3 +265,7 @@ class _Tracer:
 
     def _spot(self, node: str) -> Spot:
         return self.spec.dag_source.spot(("nodes", node), key=True)
+
+
+def _is_of_responses(parameter: str) -> bool:
+    return parameter in _OF_RESPONSES or parameter.endswith("_logprobs")

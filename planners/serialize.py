@@ -7,12 +7,14 @@ import json
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.lora import base_of
 from distflow.schema.plan import SOURCE, Layout, Plan, Task
 from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
+from planners.temperatures import check_temperatures
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
@@ -33,7 +35,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     tenants = memory.estimate(spec, model_roles(spec), _generating(spec, bound), max(ranks, 1))
-    mistakes += untraced + memory.refuse_overflow(spec, tenants)
+    mistakes += untraced + check_temperatures(spec, bound, flows) + memory.refuse_overflow(spec, tenants)
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(chain, flows, layouts)
@@ -80,7 +82,12 @@ def _notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, columns.Flow
     notes = [f"node `{node}` writes `{column}`, which no node reads" for node, flow in flows.items()
              for column in flow.writes if column.endswith("_logprobs") and not any(
                  column == read.name for other in flows.values() for read in other.reads)]
-    for role in sorted(_generating(spec, bound)):
+    generating = _generating(spec, bound)
+    notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
+              f"role's settings: what the run file says of `{role}` changes nothing"
+              for role in model_roles(spec) if role in spec.run.roles and role not in generating
+              and base_of(spec, role)]
+    for role in sorted(generating):
         model = spec.model_of(role)
         if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:
             notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from harness import ROOT, environment
+
+from distflow.cli import evaluate
+from distflow.cli.evaluated import Subject, subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
@@ -48,8 +54,12 @@ def test_several_samples_give_pass_at_k(launch, workspace):
 
 
 def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
+    """An export leaves all that the run has written, which may be going on."""
     launch(1, *GRPO, *VALIDATED, "--set", "steps=4", "--name", "run")
     final = (workspace / "runs/run/model/model.safetensors").read_bytes()
+    with (workspace / "runs/run/metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 5}\n')
+    before = {path: path.stat().st_ino for path in (workspace / "runs/run").rglob("*") if path.is_file()}
     for path in (workspace / "runs/run/model").iterdir():
         path.unlink()
     (workspace / "runs/run/model").rmdir()
@@ -60,6 +70,39 @@ def test_a_run_that_has_not_finished_is_exported_first(launch, workspace):
     distflow(workspace, "export", "runs/run", "elsewhere")
     assert (workspace / "elsewhere/model/model.safetensors").read_bytes() == final
     assert "steps: 4" in (workspace / "runs/run/run.yaml").read_text()
+    after = {path: path.stat().st_ino for path in (workspace / "runs/run").rglob("*") if path.is_file()}
+    models = workspace / "runs/run/model"
+    assert {path: inode for path, inode in after.items() if models not in path.parents} == \
+        {path: inode for path, inode in before.items() if models not in path.parents}
+    assert (workspace / "runs/run/metrics.jsonl").read_text().endswith('{"step": 5}\n')
+
+
+def test_a_role_is_evaluated_with_the_settings_that_it_has_from_another_and_by_its_runs_reward(tmp_path):
+    """As training sees it: a copy has the settings of what it copies, and `score` may stand at any role."""
+    roles = {"actor": {"trained": True, "copy_of": None}, "reviser": {"trained": True, "copy_of": "actor"}}
+    nodes = {"judge": {"role": "judge", "type": "COMPUTE", "function": "score", "with": {"reward": "length"}}}
+    settings = {"dtype": "bfloat16", "generation": {"temperature": 0.6}}
+    for name, content in {"dag": {"roles": roles, "nodes": nodes}, "run": {"roles": {"actor": settings}}}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "launch.json").write_text('{"search": []}')
+    (tmp_path / "model-reviser").mkdir()
+    found = subject(str(tmp_path), "reviser", None)
+    assert found.role == {"model": str(tmp_path / "model-reviser"), **settings}
+    assert found.reward == {"reward": "length"}
+
+
+def test_the_rewards_of_all_problems_have_more_time_than_those_of_a_training_step(workspace, monkeypatch):
+    seen = {}
+
+    def torchrun(ranks, arguments, quiet):
+        seen.update(yaml.safe_load(Path(arguments[1]).read_text())["nodes"]["reward"]["with"])
+        return 0
+
+    monkeypatch.setattr(evaluate, "torchrun", torchrun)
+    options = argparse.Namespace(samples=4, seed=0, ranks=1, output="runs", overrides=[], json=True)
+    what = Subject({}, reward={"reward": "code", "limit": 60.0})
+    evaluate._answer(options, what, str(workspace / "train.jsonl"), 500, Path("runs/evaluate-1"))
+    assert seen == {"reward": "code", "limit": 150_000.0}
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
-                 folder: Path, resume: bool, presence: Presence):
+                 folder: Path, resume: bool, presence: Presence, writes: bool = True):
+        """`writes`: the run folder is this worker's to write to; without that it cannot `run`."""
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
@@ -44,15 +45,20 @@ class DagWorker:
         mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
+        self.streams = streams_of(self.chain, {name: role.stream for name, role in self.roles.items()})
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader()
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
         self.first = self._restore() if resume else 0
-        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", spec.run.trajectories,
-                            self.first if resume else None)
-        validator = Validator(spec, self._validated_role()) if spec.run.validation else None
-        self.sink = Sink(spec, plan, folder, self.first if resume else None, validator, self._save)
+        if writes:
+            self._open(folder, self.first if resume else None)
+
+    def _open(self, folder: Path, resumed_at: int | None) -> None:
+        """Lines of steps that a resumed run does again are dropped."""
+        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, resumed_at)
+        validator = self._validator() if self.spec.run.validation else None
+        self.sink = Sink(self.spec, self.plan, folder, resumed_at, validator, self._save)
 
     def run(self) -> None:
         """All steps, from the first or from where the checkpoint stands."""
@@ -100,6 +106,8 @@ class DagWorker:
             return {}, ids  # a rank without rows has nothing to compute; model functions are collective
         arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
         engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
+        if task.node in self.streams:
+            self.roles[task.role].stream = self.streams[task.node]
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
         current().scope = task.node if self._has_twin(task) else ""
@@ -117,23 +125,18 @@ class DagWorker:
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source
-        first = next(iter(self.roles.values()))
+        role = self.roles[prompted_role(spec, self.chain)]
         records = open_records(spec.data_path(spec.run.data.train))
-        eyes = eyes_of(first, spec.run.data, spec.data_path(spec.run.data.train))
-        return Dataloader(records, encoder(first.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
+        eyes = eyes_of(role, spec.run.data, spec.data_path(spec.run.data.train))
+        return Dataloader(records, encoder(role.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
                           layout.share(self.rank), layout.dp)
 
     def _sampling_roles(self) -> set[str]:
         sampling = {task.role for task in self.chain if task.samples}
-        return sampling | ({self._validated_name()} if self.spec.run.validation else set())
+        return sampling | ({prompted_role(self.spec, self.chain)} if self.spec.run.validation else set())
 
-    def _validated_name(self) -> str:
-        """The role whose answers are validated: the first trained one in the chain that has a vocabulary."""
-        return next(task.role for task in self.chain
-                    if task.type == "MODEL_TRAIN" and self.spec.dag.roles[task.role].head == "lm")
-
-    def _validated_role(self):
-        return self.roles[self._validated_name()]
+    def _validator(self) -> Validator:
+        return Validator(self.spec, self.roles[prompted_role(self.spec, self.chain)])
 
     def _save(self, step: int) -> None:
         engines = {name: role.engine for name, role in self.trained.items()}
@@ -143,6 +146,24 @@ class DagWorker:
         progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
         self.source.load_state_dict(progress["source"])
         return progress["step"]
+
+
+def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
+    """The role for whose tokenizer the prompts are made, and whose answers are validated: the first trained one in the
+    chain that has a vocabulary, else the chain's first."""
+    tasks = [task for task in chain if task.type in ENGINE_TYPES]
+    trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
+    return next(trained, tasks[0].role)
+
+
+def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
+    """The number under which each sampling node draws: its role's, or one of its own behind all roles' where the role
+    has sampled before, since rows of two nodes may have equal ids."""
+    found: dict[str, int] = {}
+    for task in (task for task in chain if task.samples):
+        own = of_role[task.role]
+        found[task.node] = len(of_role) + len(found) if own in found.values() else own
+    return found
 
 
 class _Watch:

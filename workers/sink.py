@@ -66,7 +66,7 @@ class Sink:
 
     def close(self, trained: dict[str, Role]) -> None:
         """After the last step: the models as Hugging Face folders, and the summary."""
-        self.write_models(trained, self.path)
+        write_models(trained, self.path)
         if self.folder:
             self.folder.close({"plan": self.plan.digest, "ranks": self.plan.ranks, "seed": self.run.seed})
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
@@ -78,11 +78,6 @@ class Sink:
             if short := values.get(f"filter/{task.node}/prompts_short"):
                 self.progress.say(f"{self.plan.name}  step {step}: node `{task.node}` left {wanted - short:.0f} of "
                                   f"{wanted} prompts in {task.draws} draws; the step went on with them")
-
-    def write_models(self, trained: dict[str, Role], folder: Path) -> None:
-        """Each trained role as a Hugging Face folder: `model`, or `model-ROLE` where there are several. Collective."""
-        for name, role in trained.items():
-            role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))
 
     def _validate(self, step: int) -> bool:
         """True if the model is as good as the run wants it; the same on every rank."""
@@ -97,6 +92,12 @@ class Sink:
                                   f"({time.perf_counter() - start:.1f} s)")
         wanted, first = self.run.validation.stop_at, next(iter(self.run.validation.data))
         return wanted is not None and values.get(f"validation/{first}", -math.inf) >= wanted
+
+
+def write_models(trained: dict[str, Role], folder: Path) -> None:
+    """Each trained role as a Hugging Face folder: `model`, or `model-ROLE` where there are several. Collective."""
+    for name, role in trained.items():
+        role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))
 
 
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:

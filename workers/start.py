@@ -22,6 +22,7 @@ from distflow.schema.plan import Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
 from workers.dag_worker import DagWorker
+from workers.sink import write_models
 
 
 def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Path | None = None) -> None:
@@ -29,7 +30,8 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
 
     Args:
         folder: of the run; on rank 0 only, the others learn it from the board.
-        export: where a resumed run writes its models instead of going on.
+        export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
+            going on elsewhere.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
@@ -37,9 +39,9 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
     board = Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
-    worker = _worker(spec, plan, board, path, resume)
+    worker = _worker(spec, plan, board, path, resume, writes=not export)
     if export:
-        worker.sink.write_models(worker.trained, export)
+        write_models(worker.trained, export)
     else:
         if board.rank == 0 and resume:
             RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
@@ -47,7 +49,7 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 
-def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool) -> DagWorker:
+def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool, writes: bool) -> DagWorker:
     """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
     functions = _load_functions(spec, plan)
     device = _device(board)
@@ -62,7 +64,7 @@ def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool) -> D
             search = [place for place in sys.path if place]
             starting.enter_context(RunFolder.created(path, spec, plan, search))
         presence = Presence(board.store, board.rank, board.ranks)
-        worker = DagWorker(spec, plan, functions, device, path, resume, presence)
+        worker = DagWorker(spec, plan, functions, device, path, resume, presence, writes)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 

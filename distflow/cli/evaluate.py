@@ -21,6 +21,10 @@ from distflow.schema.shipped import find, find_yaml
 
 HELP = "pass@k and mean reward of a run's model, or of a model folder, with confidence intervals"
 
+_PATIENCE = 300.0
+"""Seconds that the rewards of one problem's answers may take: all are earned in one step, far larger than those that
+the limit of a run is for. A call's own timeout is the run's."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, as runs/grpo-1, or a model folder")
@@ -79,7 +83,7 @@ def _answer(options: argparse.Namespace, what: Subject, path: str, problems: int
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
     dag["imports"], nodes = what.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
-    nodes["reward"]["with"] = what.reward
+    nodes["reward"]["with"] = {**what.reward, "limit": max(what.reward.get("limit", 0.0), _PATIENCE * problems)}
     role = dict(what.role)
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}

@@ -62,11 +62,20 @@ def _of_run(folder: Path, role: str | None) -> Subject:
                            f"distflow export {folder}")
     validation, imports = run.get("validation") or {}, dag.get("imports", [])
     scores = [node for node in dag["nodes"].values()
-              if node["type"] == "COMPUTE" and (node["function"] or "score") == "score" and node["role"] == "reward"]
+              if node["function"] == "score"
+              or (node["function"] is None and (node["type"], node["role"]) == ("COMPUTE", "reward"))]
     reward = {"reward": validation["reward"]} if validation else scores[0]["with"] if scores else {}
     search = json.loads((folder / "launch.json").read_text())["search"]
-    return Subject(_role(run["roles"].get(role, {}), model), _data(run), reward, validation.get("data", {}), imports,
+    return Subject(_role(_settings(run, dag, role), model), _data(run), reward, validation.get("data", {}), imports,
                    search)
+
+
+def _settings(run: dict[str, Any], dag: dict[str, Any], role: str) -> dict[str, Any]:
+    """The role's part of the run file, or that of the role it copies: see `Spec.settings_of`."""
+    name: str | None = role
+    while name is not None and name not in run["roles"]:
+        name = dag["roles"][name]["copy_of"]
+    return run["roles"].get(name, {})
 
 
 def _role(settings: dict[str, Any], model: Path) -> dict[str, Any]:

@@ -85,3 +85,5 @@ def test_a_reference_without_a_model_of_its_own_shares_the_base(tmp_path, more, 
     spec = load("grpo.yaml", str(tmp_path / "run.yaml"))
     assert base_of(spec, "reference") == owner
     assert base_of(spec, "actor") is None
+    said = [note for note in plan(spec, 1).notes if "what the run file says of `reference` changes nothing" in note]
+    assert bool(said) == bool(more and owner)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from distflow import node
 from distflow.observe.metrics import current
-from workers.engines.sampling import uniform
+from workers.engines.sampling import key_of, uniform
+
+_FILTERS = 1 << 32
+"""Tells their numbers from those of the roles that sample, which are numbered from 0."""
 
 
 @node(writes="keep", keep_together="group", refills="max_draws")
@@ -70,5 +73,8 @@ def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _key() -> int:
-    """The step's key: the worker seeds torch's generator with (seed, step) on every rank alike."""
-    return torch.initial_seed() & ((1 << 63) - 1)
+    """The step's key: the worker seeds torch's generator with (seed, step) on every rank alike.
+
+    It is not the seed itself, by which rows are sampled: their order would follow from their first tokens.
+    """
+    return key_of(torch.initial_seed() & ((1 << 63) - 1), _FILTERS)

@@ -25,7 +25,7 @@ def kl_in_reward(
     kl_T = _trained_kl(rollout_logprobs, reference_logprobs, response_mask, kl_kind)
     kl_B = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, rollout_logprobs.row_of, kl_T)
     current().mean_of("reward/kl", kl_B)
-    return (rewards - kl * kl_B).to(rewards.dtype)
+    return _like(rewards, rewards.double() - kl * kl_B)
 
 
 @node(writes="token_rewards", bounds={"kl": ">= 0"}, requires={"kl": "reference_logprobs"})
@@ -63,7 +63,12 @@ def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, mar
     cache = margin * max_length
     punishment_B = ((max_length - cache - responses.lengths) / cache).clamp(-1.0, 0.0)
     current().mean_of("reward/overlong", punishment_B < 0)
-    return (rewards + penalty * punishment_B).to(rewards.dtype)
+    return _like(rewards, rewards.double() + penalty * punishment_B)
+
+
+def _like(rewards: Tensor, shaped_B: Tensor) -> Tensor:
+    """In the dtype of the rewards; rewards of whole numbers would round a penalty away."""
+    return shaped_B.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _trained_kl(rollout: Ragged, reference: Ragged, response_mask: Ragged | None, kind: str) -> Tensor:

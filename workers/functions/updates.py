@@ -71,7 +71,7 @@ def supervised_update(
     engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
-    """Maximum likelihood of the targets; the prompt is not trained."""
+    """Maximum likelihood of the targets; the prompt is not trained. Without a row on any rank there is no step."""
     mask = targets.with_values(torch.ones(len(targets.values), dtype=torch.bool))
     shown = {} if images is None else {"images": images}
     rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
@@ -82,7 +82,8 @@ def supervised_update(
         current().add("loss", total.detach())
         return total
 
-    optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
+    if parts_with_rows(engine, group, 1):
+        optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
 
 
 def _telling(rows: Batch) -> Batch:

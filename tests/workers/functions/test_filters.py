@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers.engines.sampling import key_of, uniform
 from workers.functions.filters import informative_groups, rank_filter
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=16)
@@ -63,3 +64,12 @@ def test_chance_depends_on_the_step_and_falls_on_all_rows():
 def test_any_seed_is_a_key(seed):
     torch.manual_seed(seed)
     assert rank_filter(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), torch.arange(3)).tolist() == [True, True, False]
+
+
+def test_equal_rewards_are_not_ranked_by_the_numbers_that_sampled_them():
+    """The worker seeds torch with the key by which the first role draws its tokens."""
+    for step in range(8):
+        torch.manual_seed(key_of(0, step))
+        noise = uniform(key_of(0, step), torch.arange(64), 0)
+        keep = rank_filter(torch.zeros(64), torch.zeros(64, dtype=torch.int64), torch.arange(64), best=32, others=0)
+        assert set(noise.argsort()[:32].tolist()) != set(keep.nonzero().flatten().tolist())

@@ -68,3 +68,11 @@ def test_the_overlong_penalty_is_that_of_the_paper():
     assert rewards.tolist() == pytest.approx([1.0, 1.0, 0.95, 0.5, 0.05, 0.0, 0.0])
     halved = overlong_penalty(torch.ones(7), responses, max_length=100, penalty=0.5)
     assert halved.tolist() == pytest.approx([1.0, 1.0, 0.975, 0.75, 0.525, 0.5, 0.5])
+
+
+def test_penalties_of_whole_numbers_are_not_rounded_away():
+    logprobs = Ragged.from_rows([torch.full((2,), -0.25), torch.full((4,), -0.25)])
+    reference = logprobs.with_values(torch.full((6,), -0.5))
+    for rewards in (torch.tensor([1, 0]), torch.tensor([True, False])):
+        assert kl_in_reward(rewards, logprobs, reference, kl=0.5).tolist() == [0.75, -0.5]
+        assert overlong_penalty(rewards, logprobs, max_length=4, margin=0.5).tolist() == [1.0, -1.0]

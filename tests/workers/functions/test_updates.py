@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from distflow.data.batch import Ragged
-from workers.functions.updates import policy_update
+from workers.functions.updates import policy_update, supervised_update
 
 
 class Recorder:
@@ -58,3 +58,16 @@ def test_a_rank_without_rows_steps_with_the_others():
 
 def test_no_rows_anywhere_are_no_step():
     assert run_ranks(2, _steps, [[], []], 4, 1) == [[], []]
+
+
+def supervised_steps_of(groups: list[list[int]]) -> list[list[int]]:
+    group, recorder = torch.tensor(groups[dist.get_rank()]), Recorder()
+    tokens = Ragged.from_rows([torch.tensor([7, 8])] * len(group))
+    supervised_update(recorder, tokens, tokens, group)
+    return recorder.steps
+
+
+@pytest.mark.parametrize("groups", [[[], []], [[3], []]])
+def test_a_supervised_step_needs_a_row_on_some_rank(groups):
+    """A filter may leave none; a step without one would still decay the weights."""
+    assert run_ranks(2, supervised_steps_of, groups) == [[rows] if any(groups) else [] for rows in groups]

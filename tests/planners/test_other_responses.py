@@ -1,0 +1,55 @@
+"""A node of a later turn must not take the columns of an earlier turn's responses for those of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import ROOT
+
+from distflow.schema.errors import InvalidInput
+from distflow.schema.plan import Plan
+from distflow.schema.spec import load
+from planners import plan
+
+
+def planned(folder: Path, change) -> Plan:
+    """The plan of `solver_reviser` with its nodes changed. The reviser waits for `old`, the solver's policy."""
+    dag = yaml.safe_load((ROOT / "dags/solver_reviser.yaml").read_text())
+    dag["nodes"]["old"] = {"role": "actor", "type": "MODEL_INFERENCE", "function": "logprobs",
+                           "dependencies": ["solve"]}
+    dag["nodes"]["ask"]["dependencies"] = ["solved", "old"]
+    dag["nodes"]["train_solver"]["dependencies"].append("old")
+    change(dag["nodes"])
+    (folder / "turns.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
+    return plan(load(str(folder / "turns.yaml"), "embedded"), 2)
+
+
+def test_an_optional_column_of_other_responses_is_not_there(tmp_path):
+    """`actor_logprobs` are the solver's: as the reviser's old policy they would be wrong."""
+    tasks = planned(tmp_path, lambda nodes: None).tasks
+    read = {task.node: {column.name for column in task.reads} for task in tasks}
+    assert "actor_logprobs" in read["train_solver"]
+    assert "actor_logprobs" not in read["train_reviser"]
+
+
+def test_a_reward_that_also_reads_tokens_must_read_those_of_its_text(tmp_path):
+    reward = {"reward": ["math", "length"]}
+    with pytest.raises(InvalidInput) as caught:
+        planned(tmp_path, lambda nodes: nodes["revised"].update({"with": reward}))
+    assert ("node `revised` reads column `revised_texts` of node `revise` and column `responses` of node `solve`, "
+            "which are not of the same responses") in str(caught.value)
+    assert "Instead:  revised: {…, reads: {responses: revisions}}" in str(caught.value)
+    assert len(caught.value.mistakes) == 1
+    reads = {"completions": "revised_texts", "responses": "revisions"}
+    assert planned(tmp_path, lambda nodes: nodes["revised"].update({"with": reward, "reads": reads})).tasks
+
+
+def test_a_term_that_would_need_the_columns_of_other_responses_is_refused(tmp_path):
+    def change(nodes):
+        nodes["old"] |= {"writes": {"actor_logprobs": "reference_logprobs"}}
+        nodes["train_reviser"]["with"] = {"kl": 0.1}
+
+    with pytest.raises(InvalidInput, match="node `train_reviser`: setting `kl` needs column"):
+        planned(tmp_path, change)
