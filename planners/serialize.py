@@ -7,13 +7,13 @@ import json
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.lora import base_of
 from distflow.schema.plan import SOURCE, Layout, Plan, Task
 from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
+from planners.notes import notes_of
 from planners.temperatures import check_temperatures
 
 
@@ -42,7 +42,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     moved: transfers.Moved = set()
     tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in chain)
     tasks = transfers.replicated(tasks, source)
-    notes = _notes(spec, bound, flows)
+    notes = notes_of(spec, bound, flows, _generating(spec, bound))
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, later + added, tenants, notes, _inputs(spec))
 
 
@@ -76,25 +76,3 @@ def _inputs(spec: Spec) -> str:
         role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None
     said = json.dumps({"dag": spec.dag.model_dump(mode="json"), "run": run}, sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-def _notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, columns.Flow]) -> tuple[str, ...]:
-    notes = [f"node `{node}` writes `{column}`, which no node reads" for node, flow in flows.items()
-             for column in flow.writes if column.endswith("_logprobs") and not any(
-                 column == read.name for other in flows.values() for read in other.reads)]
-    generating = _generating(spec, bound)
-    notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
-              f"role's settings: what the run file says of `{role}` changes nothing"
-              for role in model_roles(spec) if role in spec.run.roles and role not in generating
-              and base_of(spec, role)]
-    for role in sorted(generating):
-        model = spec.model_of(role)
-        if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:
-            notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "
-                         f"Start it from a trained model:  --set roles.{role}.model=FOLDER   (`make demo` shows it)")
-        settings, shape = spec.settings_of(role), spec.shape_of(role)
-        longest = spec.run.data.max_prompt_tokens + (settings.generation.max_new_tokens if settings else 0)
-        if shape and shape.positions and longest > shape.positions:
-            notes.append(f"role `{role}` may generate up to {longest:,} tokens (data.max_prompt_tokens + "
-                         f"generation.max_new_tokens), but its model was made for {shape.positions:,}")
-    return tuple(notes)

@@ -11,6 +11,7 @@ import pytest
 from planning import DIAMOND, LEARN, node
 
 from distflow.schema.plan import Plan, Task
+from distflow.schema.spec import load
 from planners import plan
 
 JUDGE = node("judge", "sample")
@@ -113,3 +114,9 @@ def test_a_model_without_training_is_warned_about(plan_of: Callable) -> None:
     assert first.startswith("role `actor` starts from random weights")
     assert second.startswith("role `actor` may generate up to 286 tokens")
     assert second.endswith("but its model was made for 256")
+
+
+def test_a_reference_that_changes_nothing_is_noted():
+    spec = load("grpo", None, ["nodes.update.with.kl=0"])
+    assert "node `update` reads `reference_logprobs`, which changes nothing: its setting `kl` is 0" in plan(spec, 2).notes
+    assert not any("changes nothing" in note for note in plan(load("grpo"), 2).notes)
