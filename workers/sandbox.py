@@ -111,12 +111,13 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
 
     Raises:
         EngineError: this kernel cannot isolate a program; says why, and what to allow. Nothing was run.
+        OSError: this sandbox could not be made or ended, for want of memory, processes or time perhaps. Others can.
     """
     limits = Limits(seconds, memory_mib, processes, disk_mib, output_kib)
     kind = kind or isolation(network, files)
     outcome = _run(source, stdin, limits, kind, network == "allow", files == "deny")
     if isinstance(outcome, str):
-        raise EngineError(f"the sandbox ({kind}) could not be made: {outcome}")
+        raise OSError(f"the sandbox ({kind}) could not be made: {outcome}")
     return outcome
 
 
@@ -186,7 +187,7 @@ class _Watch:
     def _hear(self, name: str, data: bytes) -> None:
         limit = self.limits.output_kib << 10
         self.said[name] += data[: max(0, limit + 1 - len(self.said[name]))]
-        if name == "line" and self.began is None and b"started" in self.said[name]:
+        if name == "line" and self.began is None and not self.ended and b"started" in self.said[name]:
             self.began = time.monotonic()
             self.deadline = self.began + self.limits.seconds
         if name != "line" and len(self.said[name]) > limit and not self.ended:
@@ -196,8 +197,8 @@ class _Watch:
         """Pull the leash: the launcher kills all and leaves. One that has not done so in time is killed itself."""
         if self.ended:
             self.launcher.kill()
-            raise EngineError(f"a sandboxed program has not ended {_GRACE:.0f} s after it was killed: a process of it "
-                              "hangs in the kernel. Look for the cause in `dmesg`.")
+            raise OSError(f"a sandboxed program has not ended {_GRACE:.0f} s after it was killed: this machine is very "
+                          "busy, or a process of it hangs in the kernel, of which `dmesg` would say more")
         self.ended = why
         self.deadline = time.monotonic() + _GRACE
         self.line.shutdown(socket.SHUT_WR)

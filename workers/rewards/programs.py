@@ -61,7 +61,8 @@ def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int 
 
     Raises:
         EngineError: programs cannot be isolated here. It ends the run.
-        ValueError: the tests are a list that is not of this form. The sample is left out.
+        ValueError: there are no tests, or they are JSON of another form. The sample is left out.
+        OSError: one sandbox could not be made or ended. The sample is tried again, then left out.
     """
     sandbox, program = _Sandbox(seconds, memory_mib, network, files), program_of(completion)
     passed = total = 0
@@ -94,8 +95,10 @@ def _cases(tests: str) -> list[dict[str, str]] | None:
     """The inputs and outputs; None if the tests are Python.
 
     Raises:
-        ValueError: they are JSON of another form.
+        ValueError: they are JSON of another form, or none.
     """
+    if not tests.strip():
+        raise ValueError("there are no tests: whatever runs would pass")
     try:
         found: Any = json.loads(tests)
     except json.JSONDecodeError:
