@@ -127,6 +127,7 @@ def isolation(network: str = "deny", files: str = "deny") -> str:
 
     Raises:
         EngineError: none does.
+        OSError: it could not be found out, as the machine is too busy.
     """
     reasons = {}
     for kind in KINDS:
@@ -207,6 +208,8 @@ class _Watch:
         said = {name: value for report in reports for name, value in report.items()}
         texts = [bytes(self.said[name][: self.limits.output_kib << 10]).decode(errors="replace")
                  for name in ("stdout", "stderr")]
+        if self.began is None and self.ended and "failed" not in said:
+            raise OSError(f"a sandbox has not come up within {_START:g} s: this machine is very busy")
         if "failed" in said or self.began is None:
             return said.get("failed") or f"it has not started: {texts[1][-300:] or 'no reason given'}"
         status = os.waitstatus_to_exitcode(said.get("status", signal.SIGKILL))

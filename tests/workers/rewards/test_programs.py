@@ -48,8 +48,12 @@ def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
         code(ADD, tests)
 
 
-def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(monkeypatch):
-    sandbox.isolation()
+@pytest.mark.parametrize("known", [False, True])
+def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(monkeypatch, known):
+    kind = sandbox.isolation()
+    sandbox.isolation.cache_clear()
+    if known:
+        monkeypatch.setattr(sandbox, "isolation", lambda *_: kind)
     monkeypatch.setattr(sandbox, "_START", 0.0)
-    with pytest.raises(OSError, match="could not be made: it has not started"):
+    with pytest.raises(OSError, match="a sandbox has not come up within 0 s"):
         code("print(1)", "assert True")
