@@ -134,7 +134,8 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
         timeout: seconds for one call; for a function of lists, for all its samples.
         retries: further calls for a sample whose call has failed.
         concurrency: calls of an async function that wait at the same time, in one process.
-        in_rank: call it in the rank itself: only for what cannot hang, whatever it is given.
+        in_rank: call it in the rank itself, and once: only for what cannot hang, whatever it is given. A function of
+            lists and an async one run in a process all the same.
         shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
             It too must not be able to hang.
     """
