@@ -24,6 +24,8 @@ START = 120.0
 """Seconds for a process to start and import a reward's module."""
 _GRACE = 1.0
 """Seconds beyond the timeout of a call that the worker itself ends in time, as it does with async functions."""
+_TIDY = 10.0
+"""Seconds for the guard of a process to end it, and what it has started."""
 _SAYS: dict[str, tuple[type, ...]] = {
     "loaded": (), "value": (int, float), "failed": (int, str, str), "done": (), "impossible": (str,)}
 """What a process may say of a job, and with it: see `workers.rewards.worker`."""
@@ -77,7 +79,7 @@ class Failed:
 
 
 class Process:
-    """One worker process. Neither reading from it nor writing to it can block."""
+    """One worker process, behind its guard (`workers.jail.guard`). Neither reading from it nor writing to it blocks."""
 
     def __init__(self, memory: int):
         theirs, self.jobs = os.pipe()
@@ -142,7 +144,10 @@ class Process:
         os.close(self.jobs)
         os.close(self.results)
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)  # one that stands still starts no more
+            self.process.terminate()  # the guard, which ends all others and comes last
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_TIDY)
+        if self.process.poll() is None:
             kill_descendants(self.process.pid)
             self.process.kill()
         self.process.wait()

@@ -24,7 +24,7 @@ import msgpack
 
 from distflow.schema.errors import DistflowError
 from distflow.schema.registry import REWARDS, load_module
-from workers.jail import kernel
+from workers.jail.guard import fork_from_guard
 from workers.jail.processes import descendants, kill_descendants
 
 _READ = 1 << 16
@@ -55,11 +55,8 @@ def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
         os.set_inheritable(number, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fork_from_guard(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
-    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)  # the rank ended before it could be noticed
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out all the same, this process goes and not the rank
 

@@ -314,6 +314,26 @@ def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
     os.close(watched)
 
 
+def test_what_a_call_has_started_does_not_outlive_a_rank_that_is_killed(module, tmp_path):
+    name, marker = module(HOSTILE), str(uuid.uuid4())
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.rewards.pool import Pool\nfrom workers.rewards.process import Job\n"
+              f"job = Job('hostile', {name!r}, [['escapes', sys.stdin.read()]], [0], timeout=600.0)\n"
+              "Pool(1, 1.0).run([job], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE)
+    rank.stdin.write(marker.encode())
+    rank.stdin.close()
+    try:
+        while not _processes_with(marker):
+            assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.wait()
+    time_limit = time.monotonic() + 20
+    while left := _processes_with(marker):
+        assert time.monotonic() < time_limit, left
+
+
 def test_the_limit_of_a_step(run):
     start = time.monotonic()
     results = run("hostile", ["sleeps"] * 50 + ["good"], timeout=60.0, limit=2.0)
