@@ -114,10 +114,12 @@ class RewardMarks:
     concurrency: int = 16
     in_rank: bool = False
     shortcut: Callable[..., float | None] | None = None
+    check: Callable[..., str] | None = None
 
 
 def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
-           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None) -> Any:
+           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None,
+           check: Callable[..., str] | None = None) -> Any:
     """Make a function usable as `reward:` of a `score` node, by its name; as `@reward` or `@reward(timeout=60)`.
 
     Its positional parameters say what it gets. `completion`, `answer`, `question` and `response` (its tokens) are those
@@ -138,8 +140,10 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
             lists and an async one run in a process all the same.
         shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
             It too must not be able to hang.
+        check: called with the settings that a recipe gives, when the run is validated; says what is wrong with them,
+            else "". The module is imported for it.
     """
-    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut)
+    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
 
     def register(function: F) -> F:
         function.__distflow_reward__ = marks  # type: ignore[attr-defined]

@@ -27,6 +27,10 @@ sys.__stdout__.write("\\n" + _word)
 """The word comes by standard input, so that a program that ends early, or prints much, has not passed by that."""
 
 
+_LEAST = 32
+"""MiB of addresses without which no interpreter starts."""
+
+
 @dataclass(frozen=True)
 class _Sandbox:
     seconds: float
@@ -39,7 +43,12 @@ class _Sandbox:
                           files=self.files)
 
 
-@reward(timeout=120.0)
+def _wrong(seconds: float = 10.0, memory_mib: int = 512, **_: object) -> str:
+    return "" if seconds > 0 and memory_mib >= _LEAST else \
+        f"needs `seconds` above 0 and `memory_mib` of at least {_LEAST}: no program could pass"
+
+
+@reward(timeout=120.0, check=_wrong)
 def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int = 512, partial: bool = False,
          network: Literal["deny", "allow"] = "deny", files: Literal["deny", "allow"] = "deny") -> float:
     """1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share that it passes.
