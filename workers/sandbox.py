@@ -14,7 +14,7 @@ Linux only, on x86_64 and aarch64. `isolation()` finds out once which kind this 
         Refused with that, for its own files too: to change owner, mode, times or attributes, and `truncate`.
     other processes: signals to them are refused, those to its own children with them.
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
-    disk: each file has `disk_mib`. Shared memory and queues, which would outlive it, are refused.
+    disk: each file has `disk_mib`; how many files there are is not limited. Shared memory and queues are refused.
 
 In both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities and no way to gain any;
 no input but `stdin`; no open files of the caller's; the kernel's limits on memory, processor time, processes, open
@@ -27,12 +27,15 @@ kernel is a hole in the sandbox.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import itertools
 import json
 import math
 import os
+import secrets
 import selectors
-import shutil
 import signal
 import socket
 import stat
@@ -54,6 +57,7 @@ _GRACE = 5.0
 _START = 10.0
 """Seconds until the program must have started, on a machine with much else to do; they do not count as its own."""
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+_PREFIX = "distflow-sandbox-"
 _ROOT = str(Path(__file__).resolve().parents[1])
 _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.jail.launcher import main; main()"
 
@@ -95,8 +99,8 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
                files: Literal["deny", "allow"] = "deny", kind: str | None = None) -> Outcome:
     """Run `source` as a program, with the standard library alone, in a sandbox; see the module for what it guarantees.
 
-    When it comes back nothing of the program is left: no process, no file. It blocks its thread; several threads may
-    call it.
+    When it comes back nothing of the program is left: no process, no file. If the caller is killed meanwhile, no
+    process; behind filters its folder stays until the next caller. It blocks its thread; several threads may call it.
 
     Args:
         stdin: what the program reads from its standard input.
@@ -107,12 +111,13 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
 
     Raises:
         EngineError: this kernel cannot isolate a program; says why, and what to allow. Nothing was run.
+        OSError: this sandbox could not be made or ended, for want of memory, processes or time perhaps. Others can.
     """
     limits = Limits(seconds, memory_mib, processes, disk_mib, output_kib)
     kind = kind or isolation(network, files)
     outcome = _run(source, stdin, limits, kind, network == "allow", files == "deny")
     if isinstance(outcome, str):
-        raise EngineError(f"the sandbox ({kind}) could not be made: {outcome}")
+        raise OSError(f"the sandbox ({kind}) could not be made: {outcome}")
     return outcome
 
 
@@ -122,6 +127,7 @@ def isolation(network: str = "deny", files: str = "deny") -> str:
 
     Raises:
         EngineError: none does.
+        OSError: it could not be found out, as the machine is too busy.
     """
     reasons = {}
     for kind in KINDS:
@@ -182,7 +188,7 @@ class _Watch:
     def _hear(self, name: str, data: bytes) -> None:
         limit = self.limits.output_kib << 10
         self.said[name] += data[: max(0, limit + 1 - len(self.said[name]))]
-        if name == "line" and self.began is None and b"started" in self.said[name]:
+        if name == "line" and self.began is None and not self.ended and b"started" in self.said[name]:
             self.began = time.monotonic()
             self.deadline = self.began + self.limits.seconds
         if name != "line" and len(self.said[name]) > limit and not self.ended:
@@ -192,8 +198,8 @@ class _Watch:
         """Pull the leash: the launcher kills all and leaves. One that has not done so in time is killed itself."""
         if self.ended:
             self.launcher.kill()
-            raise EngineError(f"a sandboxed program has not ended {_GRACE:.0f} s after it was killed: a process of it "
-                              "hangs in the kernel. Look for the cause in `dmesg`.")
+            raise OSError(f"a sandboxed program has not ended {_GRACE:.0f} s after it was killed: this machine is very "
+                          "busy, or a process of it hangs in the kernel, of which `dmesg` would say more")
         self.ended = why
         self.deadline = time.monotonic() + _GRACE
         self.line.shutdown(socket.SHUT_WR)
@@ -202,6 +208,8 @@ class _Watch:
         said = {name: value for report in reports for name, value in report.items()}
         texts = [bytes(self.said[name][: self.limits.output_kib << 10]).decode(errors="replace")
                  for name in ("stdout", "stderr")]
+        if self.began is None and self.ended and "failed" not in said:
+            raise OSError(f"a sandbox has not come up within {_START:g} s: this machine is very busy")
         if "failed" in said or self.began is None:
             return said.get("failed") or f"it has not started: {texts[1][-300:] or 'no reason given'}"
         status = os.waitstatus_to_exitcode(said.get("status", signal.SIGKILL))
@@ -218,16 +226,59 @@ def _in_memory(text: str) -> IO[bytes]:
 
 
 class _Folder:
-    """An empty folder that goes away with all that is in it, whatever rights it was given."""
+    """An empty folder that goes away with all that is in it, whatever rights and depth it was given.
+
+    It is locked as long as its owner lives. What an owner left that was killed, the next process finds unlocked.
+    """
 
     def __enter__(self) -> str:
-        self.path = tempfile.mkdtemp(prefix="distflow-sandbox-")
+        _remove_abandoned(tempfile.gettempdir())
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         return self.path
 
     def __exit__(self, *_: object) -> None:
-        for folder, _, _ in os.walk(self.path):  # top down: a folder is opened before it is entered
-            os.chmod(folder, stat.S_IRWXU)
-        shutil.rmtree(self.path)
+        _remove(self.path)
+        os.close(self.lock)
+
+
+@functools.cache
+def _remove_abandoned(place: str) -> None:
+    """Once in a process: the folders here of callers that were killed while a program ran."""
+    for path in Path(place).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is another user's, or locked, or was just removed
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(lock).st_mtime > _START:  # a younger one may be about to be locked
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(str(path))
+            finally:
+                os.close(lock)
+
+
+def _remove(path: str) -> None:
+    """A folder and what is in it. Folders in it are moved up, so that there may be more of them in each other than
+    this process has open files, and than a path has room for."""
+    mark, number = secrets.token_hex(8), itertools.count()
+    while folders := _folders_alone(path):
+        for folder in folders:
+            for inner in _folders_alone(folder):
+                os.rename(inner, f"{path}/{mark}-{next(number)}")
+            os.rmdir(folder)
+    os.rmdir(path)
+
+
+def _folders_alone(path: str) -> list[str]:
+    """The folders in a folder, which may be entered now; all else there is removed."""
+    with os.scandir(path) as found:
+        entries = list(found)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            os.chmod(entry.path, stat.S_IRWXU)
+        else:
+            os.unlink(entry.path)
+    return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 @functools.cache

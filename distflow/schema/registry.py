@@ -114,10 +114,12 @@ class RewardMarks:
     concurrency: int = 16
     in_rank: bool = False
     shortcut: Callable[..., float | None] | None = None
+    check: Callable[..., str] | None = None
 
 
 def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
-           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None) -> Any:
+           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None,
+           check: Callable[..., str] | None = None) -> Any:
     """Make a function usable as `reward:` of a `score` node, by its name; as `@reward` or `@reward(timeout=60)`.
 
     Its positional parameters say what it gets. `completion`, `answer`, `question` and `response` (its tokens) are those
@@ -134,11 +136,14 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
         timeout: seconds for one call; for a function of lists, for all its samples.
         retries: further calls for a sample whose call has failed.
         concurrency: calls of an async function that wait at the same time, in one process.
-        in_rank: call it in the rank itself: only for what cannot hang, whatever it is given.
+        in_rank: call it in the rank itself, and once: only for what cannot hang, whatever it is given. A function of
+            lists and an async one run in a process all the same.
         shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
             It too must not be able to hang.
+        check: called with the settings that a recipe gives, when the run is validated; says what is wrong with them,
+            else "". The module is imported for it.
     """
-    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut)
+    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
 
     def register(function: F) -> F:
         function.__distflow_reward__ = marks  # type: ignore[attr-defined]

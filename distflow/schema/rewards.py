@@ -49,6 +49,9 @@ class RewardContract:
     settings: dict[str, Setting]
     batched: bool
     summary: str = ""
+    module: str = ""
+    checked: bool = False
+    """Its decorator has a `check`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Flaw]:
             yield Flaw(term.path, f"there is no reward `{term.name}`", did_you_mean(
                 term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
         else:
-            yield from _check_settings(term, contract)
+            flaws = [*_check_settings(term, contract)]
+            yield from flaws or _check_together(term, contract)
 
 
 def _check_settings(term: Term, contract: RewardContract) -> Iterator[Flaw]:
@@ -172,6 +176,15 @@ def _check_settings(term: Term, contract: RewardContract) -> Iterator[Flaw]:
             kind = f"   ({setting.annotation})" if setting.annotation else ""
             yield Flaw(term.path, f"{what} needs the setting `{name}`",
                        f"Add it:  reward: {{{term.name}: {{{name}: …}}}}{kind}", term.named_by_key)
+
+
+def _check_together(term: Term, contract: RewardContract) -> Iterator[Flaw]:
+    """What the reward's own `check` says of its settings."""
+    if contract.checked:
+        registry.load_module(contract.module)
+        if wrong := registry.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
+            what, _, hint = wrong.partition("\n")
+            yield Flaw(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
 
 
 def _check_pattern(path: tuple[str | int, ...], what: str, value: Any) -> Iterator[Flaw]:
@@ -221,8 +234,14 @@ def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
     functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
                  and any(_is_reward(decorator) for decorator in item.decorator_list)]
     spots = {item.name: Spot(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
-    return {item.name: _contract(build(item.name, module, spots[item.name], registry.Marks(), item.args, item.returns,
-                                       ast.get_docstring(item))) for item in functions}
+    return {item.name: replace(_contract(build(item.name, module, spots[item.name], registry.Marks(), item.args,
+                                               item.returns, ast.get_docstring(item))), checked=_has_check(item))
+            for item in functions}
+
+
+def _has_check(item: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(word.arg == "check" for each in item.decorator_list if isinstance(each, ast.Call) and _is_reward(each)
+               for word in each.keywords)
 
 
 def _is_reward(decorator: ast.expr) -> bool:
@@ -252,4 +271,4 @@ def _contract(plain: Contract) -> RewardContract:
             raise InvalidInput(Mistake(what, plain.where, "Leave its annotation out, or correct it."))
     columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
-    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary)
+    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary, plain.module)

@@ -168,3 +168,21 @@ def test_a_live_function_reads_like_its_source() -> None:
     assert (contract.columns["response"].name, contract.columns["response"].form) == ("responses", "Ragged")
     assert sorted(contract.settings) == ["cap", "margin", "target"]
     assert not contract.batched
+
+
+@pytest.mark.parametrize(("recipe", "what"), [
+    ("length", "reward `length` needs a `cap` or a `target`"),
+    ("{length: {cap: 8, margin: -1}}", "`margin` from 0 to its cap of 8, not -1"),
+    ("{length: {target: 0}}", "a `target` of at least 1"),
+    ("{format: {pattern: x, tags: [a]}}", "a `pattern` or `tags`, not both"),
+    ("{code: {seconds: 0}}", "reward `code` needs `seconds` above 0"),
+    ("{judge: {address: 'localhost:1', model: m}}", "an `address` that begins with http"),
+    ("{judge: {address: 'http://a', model: m, prompt: '{answer}'}}", "a `prompt` without `{completion}`"),
+    ("{judge: {address: 'http://a', model: m, score: 'a'}}", "`score` without its one group"),
+    ("{judge: {address: 'http://a', model: m, highest: 0}}", "needs `highest`")])
+def test_settings_that_no_call_could_use_are_found_before_the_start(planned, recipe, what):
+    with pytest.raises(InvalidInput) as caught:
+        planned(recipe, columns="tests")
+    text = str(caught.value)
+    assert what in text
+    assert "dag.yaml:8" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -335,8 +336,83 @@ def test_set_order_does_not_depend_on_the_run(run):
     assert len({run("print({'a', 'b', 'c', 'd', 'e', 'f'})").stdout for _ in range(3)}) == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM.exists() or not (ROOT.stat().st_mode & 1),
-                    reason="only root can become somebody else, who must be able to read this tree")
+def test_what_a_killed_caller_left_is_removed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    for name in ("abandoned", "in-use", "new"):
+        (tmp_path / f"distflow-sandbox-{name}/a").mkdir(parents=True)
+        os.utime(tmp_path / f"distflow-sandbox-{name}", (1, 1) if name != "new" else None)
+    lock = os.open(tmp_path / "distflow-sandbox-in-use", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    sandbox._remove_abandoned.cache_clear()
+    assert run("pass").ok
+    os.close(lock)
+    left = {"in-use", "new"} | ({"abandoned"} if run.kind == "namespaces" else set())  # which need no folder
+    assert {path.name for path in tmp_path.iterdir()} == {f"distflow-sandbox-{name}" for name in left}
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM.exists() or not (ROOT.stat().st_mode & 1),
+                               reason="only root can become somebody else, who must be able to read this tree")
+
+
+def as_nobody(script: str, **environment: str) -> list[str]:
+    done = subprocess.run([SYSTEM, "-c", textwrap.dedent(script)], cwd=ROOT, env=environment, user=65534, group=65534,
+                          extra_groups=[], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@only_root
+def test_behind_filters_a_program_cannot_reach_processes_of_the_same_user():
+    """By the owner of a file, whom the kernel tells when it is ready; by a segment whose number is guessed."""
+    source = """
+        import ctypes, fcntl, os, struct
+        victim, segment = VICTIM
+        read, write = os.pipe()
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.shmat.restype = ctypes.c_void_p
+        for act in (lambda: fcntl.fcntl(read, fcntl.F_SETOWN, victim),
+                    lambda: fcntl.fcntl(read, 15, struct.pack('ii', 1, victim)),
+                    lambda: fcntl.ioctl(read, 0x8901, struct.pack('i', victim))):
+            try:
+                act()
+                print('owned')
+            except PermissionError:
+                print('refused')
+        print(libc.shmat(segment, None, 0) == ctypes.c_void_p(-1).value, libc.shmctl(segment, 0, None))
+        print(fcntl.fcntl(read, fcntl.F_GETFL))
+    """
+    lines = as_nobody(f"""
+        import ctypes, os
+        from workers.sandbox import run_python
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(0, 4096, 0o1600)
+        assert segment >= 0
+        try:
+            source = {textwrap.dedent(source)!r}.replace("VICTIM", str((os.getpid(), segment)))
+            print(run_python(source, kind="filters").stdout)
+        finally:
+            assert libc.shmctl(segment, 0, None) == 0
+    """)
+    assert lines[:5] == ["refused"] * 3 + ["True -1", "0"]
+
+
+@only_root
+def test_folders_in_folders_are_removed_however_deep_and_closed(tmp_path):
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o777)
+    source = ("import os\nos.mkdir('z', 0)\nos.symlink('/', 'root')\nfor _ in range(1100):\n"
+              "    os.mkdir('a'); os.chdir('a')\nos.mkdir('c', 0)\nopen('d', 'w').close()")
+    lines = as_nobody(f"""
+        from workers.sandbox import run_python
+        print(run_python({source!r}, kind="filters", seconds=60.0).ok)
+    """, TMPDIR=str(tmp_path))
+    assert lines == ["True"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@only_root
 @pytest.mark.parametrize("kind", KINDS)
 def test_for_a_caller_without_rights(kind, tmp_path):
     """The ways of a caller who is not root differ: a user namespace, no user id of one's own."""

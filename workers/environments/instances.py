@@ -31,7 +31,7 @@ class _Instances:
         self.tasks: set[asyncio.Task] = set()
         self.open: dict[int, dict[str, Any]] = {}
         """The newest call of each row that has no answer yet."""
-        self.messages, self.speaking = msgpack.Unpacker(), asyncio.Lock()
+        self.messages, self.speaking = msgpack.Unpacker(unicode_errors="surrogatepass"), asyncio.Lock()
 
     async def serve(self) -> None:
         while data := await asyncio.get_running_loop().sock_recv(self.line, 1 << 16):
@@ -58,7 +58,7 @@ class _Instances:
             answer = _plain(await self._step(call))
         except Exception as error:  # noqa: BLE001 - whatever an environment raises is that trajectory's failure
             self.known.pop(call["row"], None)
-            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            answer = {"error": _sendable(f"{type(error).__name__}: {error}"[:1000])}
         if self.open.pop(call["row"], None) is not call:
             return
         async with self.speaking:
@@ -87,5 +87,9 @@ def _plain(turn: Any) -> dict[str, Any]:
     if not good or not math.isfinite(turn.reward):
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "
                         "finite number)")
-    observation = turn.observation.encode(errors="replace").decode()  # half of a surrogate pair is no UTF-8
-    return {"observation": observation, "done": bool(turn.done), "reward": float(turn.reward)}
+    return {"observation": _sendable(turn.observation), "done": bool(turn.done), "reward": float(turn.reward)}
+
+
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair is no UTF-8."""
+    return text.encode(errors="replace").decode()

@@ -27,6 +27,7 @@ def main() -> None:
     """`python -c … FD JOB`: say whether the environment could be loaded, then fork and kill as told over the line."""
     line, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     sys.path[:] = job["path"]
+    line.set_inheritable(False)
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
@@ -40,7 +41,13 @@ def main() -> None:
         return
     line.sendall(b"{}\n")
     gc.freeze()
+    signal.signal(signal.SIGTERM, _leave)
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)  # no code of others runs here any more: it can tidy up first
     _Nursery(line, kind, job).serve()
+
+
+def _leave(*_: object) -> None:
+    sys.exit()
 
 
 class _Nursery:
@@ -49,15 +56,22 @@ class _Nursery:
         self.children: set[int] = set()
 
     def serve(self) -> None:
-        """A packet is a command: `f` with a line to fork for, answered by the process id, or `k` and those to end."""
-        while True:
-            packet, files, _, _ = socket.recv_fds(self.line, 1 << 16, 1)
-            if packet == b"f":
-                self.line.sendall(self._fork(files[0]).to_bytes(4, "little"))
-            elif packet:
-                self._end(array.array("i", packet[1:]).tolist())
-            else:
-                return self._end(list(self.children))
+        """A packet is a command: `f` with a line to fork for, answered by the process id, or `k` and those to end.
+
+        When the rank ends, however it does, all that is here ends too.
+        """
+        try:
+            while True:
+                packet, files, _, _ = socket.recv_fds(self.line, 1 << 16, 1)
+                if packet == b"f":
+                    self.line.sendall(self._fork(files[0]).to_bytes(4, "little"))
+                elif packet:
+                    self._end(array.array("i", packet[1:]).tolist())
+                else:
+                    return
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._end(list(self.children))
 
     def _fork(self, file: int) -> int:
         child = os.fork()
@@ -76,6 +90,7 @@ class _Nursery:
         from workers.environments.instances import serve
 
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         self.line.close()
         memory = int(self.job["memory_gib"] * 2**30)

@@ -45,8 +45,10 @@ def main() -> None:
         _report(job, failed=str(error))
         os._exit(1)
     ended = os.pidfd_open(child)
-    ready, _, _ = select.select([ended, job["line"]], [], [])
-    if ended not in ready:
+    waiting = select.poll()  # `select` knows no file above 1023, and the line has its number in the caller
+    for file in (ended, job["line"]):
+        waiting.register(file, select.POLLIN)
+    if ended not in dict(waiting.poll()):
         os.kill(child, signal.SIGKILL)
     if job["kind"] == "namespaces":
         os.waitpid(child, 0)  # comes back when all processes of the namespace are gone

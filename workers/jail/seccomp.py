@@ -36,14 +36,20 @@ _FILES: Numbers = {
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)}
 """What changes files that may not be opened: Landlock does not know these calls, or did not in its first versions."""
-_LASTING: Numbers = {"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)}
-"""What would outlive the program."""
+_LASTING: Numbers = {
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)}
+"""What would outlive the program, and what reaches those of the same user, whose numbers can be guessed."""
+_OWNED = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
+"""fcntl and ioctl, by the second argument: F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP name another process, which
+the kernel then sends any signal when a file is ready."""
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 _ONE_SELF = {"x86_64": {234: True, 302: False}, "aarch64": {131: True, 261: False}}
 """tgkill, whose first argument must be the program itself, and prlimit64, whose must be 0, which means itself."""
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEW*: cgroup, uts, ipc, user, pid, net and mount."""
 
@@ -78,6 +84,9 @@ def _program(network: bool, self_id: int | None) -> list[Instruction]:
               (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _end(_REFUSE | errno.EPERM), (_LOAD, 0, 0, _NUMBER)]
     for number, own in _ONE_SELF[machine].items() if self_id is not None else ():
         lines += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, self_id if own else 0),
+                  _end(_REFUSE | errno.EPERM), _end(_ALLOW)]
+    for number, (one, other) in _OWNED[machine].items() if self_id is not None else ():
+        lines += [(_EQUAL, 0, 5, number), (_LOAD, 0, 0, _SECOND_ARGUMENT), (_EQUAL, 1, 0, one), (_EQUAL, 0, 1, other),
                   _end(_REFUSE | errno.EPERM), _end(_ALLOW)]
     return [*lines, _end(_ALLOW)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,11 @@ START = 120.0
 """Seconds for a process to start and import a reward's module."""
 _GRACE = 1.0
 """Seconds beyond the timeout of a call that the worker itself ends in time, as it does with async functions."""
-_KINDS = ("loaded", "value", "failed", "done", "impossible")
+_TIDY = 10.0
+"""Seconds for the guard of a process to end it, and what it has started."""
+_SAYS: dict[str, tuple[type, ...]] = {
+    "loaded": (), "value": (int, float), "failed": (int, str, str), "done": (), "impossible": (str,)}
+"""What a process may say of a job, and with it: see `workers.rewards.worker`."""
 _MARK = "DISTFLOW_REWARDS"
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LAUNCH = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers.rewards.worker import main; "
@@ -74,7 +79,7 @@ class Failed:
 
 
 class Process:
-    """One worker process. Neither reading from it nor writing to it can block."""
+    """One worker process, behind its guard (`workers.jail.guard`). Neither reading from it nor writing to it blocks."""
 
     def __init__(self, memory: int):
         theirs, self.jobs = os.pipe()
@@ -117,7 +122,7 @@ class Process:
             return None
         try:
             self.unpacker.feed(data)
-            return [message for message in self.unpacker if message[0] in _KINDS]
+            return [_understood(message) for message in self.unpacker]
         except (ValueError, TypeError, LookupError, msgpack.UnpackException):
             return None
 
@@ -139,8 +144,25 @@ class Process:
         os.close(self.jobs)
         os.close(self.results)
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)  # one that stands still starts no more
+            self.process.terminate()  # the guard, which ends all others and comes last
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_TIDY)
+        if self.process.poll() is None:
             kill_descendants(self.process.pid)
             self.process.kill()
         self.process.wait()
         kill_marked(_MARK, self.mark)
+
+
+def _understood(message: Any) -> list[Any]:
+    """A message as it is. A function may have written to the pipe, which must not end the rank.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is none.
+    """
+    kind, number, *more = message
+    if not (type(number) is int and tuple(map(type, more)) == _SAYS[kind]):
+        raise ValueError(f"{kind} with {more}")
+    if kind == "value" and not math.isfinite(more[1]):
+        raise ValueError(f"{more[1]} is no reward")
+    return message

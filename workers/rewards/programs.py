@@ -27,6 +27,10 @@ sys.__stdout__.write("\\n" + _word)
 """The word comes by standard input, so that a program that ends early, or prints much, has not passed by that."""
 
 
+_LEAST = 32
+"""MiB of addresses without which no interpreter starts."""
+
+
 @dataclass(frozen=True)
 class _Sandbox:
     seconds: float
@@ -39,7 +43,12 @@ class _Sandbox:
                           files=self.files)
 
 
-@reward(timeout=120.0)
+def _wrong(seconds: float = 10.0, memory_mib: int = 512, **_: object) -> str:
+    return "" if seconds > 0 and memory_mib >= _LEAST else \
+        f"needs `seconds` above 0 and `memory_mib` of at least {_LEAST}: no program could pass"
+
+
+@reward(timeout=120.0, check=_wrong)
 def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int = 512, partial: bool = False,
          network: Literal["deny", "allow"] = "deny", files: Literal["deny", "allow"] = "deny") -> float:
     """1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share that it passes.
@@ -61,7 +70,8 @@ def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int 
 
     Raises:
         EngineError: programs cannot be isolated here. It ends the run.
-        ValueError: the tests are a list that is not of this form. The sample is left out.
+        ValueError: there are no tests, or they are JSON of another form. The sample is left out.
+        OSError: one sandbox could not be made or ended. The sample is tried again, then left out.
     """
     sandbox, program = _Sandbox(seconds, memory_mib, network, files), program_of(completion)
     passed = total = 0
@@ -94,8 +104,10 @@ def _cases(tests: str) -> list[dict[str, str]] | None:
     """The inputs and outputs; None if the tests are Python.
 
     Raises:
-        ValueError: they are JSON of another form.
+        ValueError: they are JSON of another form, or none.
     """
+    if not tests.strip():
+        raise ValueError("there are no tests: whatever runs would pass")
     try:
         found: Any = json.loads(tests)
     except json.JSONDecodeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from distflow.schema.registry import REWARDS, RewardMarks, load_module
 from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
 from workers.rewards.pool import Pool
 from workers.rewards.process import Failed, Job
+from workers.rewards.worker import at_once
 
 Columns = dict[str, Sequence[Any]]
 Found = dict[tuple[int, int], float | Failed]
@@ -78,20 +78,25 @@ class Scorer:
         return scores
 
     def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found) -> list[int]:
-        """What the rank itself can say in no time; the rows that are left."""
+        """What the rank itself can say in no time; the rows that are left. Where a shortcut fails, the function is
+        asked."""
         term = self.calls[call]
         function, contract = self.functions[term.name], self.contracts[term.name]
         marks: RewardMarks = function.__distflow_reward__
         quick = function if marks.in_rank else marks.shortcut
-        if quick is None:
+        if quick is None or contract.batched or inspect.iscoroutinefunction(function):
             return rows
+        positional, names = _parameters(contract, columns)
+        how = {"positional": positional, "names": names, "settings": term.settings}
         rest = []
         for row, arguments in zip(rows, _arguments(contract, columns, rows)):
-            value = quick(*arguments, **term.settings)
-            if value is None:
-                rest.append(row)
+            value = at_once(quick, how, arguments)
+            if isinstance(value, float):
+                results[call, row] = value
+            elif marks.in_rank:
+                results[call, row] = Failed(value or "returned None, not a finite number")
             else:
-                results[call, row] = float(value) if math.isfinite(value) else Failed(f"returned {value}")
+                rest.append(row)
         return rest
 
     def count(self, scores: Scores) -> None:
@@ -183,12 +188,17 @@ def _arguments(contract: RewardContract, columns: Columns, rows: list[int]) -> l
     return [[column[row] for column in given] for row in rows]
 
 
+def _parameters(contract: RewardContract, columns: Columns) -> tuple[int, list[str]]:
+    """How many arguments go by position, and the names of the others: a column before them is not there."""
+    there = [read.name in columns for read in contract.columns.values()]
+    positional = there.index(False) if False in there else len(there)
+    return positional, [name for name, read in contract.columns.items() if read.name in columns][positional:]
+
+
 def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, rows: list[int],
          keys: list[int]) -> Job:
     marks: RewardMarks = function.__distflow_reward__
-    there = [read.name in columns for read in contract.columns.values()]
-    positional = there.index(False) if False in there else len(there)
-    names = [name for name, read in contract.columns.items() if read.name in columns][positional:]
+    positional, names = _parameters(contract, columns)
     arguments = _arguments(contract, columns, rows)
     if contract.batched:
         arguments = [[list(values) for values in zip(*arguments)]]

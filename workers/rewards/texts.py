@@ -35,7 +35,19 @@ def math(completion: str, answer: str) -> float:
     return 0.0 if given is None else float(_equal(expected, given))
 
 
-@reward
+def _wrong_form(pattern: str | None = None, tags: list[str] | None = None) -> str:
+    return "takes a `pattern` or `tags`, not both" if pattern is not None and tags is not None else ""
+
+
+def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = None) -> str:
+    if (cap is None) == (target is None):
+        return "needs a `cap` or a `target`\nreward: {length: {cap: 1024, margin: 256}}"
+    if target is not None and (target < 1 or margin):
+        return f"needs a `target` of at least 1, without `margin`, not {target} and {margin}"
+    return "" if cap is None or 0 <= margin <= cap else f"needs a `margin` from 0 to its cap of {cap}, not {margin}"
+
+
+@reward(check=_wrong_form)
 def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None) -> float:  # noqa: A001
     """1.0 if the completion has the form, else 0.0.
 
@@ -44,8 +56,8 @@ def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | N
         tags: names of the elements that the completion consists of, each once and in this order, with nothing but
             space between them; default `[think, answer]`, unless there is a pattern.
     """
-    if pattern is not None and tags is not None:
-        raise InvalidInput("reward `format` takes a `pattern` or `tags`, not both")
+    if wrong := _wrong_form(pattern, tags):
+        raise InvalidInput(f"reward `format` {wrong}")
     if pattern is not None:
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
     tags = ["think", "answer"] if tags is None else tags
@@ -55,7 +67,7 @@ def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | N
     return float(re.fullmatch(rf"\s*{whole}\s*", completion, re.DOTALL) is not None)
 
 
-@reward(in_rank=True)
+@reward(in_rank=True, check=_wrong_length)
 def length(response: list[int], *, cap: int | None = None, margin: int = 0, target: int | None = None) -> float:
     """Between 0.0, for a good length in tokens, and -1.0.
 
@@ -63,10 +75,10 @@ def length(response: list[int], *, cap: int | None = None, margin: int = 0, targ
     `cap` (the soft overlong punishment of DAPO, Yu et al. 2025, eq. 13). With `target`, it falls by
     |tokens - target| / target.
     """
-    if (cap is None) == (target is None):
-        raise InvalidInput("reward `length` needs a `cap` or a `target`:  reward: {length: {cap: 1024, margin: 256}}")
+    if wrong := _wrong_length(cap, margin, target):
+        raise InvalidInput(f"reward `length` {wrong}")
     if target is not None:
-        return -min(1.0, abs(len(response) - target) / max(target, 1))
+        return -min(1.0, abs(len(response) - target) / target)
     over = len(response) - (cap - margin)
     return -min(1.0, max(0.0, over / margin)) if margin else -float(over > 0)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import resource
 import signal
@@ -25,12 +24,14 @@ import msgpack
 
 from distflow.schema.errors import DistflowError
 from distflow.schema.registry import REWARDS, load_module
-from workers.jail import kernel
+from workers.jail.guard import fork_from_guard
 from workers.jail.processes import descendants, kill_descendants
 
 _READ = 1 << 16
 _TRACE = 4000
 """Characters of a traceback that are sent; its end says most."""
+_MOST = 3.4028234663852886e38
+"""The largest float32, as which rewards go on."""
 Job = dict[str, Any]
 
 
@@ -54,11 +55,8 @@ def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
         os.set_inheritable(number, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fork_from_guard(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
-    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)  # the rank ended before it could be noticed
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out all the same, this process goes and not the rank
 
@@ -185,6 +183,23 @@ class Worker:
             data = data[os.write(self.results, data) :]
 
 
+def at_once(function: Callable[..., Any], job: Job, row: list[Any]) -> float | str | None:
+    """What a call in this very process gives: a number, why it is none, or None if the function says so itself.
+
+    Raises:
+        DistflowError: the function does.
+    """
+    try:
+        value = _call(function, job, row)
+        return None if value is None else _number(value)
+    except DistflowError:
+        raise
+    except Failure as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"raised {type(error).__name__}: {str(error)[:300]}"
+
+
 def _call(function: Callable[..., Any], job: Job, row: list[Any]) -> Any:
     positional = job["positional"]
     return function(*row[:positional], **dict(zip(job["names"], row[positional:])), **job["settings"])
@@ -194,13 +209,13 @@ def _number(value: Any) -> float:
     """A reward as a float.
 
     Raises:
-        Failure: it is no finite number.
+        Failure: it is none, or not finite as float32.
     """
     try:
         number = None if isinstance(value, str | bytes | None) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor of many
         number = None
-    if number is None or not math.isfinite(number):
+    if number is None or not abs(number) <= _MOST:
         raise Failure(f"returned {repr(value)[:200]}, not a finite number")
     return number
 

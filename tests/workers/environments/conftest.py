@@ -61,6 +61,9 @@ class Hostile:
     def raises(self):
         raise KeyError("no such tool")
 
+    def odd(self):
+        raise ValueError(self.question + chr(0xd800))
+
     def nonsense(self):
         return {"observation": "?"}
 

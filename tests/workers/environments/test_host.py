@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from distflow.schema.errors import EngineError
 from distflow.schema.registry import Turn
@@ -150,6 +153,32 @@ def test_nothing_is_left_behind(hosted):
     with pytest.raises(EngineError, match="has ended, with code -9"):
         host.step(1, {"question": "q"}, "a")
     assert alive(os.getpid())
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "", "1 / 0"], ids=["killed", "over", "error"])
+def test_nothing_outlives_the_rank(module, tmp_path, end):
+    script = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(tmp_path)!r})
+from workers.environments.host import Host, Hosting
+host = Host(Hosting("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0))
+host.step(1, {{"question": "q"}}, "fork")
+while not os.path.exists({str(tmp_path / 'stray')!r}):
+    host.turns(0.01)
+{end}
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=120, check=False, stderr=subprocess.DEVNULL)
+    while not (written := (tmp_path / "stray").read_text()):
+        pass
+    assert not _lasts(lambda: alive(int(written)))
+
+
+def test_odd_text_goes_to_and_fro(hosted):
+    host = hosted("Safe")
+    host.step(1, {"question": "\ud800"}, "odd")
+    while host.busy:
+        found = host.turns(60.0)
+    assert found == [(1, Failure("ValueError: ??"))]
 
 
 def test_a_module_that_cannot_be_loaded_is_said(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from workers.rewards.pool import Pool, Results
 from workers.rewards.process import Failed, Job, Process
 
 HOSTILE = '''
-import asyncio, os, signal, socket, subprocess, sys, time
+import asyncio, msgpack, os, signal, socket, subprocess, sys, time
 from distflow import DistflowError, reward
 
 @reward
@@ -56,7 +56,14 @@ def hostile(completion, answer):
         time.sleep(600)
     if completion == "closes":
         os.closerange(3, 64)
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0]}.get(completion, 1.0)
+    if completion.startswith("["):
+        for number in range(3, 64):
+            try:
+                os.write(number, msgpack.packb(eval(completion)))
+            except OSError:
+                pass
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0],
+            "huge": 1e39}.get(completion, 1.0)
 
 @reward
 async def slow(completion, answer):
@@ -134,7 +141,8 @@ BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "com
        "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT",
        "is killed": "its process was killed by SIGKILL (out of memory?)",
        "recurses": "raised RecursionError", "eats": "raised MemoryError", "nan": "returned nan, not",
-       "inf": "returned inf, not", "none": "returned None, not", "list": "returned [1.0], not",
+       "inf": "returned inf, not", "huge": "returned 1e+39, not",
+       "none": "returned None, not", "list": "returned [1.0], not",
        "text": "returned '1.0', not",
        "starts": "left 1 processes running", "closes": "its process"}
 
@@ -176,6 +184,15 @@ def _processes_with(marker: str) -> list[str]:
         except (ProcessLookupError, FileNotFoundError):
             continue
     return found
+
+
+@pytest.mark.parametrize("message", [
+    "['value']", "['value', 1]", "['value', 1, 0, '1.0']", "['value', 1, 0, float('nan')]", "['value', 1, [0], 1.0]",
+    "['failed', 1, 0]", "['impossible', 1]", "[]", "[['value'], 1]", "['value', '1', 0, 1.0]"])
+def test_a_message_that_is_none_costs_the_sample_alone(run, message):
+    results = run("hostile", [message, "good"])
+    assert reason(results.values[0]).startswith("its process")
+    assert results.values[1] == 1.0
 
 
 def test_failed_calls_are_repeated(run, tmp_path, module, pool):
@@ -295,6 +312,26 @@ def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
         rank.wait()
     assert select.select([watched], [], [], 20.0)[0]
     os.close(watched)
+
+
+def test_what_a_call_has_started_does_not_outlive_a_rank_that_is_killed(module, tmp_path):
+    name, marker = module(HOSTILE), str(uuid.uuid4())
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.rewards.pool import Pool\nfrom workers.rewards.process import Job\n"
+              f"job = Job('hostile', {name!r}, [['escapes', sys.stdin.read()]], [0], timeout=600.0)\n"
+              "Pool(1, 1.0).run([job], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE)
+    rank.stdin.write(marker.encode())
+    rank.stdin.close()
+    try:
+        while not _processes_with(marker):
+            assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.wait()
+    time_limit = time.monotonic() + 20
+    while left := _processes_with(marker):
+        assert time.monotonic() < time_limit, left
 
 
 def test_the_limit_of_a_step(run):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from workers import sandbox
 from workers.rewards.programs import code, program_of
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -41,7 +42,18 @@ def test_inputs_and_outputs():
     assert (code(half, CASES), code(half, CASES, partial=True)) == (0.0, 0.5)
 
 
-@pytest.mark.parametrize("tests", ["[]", "{}", '[{"input": "1"}]', "[1]", "3"])
+@pytest.mark.parametrize("tests", ["", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3"])
 def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
-    with pytest.raises(ValueError, match="tests in JSON must be a list"):
+    with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests"):
         code(ADD, tests)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(monkeypatch, known):
+    kind = sandbox.isolation()
+    sandbox.isolation.cache_clear()
+    if known:
+        monkeypatch.setattr(sandbox, "isolation", lambda *_: kind)
+    monkeypatch.setattr(sandbox, "_START", 0.0)
+    with pytest.raises(OSError, match="a sandbox has not come up within 0 s"):
+        code("print(1)", "assert True")

@@ -37,6 +37,19 @@ def together(completions: list[str], scores: list[float]) -> list[float]:
     return [own - sum(scores) / len(scores) for own in scores]
 
 @reward(retries=0)
+@reward(in_rank=True)
+def inverse(completion, middle=0.0, last=0.0):
+    return None if completion == "none" else 1 / int(completion) + last
+
+@reward(in_rank=True)
+async def not_at_once(completion):
+    return 2.0
+
+@reward(shortcut=lambda completion: 1 / (len(completion) - 1))
+def after_shortcut(completion):
+    return 7.0
+
+@reward
 def never(completion):
     raise RuntimeError("no licence")
 '''
@@ -87,6 +100,17 @@ def test_columns_go_to_the_parameters_that_name_them(score):
     assert score("passed", extra=[3.0, 4.0], **columns).rewards == [3.0, 0.0]
     assert score("asked", **columns).rewards == [3.0, 6.0]
     assert score("together", completions=["a", "b"], scores=[1.0, 2.0]).rewards == [-0.5, 0.5]
+
+
+def test_what_fails_in_the_rank_costs_its_row_alone(score):
+    scores = score("inverse", completions=["2", "0", "none", "x", "4"], last=[1.0] * 5)
+    assert scores.keep == [True, False, False, False, True]
+    assert scores.rewards == [1.5, 0.0, 0.0, 0.0, 1.25]
+    assert [failed.reason for _, _, failed in scores.failures] == [
+        "raised ZeroDivisionError: division by zero", "returned None, not a finite number",
+        "raised ValueError: invalid literal for int() with base 10: 'x'"]
+    assert score("not_at_once", completions=["a"]).rewards == [2.0]
+    assert score("after_shortcut", completions=["a", "abc"]).rewards == [7.0, 0.5]
 
 
 def test_a_row_of_which_one_reward_fails_is_left_out(score):
