@@ -99,7 +99,7 @@ class Segments:
         fitting = [segment for segment in self.spare if segment.place[2] >= size]
         if fitting:
             best = min(fitting, key=lambda segment: segment.place[2])
-            self.spare.remove(best)
+            self.spare = [each for each in self.spare if each is not best]  # a finalizer may change it meanwhile
             return best
         self.made += 1
         size = max(int(size * _SLACK), _SMALLEST)
