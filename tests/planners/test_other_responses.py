@@ -35,7 +35,7 @@ def test_an_optional_column_of_other_responses_is_not_there(tmp_path):
 
 
 def test_a_reward_that_also_reads_tokens_must_read_those_of_its_text(tmp_path):
-    reward = {"reward": ["math", "length"]}
+    reward = {"reward": {"math": 1.0, "length": {"cap": 20}}}
     with pytest.raises(InvalidInput) as caught:
         planned(tmp_path, lambda nodes: nodes["revised"].update({"with": reward}))
     assert ("node `revised` reads column `revised_texts` of node `revise` and column `responses` of node `solve`, "
