@@ -24,13 +24,11 @@ BATCH, MEASURE = 32, "validation/heldout"
 
 @dataclass(frozen=True)
 class Case:
-    """A shipped DAG, and what it needs beyond the common run. `start`: what it goes on from."""
+    """A shipped DAG, and what it needs beyond the common run. The teacher is what `grpo` made with the same seed."""
 
     dag: str
     settings: tuple[str, ...] = ()
     run_file: str = "embedded.yaml"
-    role: str = "actor"
-    start: str = "weak"
 
 
 CASES = [
@@ -39,8 +37,8 @@ CASES = [
     Case("gspo"), Case("cispo", ("nodes.rollout.with.group_size=8",)), Case("rloo"),
     Case("reinforce_pp", ("nodes.rollout.with.group_size=8",)), Case("remax", ("nodes.rollout.with.group_size=8",)),
     Case("pf_ppo"), Case("ppo", ("roles.critic.learning_rate=1e-3",)),
-    Case("dpo", run_file="embedded_dpo.yaml"), Case("online_dpo"),
-    Case("distill", ("roles.teacher.model=grpo",), start="weak"),
+    Case("dpo", ("nodes.update.with.beta=0.5",), "embedded_dpo.yaml"), Case("online_dpo"),
+    Case("distill", ("roles.teacher.model=grpo",)),
 ]
 
 
@@ -66,7 +64,7 @@ def study(case: Case, seed: int, steps: int, folder: Path) -> tuple[float, float
     settings = [setting.replace("=grpo", f"={folder / f'grpo-{seed}/model'}") for setting in case.settings]
     curve = launch(folder, f"{case.dag}-{seed}", case.dag, case.run_file, [
         f"seed={seed}", f"steps={steps}", f"validation.every={steps}", f"data.batch={BATCH}", *settings,
-        f"roles.{case.role}.model={folder / f'weak-{seed}/model'}"])
+        f"roles.actor.model={folder / f'weak-{seed}/model'}"])
     return curve[0], curve[steps]
 
 
@@ -83,15 +81,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[case.dag for case in CASES], help="these algorithms")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other, one core each")
     parser.add_argument("--quick", action="store_true", help="one seed, grpo alone, five steps")
-    parser.add_argument("--output", help="folder for the runs; default: one that is removed")
+    parser.add_argument("--output", help="folder for the runs; weak starts and teachers that lie there are used again; "
+                                         "default: one that is removed")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps, options.only = [0], 5, ["grpo"]
     chosen = [case for case in CASES if not options.only or case.dag in options.only]
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(options.at_once) as pool:
         folder = Path(options.output or place).absolute()
+        missing = [seed for seed in options.seeds if not (folder / f"weak-{seed}").exists()]
         list(pool.map(lambda seed: launch(folder, f"weak-{seed}", "sft", "embedded_sft.yaml", [
-            f"seed={seed}", *["steps=20"] * options.quick]), options.seeds))
+            f"seed={seed}", *["steps=20"] * options.quick]), missing))
         first = [case for case in chosen if "=grpo" not in str(case.settings)]
         found = {}
         for cases in (first, [case for case in chosen if case not in first]):  # a teacher must have been trained
