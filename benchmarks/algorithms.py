@@ -38,7 +38,7 @@ CASES = [
     Case("reinforce_pp", ("nodes.rollout.with.group_size=8",)), Case("remax", ("nodes.rollout.with.group_size=8",)),
     Case("pf_ppo"), Case("ppo", ("roles.critic.learning_rate=1e-3",)),
     Case("dpo", ("nodes.update.with.beta=0.5",), "embedded_dpo.yaml"), Case("online_dpo"),
-    Case("distill", ("roles.teacher.model=grpo",)),
+    Case("distill", ("roles.teacher.model=grpo",)), Case("solver_reviser"),
 ]
 
 
