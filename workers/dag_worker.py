@@ -22,7 +22,7 @@ from distflow.robust.checkpoint import Checkpoints
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import ColumnError, RankMissing
-from distflow.schema.plan import Plan, Task
+from distflow.schema.plan import KEEP, Plan, Task
 from distflow.schema.spec import Spec
 from workers.encode import encoder
 from workers.engines.sampling import key_of
@@ -67,7 +67,10 @@ class DagWorker:
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
                     self.presence.now(f"is in step {step}, computing node `{task.node}`")
-                    self.buffer.put(task, *self.execute(task, inputs))
+                    written = self.execute(task, inputs)
+                    if KEEP in task.writes:
+                        self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
+                    self.buffer.put(task, *written)
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
                 last = self.sink.finish(step, self.buffer)
             if last:

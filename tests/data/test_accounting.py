@@ -33,7 +33,10 @@ def written(name: str, rows: int):
         return encode_text("abcd" * RESPONSE for _ in range(rows))
     if name in ("rewards", "advantages"):
         return torch.ones(rows)
-    return of_length(rows, RESPONSE, torch.int64 if name == "responses" else torch.float32)
+    if name == "keep":
+        return torch.ones(rows, dtype=torch.bool)
+    forms = {"responses": torch.int64, "versions": torch.int32}
+    return of_length(rows, RESPONSE, forms.get(name, torch.float32))
 
 
 def one_step(plan: Plan) -> dict[str, float]:
