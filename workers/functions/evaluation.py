@@ -10,7 +10,7 @@ from distflow.observe.accuracy import pass_at
 from distflow.observe.metrics import current
 
 
-@node(keep_together="group", bounds={"threshold": "> 0"})
+@node(keep_together="group", bounds={"samples": ">= 1", "threshold": "> 0"})
 def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[str], completions: list[str], *,
           samples: int = 1, threshold: float = 1.0) -> None:
     """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
