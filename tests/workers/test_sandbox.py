@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import select
 import signal
@@ -31,6 +32,16 @@ def reachable() -> bool:
     return os.geteuid() != 0 or all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
+@functools.cache
+def refused(kind: str) -> str:
+    """Why a kind of isolation cannot be had here; one of them must be (see below)."""
+    try:
+        run_python("pass", seconds=20.0, kind=kind)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """`run_python` with one kind of isolation; behind filters, with an interpreter that all users may read."""
@@ -40,6 +51,9 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
         monkeypatch.setattr(sandbox.sys, "executable", str(SYSTEM))
         readable = [str(path) for path in (SYSTEM.resolve(), *map(Path, sandbox._SYSTEM)) if path.exists()]
         monkeypatch.setattr(sandbox, "_interpreter", lambda: readable)
+
+    if refusal := refused(request.param):
+        pytest.skip(f"this machine does not allow {request.param}: {refusal}")
 
     def run(source: str, stdin: str = "", **limits) -> Outcome:
         return run_python(textwrap.dedent(source), stdin, **{"kind": request.param, "seconds": 20.0, **limits})
