@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +43,22 @@ def command(ranks: int, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def kill_after(workspace: Path, step: int, *arguments: str) -> None:
+    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`."""
+    process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if f"step {step}/" in line and "loss" in line:  # not the line of a validation
+            break
+    else:
+        pytest.fail("".join(seen))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, command, environment, metrics_of
+from harness import ROOT, kill_after, metrics_of
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", "--set", "nodes.reward.with.reward=brevity", "--set",
@@ -58,22 +55,6 @@ def test_two_trained_roles_go_on_where_they_were_killed(launch, workspace):
     assert "accuracy_after" in json.loads((whole / "summary.json").read_text())
     launch(1, "--resume", "runs/killed", "--set", "steps=6")  # on another number of ranks
     assert set(metrics_of(killed)) == set(range(1, 7))
-
-
-def kill_after(workspace: Path, step: int, *arguments: str) -> None:
-    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`."""
-    process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if f"step {step}/" in line and "loss" in line:
-            break
-    else:
-        pytest.fail("".join(seen))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
 
 
 def test_a_trained_reward_model_is_one_for_others_too(launch, pairs):

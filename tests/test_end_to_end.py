@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from harness import ROOT, command, environment, metrics_of
+from harness import ROOT, command, environment, kill_after, metrics_of
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 
@@ -33,7 +31,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, dag):
     """Ten records in batches of four: steps 3 and 5 cross an epoch's end."""
     dag = ("--dag", dag, "--run-file", "tiny.yaml", "--set", "steps=6")
     launch(2, *dag, "--name", "whole")
-    _kill_after(workspace, 3, *dag, "--name", "killed")
+    kill_after(workspace, 3, *dag, "--name", "killed")
     launch(2, "--resume", "runs/killed")
     whole, killed = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "killed"))
     assert [whole[step]["loss"] for step in range(1, 7)] == [killed[step]["loss"] for step in range(1, 7)]
@@ -43,22 +41,6 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, dag):
     assert weights[0] == weights[1]
     launch(1, "--resume", "runs/killed", "--set", "steps=8")
     assert set(metrics_of(workspace / "runs/killed")) == set(range(1, 9))
-
-
-def _kill_after(workspace: Path, step: int, *arguments: str) -> None:
-    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`."""
-    process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if f"step {step}/" in line:
-            break
-    else:
-        pytest.fail("".join(seen))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
 
 
 def test_rows_move_when_the_data_parallel_size_changes(launch, workspace):

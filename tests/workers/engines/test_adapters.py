@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from columns import uneven_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.observe.metrics import current
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Lora, RoleRun
@@ -25,16 +26,6 @@ from workers.roles import Role
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
-
-
-def rows() -> Batch:
-    generator = torch.Generator().manual_seed(0)
-
-    def ragged(lengths: list[int]) -> Ragged:
-        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
-
-    prompts = ragged([6, 3, 8]).select(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
-    return Batch(torch.arange(7), {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7])})
 
 
 def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
@@ -55,7 +46,7 @@ def loss_of(logprobs, entropy, micro):
 def trained(shared: bool, small: int, cut: int) -> tuple[list[float], list[float], list[float]]:
     """Gradient norms of some steps, the log-probabilities after them, and those of the base alone."""
     engine = engine_of(build_model(270, 0, **SIZES), shared, small)
-    mine = rows().slice(*((0, cut) if dist.get_rank() == 0 else (cut, 7)))
+    mine = uneven_rows().slice(*((0, cut) if dist.get_rank() == 0 else (cut, 7)))
     alone = BaseEngine(engine).logprobs(mine["prompts"], mine["responses"], 1.0)  # before any step, as a reference does
     norms = [engine.update(mine, loss_of, 1.0, step)["grad_norm"] for step in range(STEPS)]
     after = BaseEngine(engine).logprobs(mine["prompts"], mine["responses"], 1.0)
@@ -81,7 +72,7 @@ def by_peft() -> tuple[list[float], list[float], list[float]]:
         model = get_peft_model(build_model(270, 0, **SIZES), LoraConfig(
             r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    batch, norms = rows(), []
+    batch, norms = uneven_rows(), []
     with torch.no_grad():
         before = _logprobs(model, batch).tolist()
     for _ in range(STEPS):
@@ -113,7 +104,7 @@ def role_of(lora: Lora | None, **settings) -> Role:
 def sampled() -> None:
     """Only adapters are sharded and move; trainer and rollout have one base, and agree."""
     role, before = role_of(LORA), build_model(270, 0, **SIZES).state_dict()
-    batch = rows()
+    batch = uneven_rows()
     role.update(batch, loss_of)
     prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
     samples = role.generate(prompts, torch.arange(6), repeats=2)

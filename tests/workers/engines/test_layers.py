@@ -5,26 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from columns import uneven_rows
 from ranks import run_ranks
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.schema.run import RoleRun
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
 
 STEPS = 3
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1}
-
-
-def rows() -> Batch:
-    """Seven rows of three prompts; the ranks get unequally many, and unequally many micro-batches."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ragged(lengths: list[int]) -> Ragged:
-        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
-
-    prompts = ragged([6, 3, 8]).select(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
-    return Batch(torch.arange(7), {"prompts": prompts, "responses": ragged([4, 0, 2, 5, 3, 1, 7])})
 
 
 def losses(small: int, first: int, last: int) -> tuple[list[float], list[float], int, list[float]]:
@@ -39,7 +29,7 @@ def losses(small: int, first: int, last: int) -> tuple[list[float], list[float],
     finally:
         fsdp._SMALL = limit
     units = sum(isinstance(module, torch.distributed.fsdp.FSDPModule) for module in engine.policy.modules())
-    mine, sums, norms = rows().slice(first, last), [], []
+    mine, sums, norms = uneven_rows().slice(first, last), [], []
     for step in range(STEPS):
         seen = []
 
@@ -81,7 +71,7 @@ def plain_training() -> tuple[list[float], list[float], list[float]]:
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": SETTINGS["weight_decay"]},
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=SETTINGS["learning_rate"], betas=(0.9, 0.95))
-    batch, sums, norms = rows(), [], []
+    batch, sums, norms = uneven_rows(), [], []
     for _ in range(STEPS):
         loss = -_logprobs(model, batch).sum() / 22
         loss.backward()
