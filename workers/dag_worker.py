@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ class DagWorker:
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
         self.functions = functions
+        count = Counter(task.function for task in self.chain)
+        self.shared = {function for function, nodes in count.items() if nodes > 1}
+        """Functions of several nodes; what they report is told apart."""
         mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
@@ -113,7 +117,7 @@ class DagWorker:
             self.roles[task.role].stream = self.streams[task.node]
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
-        current().scope = task.node if self._has_twin(task) else ""
+        current().scope = task.node if task.function in self.shared else ""
         result = self.functions[task.node](*engine, **arguments, **task.settings)
         current().scope = ""
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
@@ -121,10 +125,6 @@ class DagWorker:
                               f"to a copy:  {name} = {name}.clone()")
         current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
         return _as_columns(task, result, len(ids)), ids
-
-    def _has_twin(self, task: Task) -> bool:
-        """Another node runs the same function."""
-        return sum(other.function == task.function for other in self.chain) > 1
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source

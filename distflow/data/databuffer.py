@@ -224,10 +224,12 @@ class Databuffer:
             raise ColumnError(f"node `{task.node}` wrote column `{KEEP}`, which says which rows stay in the step: it "
                               "must be a Tensor of one bool a row")
         self.metrics.add(f"filter/{task.node}/dropped", (~keep).sum())
-        told = self.redistributor.neighbours.gather(msgpack.packb([bool(keep.all()), _packed(written.ids[keep])]))
-        said = [msgpack.unpackb(raw) for raw in told]
-        self.kept = Kept(torch.cat([_unpacked(raw) for _, raw in said]), task.out_fan)
-        if not all(whole for whole, _ in said):
+        gather = self.redistributor.neighbours.gather
+        whole = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
+        if whole and task.draws == 1:
+            return  # as nearly always: nobody needs to know which rows there are
+        self.kept = Kept(torch.cat([_unpacked(raw) for raw in gather(_packed(written.ids[keep]))]), task.out_fan)
+        if not whole:
             self._keep_only(self.kept)
         if task.draws > 1:
             self._join()
