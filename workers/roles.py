@@ -24,13 +24,13 @@ from distflow.schema.errors import EngineError
 from distflow.schema.lora import base_of
 from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
-from distflow.weights.reshard import gather_into
 from workers.engines import attention
-from workers.engines.decoding import Row, Session
-from workers.engines.fsdp import FSDPEngine, LossOf
-from workers.engines.hf import HFRollout, Samples
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.hf import HFRollout
 from workers.engines.loading import load_model
+from workers.engines.rollout import Row, Samples, Session
 from workers.engines.sampling import key_of
+from workers.engines.trainer import LossOf
 
 disable_progress_bar()
 
@@ -88,10 +88,8 @@ class Role:
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         if self.rollout.version != self.engine.version:
-            shards, whole = self.engine.shards(), self.rollout.weights()
-            moved = gather_into(shards, {name: whole[name] for name in whole if name in shards})
-            current().maximum("weights/bytes", moved)
-            self.rollout.version = self.engine.version
+            weights = self.engine.export(self.rollout.dtype, self.rollout.places())
+            current().maximum("weights/bytes", self.rollout.load(weights, self.engine.version))
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32."""
@@ -120,10 +118,8 @@ class Role:
         return self.engine.update(batch, loss_of, temperature, self.step, together)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        values = values.to(self.engine.device)
-        dist.all_reduce(values, group=self.engine.mesh.get_group())
-        return values.cpu()
+        """The sum over all ranks' rows."""
+        return self.engine.total(values)
 
     def encode(self, answers: list[str]) -> Ragged:
         """The tokens of each answer, with an end; cut and counted as the targets of the data are."""
@@ -135,9 +131,11 @@ class Role:
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face model folder; adapters also beside it, alone. Every rank calls it, the first writes."""
-        whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in self.engine.shards().items()}
-        gather_into(self.engine.shards(), whole)
-        if dist.get_rank() > 0:
+        first, whole = dist.get_rank() == 0, {}
+        for name, tensor in self.engine.export():
+            if first:  # the others only help to gather it
+                whole[name] = tensor.cpu().clone()
+        if not first:
             return
         model = self._merged(whole, folder) if self.lora else self._filled(whole)
         if self.generation_config:
@@ -241,7 +239,8 @@ def _rollout(model: PreTrainedModel, shared: list[nn.Parameter], tokenizer: PreT
         _halve(whole.parameters())
     ends = model.generation_config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or [])
-    return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}))
+    return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}),
+                     shared)
 
 
 def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,79 +1,141 @@
-"""Weights from the training layout (sharded over all ranks) into the generation layout (whole on each rank)."""
+"""Weights out of the training layout, bucket by bucket: what a rank has a shard of comes by as a whole tensor.
+
+The allgather of MindSpeed RL (§3.2). A large tensor is gathered straight to where it is wanted, or into a buffer that
+serves one tensor after the other; small ones travel together.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from distflow.schema.errors import EngineError
 
 BUCKET_BYTES = 256 * 1024 * 1024
+_LARGE = 1024 * 1024
+"""Bytes from which a tensor travels alone: one more message costs less than copying it out of a bucket."""
+_Key = tuple[object, ...]
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @torch.no_grad()
-def gather_into(shards: dict[str, Tensor], targets: dict[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Fill `targets` in place, bucket by bucket (MindSpeed RL's allgather, without its swap so far). Collective.
-    Returns the bytes that were filled.
+def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, into: Mapping[str, Tensor] | None = None,
+             bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole, by name. Collective; a tensor may be overwritten as soon as the next one is asked for.
 
     Args:
-        shards: parameters by name, DTensors sharded on dimension 0 of a one-dimensional mesh, or plain tensors.
-        targets: whole tensors of the same names and shapes, of any dtype; shards travel in it.
-        bucket_bytes: what is gathered at a time, but at least one parameter; about twice as much memory is needed.
+        shards: DTensors of any mesh whose dimensions cut tensor dimensions, those of FSDP before those of tensor
+            parallelism; or plain tensors, which come as they are.
+        dtype: in which they travel and come; None: each in its own.
+        into: whole, contiguous tensors of the same names, of `dtype`, that are filled in place where that saves a copy.
+        bucket_bytes: what is gathered at a time, but at least one tensor.
 
     Raises:
-        EngineError: the two sides do not have the same parameters, or a parameter is sharded otherwise.
+        EngineError: a tensor is placed in a way that cannot be gathered, or `into` has another shape for it.
     """
-    _check(shards, targets)
-    bucket: list[str] = []
-    size, kind = 0, None
+    bucket: dict[str, Tensor] = {}
+    key: _Key = ()
+    size = 0
     for name, shard in shards.items():
-        target = targets[name]
+        kind, place = dtype or shard.dtype, (into or {}).get(name)
+        if place is not None and place.shape != shard.shape:
+            raise EngineError(f"parameter `{name}` has shape {list(shard.shape)} in training and {list(place.shape)} "
+                              "in generation")
         if not isinstance(shard, DTensor):
-            target.copy_(shard)
+            yield name, shard.to(kind)
             continue
-        bytes_here, kind_here = target.numel() * target.element_size(), (shard.device_mesh, target.dtype)
-        if bucket and (size + bytes_here > bucket_bytes or kind_here != kind):
-            _gather_bucket(bucket, shards, targets)
-            bucket, size = [], 0
-        bucket.append(name)
-        size, kind = size + bytes_here, kind_here
+        _check(name, shard)
+        count = shard.numel() * kind.itemsize
+        if count >= _LARGE:
+            yield name, _alone(shard, kind, place)
+            continue
+        key_here = (shard.device_mesh, shard.placements, kind)
+        if bucket and (size + count > bucket_bytes or key_here != key):
+            yield from _together(bucket, key[2])
+            bucket, size = {}, 0
+        bucket[name], key, size = shard, key_here, size + count
     if bucket:
-        _gather_bucket(bucket, shards, targets)
-    return sum(targets[name].numel() * targets[name].element_size() for name in shards)
+        yield from _together(bucket, key[2])
 
 
-def _check(shards: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    odd = sorted(shards.keys() ^ targets.keys())
-    if odd:
-        raise EngineError(f"the trained and the generating model have different parameters: only one has {odd[:5]}")
-    for name, shard in shards.items():
-        if shard.shape != targets[name].shape:
-            raise EngineError(f"parameter `{name}` has shape {list(shard.shape)} in training and "
-                              f"{list(targets[name].shape)} in generation")
-        if isinstance(shard, DTensor) and (shard.device_mesh.ndim != 1 or tuple(shard.placements) != (Shard(0),)):
-            raise EngineError(f"parameter `{name}` is placed as {shard.placements} on a mesh of "
-                              f"{shard.device_mesh.ndim} dimensions; only shards of dimension 0 on a mesh of one can "
-                              "be gathered")
+def _check(name: str, shard: DTensor) -> None:
+    if any(placement.is_partial() for placement in shard.placements):
+        raise EngineError(f"parameter `{name}` is placed as {shard.placements}: only cut or repeated tensors can be "
+                          "gathered")
 
 
-def _gather_bucket(names: list[str], shards: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    """One all-gather: dimension 0 is cut into pieces of ceil(rows / ranks), of which the last may be short or empty."""
-    mesh: DeviceMesh = shards[names[0]].device_mesh
-    parts, sizes = [], []
-    for name in names:
-        shard = shards[name]
-        size = math.ceil(shard.shape[0] / mesh.size()) * math.prod(shard.shape[1:])
-        local = shard.to_local().flatten().to(targets[name].dtype)
-        parts.append(torch.nn.functional.pad(local, (0, size - len(local))))
-        sizes.append(size)
-    mine = torch.cat(parts)
-    everyone = mine.new_empty(mesh.size(), len(mine))
-    dist.all_gather(list(everyone.unbind(0)), mine, group=mesh.get_group())
-    for name, piece in zip(names, everyone.split(sizes, 1)):
-        target = targets[name]
-        target.copy_(piece.reshape(-1)[: target.numel()].view(target.shape))
+def _cuts(shard: DTensor) -> list[tuple[int, int]]:
+    """(mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tensor parallelism has
+    left of a tensor."""
+    return [(index, placement.dim) for index, placement in enumerate(shard.placements)
+            if not placement.is_replicate()]
+
+
+def _sizes(shard: DTensor) -> list[list[int]]:
+    """The shape before each cut of `_cuts`, the whole one last."""
+    cuts, shape, shapes = _cuts(shard), list(shard.shape), []
+    for mesh_dim, dim in reversed(cuts):
+        shapes.insert(0, list(shape))
+        shape[dim] = _piece(shape[dim], shard.device_mesh.size(mesh_dim))
+    return shapes
+
+
+def _piece(length: int, parts: int) -> int:
+    """The longest of the pieces that a dimension is cut into: the last ones may be shorter, or empty."""
+    return math.ceil(length / parts)
+
+
+def _alone(shard: DTensor, dtype: torch.dtype, place: Tensor | None) -> Tensor:
+    local = shard.to_local().to(dtype)
+    cuts, shapes = _cuts(shard), _sizes(shard)
+    for number, ((mesh_dim, dim), shape) in enumerate(zip(cuts, shapes)):
+        group, parts = shard.device_mesh.get_group(mesh_dim), shard.device_mesh.size(mesh_dim)
+        last = number == len(cuts) - 1
+        if dim == 0 and shape[0] % parts == 0:
+            whole = place if last and place is not None and place.is_contiguous() else local.new_empty(shape)
+            _all_gather(whole, local.contiguous(), group=group)
+        else:
+            whole = _joined(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
+        local = whole
+    return local
+
+
+def _together(bucket: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of one mesh and placement: one message for each cut."""
+    first: DTensor = next(iter(bucket.values()))
+    locals_ = {name: shard.to_local().to(dtype) for name, shard in bucket.items()}
+    for number, (mesh_dim, dim) in enumerate(_cuts(first)):
+        group, parts = first.device_mesh.get_group(mesh_dim), first.device_mesh.size(mesh_dim)
+        lengths = {name: _sizes(shard)[number][dim] for name, shard in bucket.items()}
+        padded = {name: _padded(local, dim, _piece(lengths[name], parts)) for name, local in locals_.items()}
+        everyone = _gather(torch.cat([part.reshape(-1) for part in padded.values()]), parts, group)
+        start = 0
+        for name, part in padded.items():
+            pieces = everyone[:, start : start + part.numel()].reshape(parts, *part.shape)
+            locals_[name] = _joined(pieces, dim, lengths[name])
+            start += part.numel()
+    yield from locals_.items()
+
+
+def _padded(local: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - local.shape[dim]
+    return torch.cat([local, local.new_zeros(*local.shape[:dim], missing, *local.shape[dim + 1 :])], dim) \
+        if missing else local
+
+
+def _gather(mine: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
+    """[parts, *mine.shape]"""
+    mine = mine.contiguous()
+    everyone = mine.new_empty(parts, *mine.shape)
+    _all_gather(everyone.view(parts * mine.shape[0], *mine.shape[1:]), mine, group=group)
+    return everyone
+
+
+def _joined(pieces: Tensor, dim: int, length: int) -> Tensor:
+    """[parts, …, piece, …] → […, length, …]"""
+    return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length)

@@ -6,10 +6,12 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from distflow.schema.errors import EngineError
-from distflow.weights.reshard import gather_into
+from distflow.weights import reshard
+from distflow.weights.reshard import gathered
 
 BUCKETS = (1, 50, 400, 1 << 20)
 
@@ -37,22 +39,26 @@ def sharded(half: bool) -> Model:
     return fully_shard(model, mesh=mesh)
 
 
-def gathered(half: bool, target: torch.dtype, bucket_bytes: int) -> None:
+def fill(shards, targets, **options) -> None:
+    for name, whole in gathered(shards, into=targets, **options):
+        if whole.data_ptr() != targets[name].data_ptr():
+            targets[name].copy_(whole)
+
+
+def every_bit(half: bool, target: torch.dtype, bucket_bytes: int) -> None:
     shards = dict(sharded(half).named_parameters())
     assert all(isinstance(shard, DTensor) for shard in shards.values())
     targets = {name: torch.full(shard.shape, torch.nan, dtype=target) for name, shard in shards.items()}
-    places = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    gather_into(shards, targets, bucket_bytes)
+    fill(shards, targets, dtype=target, bucket_bytes=bucket_bytes)
     for name, shard in shards.items():
         assert torch.equal(targets[name], shard.full_tensor().to(target)), name
-        assert targets[name].data_ptr() == places[name]
 
 
 def every_way() -> None:
     for bucket_bytes in BUCKETS:
-        gathered(False, torch.float32, bucket_bytes)
-    gathered(False, torch.bfloat16, 64)
-    gathered(True, torch.float32, 64)
+        every_bit(False, torch.float32, bucket_bytes)
+    every_bit(False, torch.bfloat16, 64)
+    every_bit(True, torch.float32, 64)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -60,65 +66,78 @@ def test_targets_equal_the_full_tensors(ranks):
     run_ranks(ranks, every_way)
 
 
-def mixed() -> None:
-    """Half of the targets in another type, and one parameter that is not sharded at all."""
-    shards = dict(sharded(False).named_parameters())
-    shards["plain"] = torch.arange(3.0)
-    kinds = {name: torch.bfloat16 if index % 2 else torch.float32 for index, name in enumerate(shards)}
-    targets = {name: torch.zeros(shard.shape, dtype=kinds[name]) for name, shard in shards.items()}
-    gather_into(shards, targets)
-    for name, shard in shards.items():
-        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-        assert torch.equal(targets[name], whole.to(kinds[name])), name
+def mesh_of(*sizes: int):
+    return init_device_mesh("cpu", sizes)
 
 
-def refused() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
+def placed() -> None:
+    """Columns, copies, planes that tensor parallelism and FSDP cut both, and a tensor that is whole; alone and in
+    buckets."""
+    line, plane, whole = mesh_of(4), mesh_of(2, 2), torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
+    big = torch.randn(1024, 520, generator=torch.Generator().manual_seed(1))
+    shards = {"plain": torch.arange(3.0)}
+    for number, (mesh, *cuts) in enumerate([(line, Shard(1)), (line, Replicate()), (plane, Replicate(), Shard(0)),
+                                            (plane, Shard(0), Shard(1)), (plane, Shard(1), Replicate())]):
+        shards |= {f"small{number}": distribute_tensor(whole, mesh, cuts),
+                   f"big{number}": distribute_tensor(big, mesh, cuts)}
+    # FSDP cuts what tensor parallelism has left: a placement of its own kind
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    both = nn.Linear(10, 12, bias=False)
+    both.weight.data.copy_(whole)
+    parallelize_module(both, named["tp"], ColwiseParallel())
+    shards["strided"] = fully_shard(both, mesh=named["dp"]).weight
+    for bucket_bytes in BUCKETS:
+        for name, tensor in gathered(shards, bucket_bytes=bucket_bytes):
+            expected = big if name.startswith("big") else shards["plain"] if name == "plain" else whole
+            assert torch.equal(tensor, expected), name
+
+
+def test_any_cut_of_any_mesh_arrives_whole():
+    run_ranks(4, placed)
+
+
+def refused() -> None:
+    mesh = mesh_of(2)
+    partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    with pytest.raises(EngineError, match="`odd` is placed as"):
+        list(gathered({"odd": partial}))
     good = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    columns, copies = (distribute_tensor(torch.ones(4, 4), mesh, [place]) for place in (Shard(1), Replicate()))
-    plane = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
-    errors = []
-    for shards, targets in (({"a": columns}, {"a": torch.zeros(4, 4)}), ({"a": copies}, {"a": torch.zeros(4, 4)}),
-                            ({"a": plane}, {"a": torch.zeros(4, 4)}), ({"a": good}, {"b": torch.zeros(4, 4)}),
-                            ({"a": good}, {"a": torch.zeros(4, 4), "head": torch.zeros(1)}),
-                            ({"a": good}, {"a": torch.zeros(4, 5)})):
-        with pytest.raises(EngineError) as error:
-            gather_into(shards, targets)
-        errors.append(str(error.value))
-    return errors
+    with pytest.raises(EngineError, match=r"`a` has shape \[4, 4\] in training and \[4, 5\] in generation"):
+        list(gathered({"a": good}, into={"a": torch.zeros(4, 5)}))
+
+
+def test_what_cannot_be_gathered_is_refused():
+    run_ranks(2, refused)
+
+
+def straight() -> None:
+    """A large tensor is gathered where it is wanted."""
+    shard, place = distribute_tensor(torch.ones(1024, 512), mesh_of(2), [Shard(0)]), torch.zeros(1024, 512)
+    (_, whole), = gathered({"a": shard}, into={"a": place})
+    assert whole is place
+    assert bool((place == 1).all())
+
+
+def test_a_large_tensor_is_not_copied_twice():
+    run_ranks(2, straight)
 
 
 def buckets() -> list[tuple[int, torch.dtype]]:
     """How many elements of what type each gather moved, for buckets of two small parameters."""
-    moved, whole = [], torch.distributed.all_gather
-    mesh = init_device_mesh("cpu", (2,))
+    moved, whole = [], reshard._all_gather
+    mesh = mesh_of(2)
     shards = {name: distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)])
-              for name, rows in (("a", 4), ("b", 4), ("big", 40), ("c", 4), ("half", 4))}
-    targets = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
-    targets["half"] = targets["half"].bfloat16()
-    torch.distributed.all_gather = lambda everyone, mine, **named: moved.append((2 * len(mine), mine.dtype)) or whole(
+              for name, rows in (("a", 4), ("b", 4), ("big", 40), ("c", 4))}
+    shards["half"] = distribute_tensor(torch.ones(4, 2, dtype=torch.bfloat16), mesh, [Shard(0)])
+    reshard._all_gather = lambda everyone, mine, **named: moved.append((2 * mine.numel(), mine.dtype)) or whole(
         everyone, mine, **named)
     try:
-        gather_into(shards, targets, bucket_bytes=64)
+        list(gathered(shards, bucket_bytes=64))
     finally:
-        torch.distributed.all_gather = whole
+        reshard._all_gather = whole
     return moved
 
 
 def test_a_bucket_is_no_larger_than_asked_but_for_one_parameter_and_of_one_type():
     expected = [(16, torch.float32), (80, torch.float32), (8, torch.float32), (8, torch.bfloat16)]
     assert run_ranks(2, buckets) == [expected] * 2
-
-
-def test_types_may_mix():
-    run_ranks(2, mixed)
-
-
-def test_what_cannot_be_gathered_is_refused():
-    columns, copies, plane, other, more, shape = run_ranks(2, refused)[0]
-    assert "parameter `a` is placed as (Shard(dim=1),)" in columns
-    assert "Replicate()" in copies
-    assert "a mesh of 2 dimensions" in plane
-    assert "only one has ['a', 'b']" in other
-    assert "only one has ['head']" in more
-    assert "shape [4, 4] in training and [4, 5] in generation" in shape

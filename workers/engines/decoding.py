@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from distflow.data.batch import Ragged
+from workers.engines.rollout import Row, Session
 from workers.engines.sampling import pick, uniform
 from workers.engines.slots import Past, Slots, beginnings
 from workers.engines.vision import places_of, shown
@@ -24,33 +25,8 @@ _SHARE = 8
 for an eighth of the slots at a time; those that come back wait until as many have."""
 
 
-@dataclass(eq=False)
-class Row:
-    """A row that is sampled in one or more turns.
-
-    With the session's key `id` and the position behind the prompt decide the randomness. `tokens`, `logprobs` and
-    `versions` (of the weights) are those of the last turn; `finished` says whether it came to an end of its own.
-    """
-
-    id: int
-    sequence: Tensor
-    """Every token before the turn, the prompt included; on the CPU."""
-    prompt: int
-    """How many of them are the prompt's."""
-    limit: int
-    """Tokens that the turn may have."""
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
-    versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    finished: bool = False
-    images: Ragged | None = None
-    """What the prompt shows, as one row of the column."""
-    past: Past | None = None
-    """What the model has read of it, as long as there is room for it."""
-
-
-class Session:
-    """Rows under one key. `add` and `extend` bring rows, `step` adds a token to each and returns those that ended."""
+class Decoding(Session):
+    """A transformers model's session: `step` adds a token to each row in a slot."""
 
     def __init__(self, engine: HFRollout, key: int, temperature: float, keeps: bool = False):
         """`keeps`: what was read of a row that has ended stays, so that it may go on without being read again."""
@@ -72,23 +48,32 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether any row is sampled or waits for it."""
         return bool(self.live or self.unread or self.ready)
 
     def add(self, rows: list[Row]) -> None:
-        """Samples of one prompt, which is read once for all of them."""
         self.unread.append(rows)
 
     def extend(self, row: Row, observation: Tensor, limit: int) -> None:
-        """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
         row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
         self.unread.appendleft([row])
         self.away.discard(row)
 
     def forget(self, row: Row) -> None:
-        """The row has had its last turn."""
         self._drop(row)
         self.away.discard(row)
+
+    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        waiting = [row for together in self.unread for row in together] + [row for row, _ in self.ready]
+        wanted = {*waiting, *filter(None, self.rows)}.intersection(self.rows + waiting if rows is None else rows)
+        self.unread = deque(filter(None, ([row for row in each if row not in wanted] for each in self.unread)))
+        self.ready = deque((row, past) for row, past in self.ready if row not in wanted)
+        left = [row for row in waiting if row in wanted]
+        for row in left:
+            row.end(row.tokens[:0], row.logprobs[:0], row.versions[:0], finished=False)
+        slots = [slot for slot, row in enumerate(self.rows) if row in wanted]
+        if slots:
+            left += self._leave(torch.tensor(slots, device=self.device), [False] * len(slots))
+        return left
 
     def _drop(self, row: Row) -> None:
         self.parked.pop(row, None)
@@ -97,6 +82,8 @@ class Session:
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """One token more for each row in a slot; the rows whose turn ended with it."""
+        if self.engine.paused:
+            return []
         self._fill()
         if not self.rows:
             return []
@@ -152,8 +139,7 @@ class Session:
                                  state["length"][gone].tolist())
         tokens, logprobs, versions = (state[name][gone].cpu() for name in ("tokens", "logprobs", "versions"))
         for place, (row, count) in enumerate(zip(rows, counts)):
-            row.tokens, row.logprobs = tokens[place, :count], logprobs[place, :count]
-            row.versions, row.finished = versions[place, :count], finished[place]
+            row.end(tokens[place, :count], logprobs[place, :count], versions[place, :count], finished[place])
         if self.keeps:
             batch = self.slots.take(gone, max(lengths))
             for place, (row, length) in enumerate(zip(rows, lengths)):

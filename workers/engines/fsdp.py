@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,22 +16,20 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
+from distflow.weights.reshard import gathered
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
+from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
 from workers.engines.vision import alike, shown, with_a_glance
 
 _SMALL = 64_000_000
 """Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
 
-LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
-"""What the head gives and the micro-batch's rows → the sum of weighted losses. A vocabulary gives log-probabilities [T]
-and entropies [T], a value head the values [T] before each token and the scores [B] of whole responses."""
-
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
-class FSDPEngine:
-    """One role's model over all ranks of `mesh`. Its methods are collective: every rank calls them, with its rows."""
+class FSDPEngine(Trainer):
+    """One role's model over all ranks of `mesh`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = ()):
@@ -40,6 +37,7 @@ class FSDPEngine:
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
+        self.shares = mesh.get_group()
         if not trained:
             model.requires_grad_(False)
         self.policy = self._shard(model, HEADS[head], set(whole))
@@ -67,16 +65,17 @@ class FSDPEngine:
         """This rank's part of each parameter that training changes, by the model's own names."""
         return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
+    def export(self, dtype: torch.dtype | None = None,
+               into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return gathered(self.shards(), dtype, into)
+
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
-        """The log-probability of each response token, float32, in the form of `responses`."""
         return responses.with_values(self._infer(prompts, responses, temperature, images)[0][: len(responses.values)])
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        """The value before each response token, float32, in the form of `responses`."""
         return responses.with_values(self._infer(prompts, responses)[0][: len(responses.values)])
 
     def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        """[B] float32: the value at the end of each response."""
         return self._infer(prompts, responses)[1][: len(responses)]
 
     @torch.no_grad()
@@ -92,25 +91,13 @@ class FSDPEngine:
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
                together: bool = False) -> dict[str, float]:
-        """One optimizer step.
-
-        Args:
-            batch: this rank's rows; `prompts`, `responses`, perhaps `images`, and whatever `loss_of` needs.
-            loss_of: called for each micro-batch; its results are summed over micro-batches and ranks, so that
-                the gradient does not depend on how the rows are divided.
-            step: for the learning-rate schedule.
-            together: rows of one id, which follow each other, stay in one micro-batch: their losses are not apart.
-
-        Returns:
-            gradient norm before clipping, and learning rate.
-        """
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         micros = self._micro_batches(batch, together)
         for index, micro in enumerate(micros):
             self.policy.set_requires_gradient_sync(index == len(micros) - 1)
             outputs = self._forward(micro, temperature)
-            loss = sum(output.sum() for output in outputs) * 0.0 if _is_placeholder(micro) else loss_of(*outputs, micro)
+            loss = sum(output.sum() for output in outputs) * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -136,22 +123,6 @@ class FSDPEngine:
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
         return self.policy(*inputs, temperature=temperature, images=pixels)
 
-    def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
-        """Rows cut by the token budget, and as many pieces on every rank: forward and backward are collective."""
-        tokens = batch["prompts"].lengths + batch["responses"].lengths
-        sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
-        needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens)
-        cuts, used, row = [0], 0, 0
-        for size, more in zip(sizes.tolist(), needed.tolist()):
-            if used and used + more > self.settings.micro_batch_tokens:
-                cuts.append(row)
-                used = 0
-            used, row = used + more, row + size
-        pieces = [batch.slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(batch)]) if stop > start]
-        count = torch.tensor(max(len(pieces), 1), device=self.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.mesh.get_group())
-        return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
-
     def _set_rate(self, step: int) -> float:
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         for group in self.optimizer.param_groups:
@@ -159,7 +130,6 @@ class FSDPEngine:
         return rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded state for torch.distributed.checkpoint, of what training changes."""
         model, optimizer = get_state_dict(self.policy, self.optimizer)
         parameters = self.policy.named_parameters(remove_duplicate=False)  # tied ones by each of their names
         frozen = {name for name, parameter in parameters if not parameter.requires_grad}
@@ -171,24 +141,3 @@ class FSDPEngine:
         for group, decay in zip(self.optimizer.param_groups, (self.settings.weight_decay, 0.0)):
             group.update(betas=tuple(self.settings.betas), weight_decay=decay)  # a resume may override them
         self.version += 1
-
-
-def schedule(settings: RoleRun, step: int, steps: int) -> float:
-    """The factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    if settings.schedule == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
-
-
-def _placeholder(pad_token: int, sees: bool) -> Batch:
-    """A row that counts for nothing, for a rank that has fewer micro-batches than others."""
-    one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
-    none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if sees else {}
-    return Batch(torch.tensor([-1]), {"prompts": one, "responses": one, **none})
-
-
-def _is_placeholder(micro: Batch) -> bool:
-    return bool(micro.ids[0] < 0)

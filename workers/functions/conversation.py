@@ -23,7 +23,7 @@ from distflow.schema.environments import kind_of, load_environment
 from distflow.schema.errors import EngineError
 from distflow.schema.registry import Environment
 from workers.engines.chat import Between
-from workers.engines.decoding import Row, Session
+from workers.engines.rollout import Row, Session
 from workers.environments.host import Failure, Host, Hosting, host_of
 from workers.functions.rollout import fingerprint
 from workers.roles import Role

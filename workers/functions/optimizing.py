@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow import Batch, Ragged
 from distflow.observe.metrics import current
-from workers.engines.fsdp import LossOf
+from workers.engines.trainer import LossOf
 from workers.functions.aggregation import local_totals, token_weights
 from workers.roles import Role
 

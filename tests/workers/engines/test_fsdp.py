@@ -7,7 +7,8 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.run import RoleRun
-from workers.engines.fsdp import FSDPEngine, schedule
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.trainer import schedule
 
 
 @pytest.fixture

@@ -1,0 +1,187 @@
+"""What every engine that samples offers, whichever library computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Ragged
+from distflow.schema.run import Generation
+
+
+@dataclass(eq=False)
+class Row:
+    """A row that is sampled in one or more turns.
+
+    With the session's key `id` and the position behind the prompt decide the randomness. `tokens`, `logprobs` and
+    `versions` (of the weights) are those of the last turn; `finished` says whether it came to an end of its own.
+    """
+
+    id: int
+    sequence: Tensor
+    """Every token before the turn, the prompt included; on the CPU."""
+    prompt: int
+    """How many of them are the prompt's."""
+    limit: int
+    """Tokens that the turn may have."""
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    finished: bool = False
+    images: Ragged | None = None
+    """What the prompt shows, as one row of the column."""
+    past: Any = None
+    """What its engine keeps of it between turns."""
+
+    def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
+        """Its turn is over: what it got in it."""
+        self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What generation returns, row by row: `tokens` with their `logprobs` and the `versions` (int32) of the weights
+    that sampled them, and whether each row came to its end [B]."""
+
+    tokens: Ragged
+    logprobs: Ragged
+    versions: Ragged
+    finished: Tensor
+
+    @staticmethod
+    def of(rows: list[Row]) -> Samples:
+        """The last turn of each row."""
+        tokens = Ragged.from_rows([row.tokens for row in rows])
+        values = {"logprobs": torch.empty(0), "versions": torch.empty(0, dtype=torch.int32)}
+        values = {name: torch.cat([getattr(row, name) for row in rows]) if rows else empty
+                  for name, empty in values.items()}
+        return Samples(tokens, tokens.with_values(values["logprobs"]), tokens.with_values(values["versions"]),
+                       torch.tensor([row.finished for row in rows], dtype=torch.bool))
+
+
+class Session(ABC):
+    """Rows that are sampled under one key: they come and go at any time, and each ends by itself.
+
+    It goes on with new weights when they are loaded: each token's version says whose it is.
+    """
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether any row is sampled or waits for it."""
+
+    @abstractmethod
+    def add(self, rows: list[Row]) -> None:
+        """Samples of one prompt, which is read once for all of them."""
+
+    @abstractmethod
+    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+        """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
+
+    @abstractmethod
+    def forget(self, row: Row) -> None:
+        """The row has had its last turn."""
+
+    @abstractmethod
+    def step(self) -> list[Row]:
+        """Go on for a moment: the rows whose turn ended meanwhile. None while the engine is paused."""
+
+    @abstractmethod
+    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        """End the turns of these rows (None: of all) now. Those that were under way or waited: each has the tokens that
+        it got so far, perhaps none, and is not finished; it may be extended like any other."""
+
+
+class Rollout(ABC):
+    """An engine that samples. Its weights are replaced in place, never reloaded.
+
+    Where one model is spread over several ranks, those call everything alike, with the same rows, and all get the same
+    tokens. Raises EngineError, whatever the library raises.
+    """
+
+    generation: Generation
+    end_tokens: Tensor
+    """Any of these [E] ends a row."""
+    dtype: torch.dtype
+    """In which it computes, and in which weights should come."""
+    version = -1
+    """Of the weights, by their trainer's count; -1 as long as nobody says."""
+    paused = False
+
+    @abstractmethod
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
+        """A new session. With row ids and positions, `key` decides the randomness.
+
+        Args:
+            temperature: instead of the role's own; 0 takes the likeliest tokens.
+            keeps: what was read of a row that has ended stays, so that it may go on without being read again.
+        """
+
+    @abstractmethod
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Put whole tensors, by their Hugging Face names, in the place of the ones in use: the bytes that were put.
+
+        A tensor may be overwritten as soon as the next one is asked for. Names that do not come keep what they have.
+
+        Raises:
+            EngineError: a name or a shape is not the model's.
+        """
+
+    def places(self) -> dict[str, Tensor]:
+        """Whole weights in use, by name, that may be overwritten directly instead of being copied by `load`."""
+        return {}
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back, as far as the engine can; no row may be under way."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have them again. The weights mean nothing until they are loaded, and `version` is -1."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises EngineError if it cannot sample any more, with the cause as far as it is known."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its processes and give back what it holds; it may be called twice."""
+
+    def pause(self) -> None:
+        """All sessions stand still from now on; what was sampled stays."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Sessions go on where they stood."""
+        self.paused = False
+
+    def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
+                 max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
+        """`repeats` samples for each prompt.
+
+        Args:
+            prompts: [P] rows of tokens.
+            ids: [P * repeats] row ids; with `key` they decide the randomness.
+            temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
+            images: [P] what each prompt shows.
+        """
+        session = self.session(key, temperature)
+        rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
+        for start in range(0, len(rows), repeats):
+            session.add(rows[start : start + repeats])
+        while session.busy:
+            session.step()
+        return Samples.of(rows)
+
+    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
+             images: Ragged | None = None) -> list[Row]:
+        """`repeats` rows for each prompt, which they share."""
+        limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
+        shown = images.rows if images is not None else [None] * len(prompts)
+        return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
+            prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
