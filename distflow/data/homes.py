@@ -123,7 +123,7 @@ class Census:
             index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
             weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights
         first, shares = self.layout.first, self.layout.dp
-        machines = [machine_of[first + share * self.layout.tp] for share in range(shares)]
+        machines = [machine_of[first + share * self.layout.width] for share in range(shares)]
         loads, settled = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
         homes = assign_near(loads, machines, torch.from_numpy(at.copy()), settled)
         free = bool((settled < 0).any())

@@ -25,25 +25,44 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks hold which rows. Data-parallel share `i` of `dp` is at the `tp` ranks from `first + i * tp` on."""
+    """Which ranks hold which rows, and how they split a model between them.
+
+    Data-parallel share `i` of `dp` is at the `width` ranks from `first + i * width` on. These split each layer's
+    matrices `tp` ways (tensor parallelism; neighbours), each row's tokens `cp` ways (context parallelism) and the
+    layers `pp` ways (pipeline parallelism; furthest apart). `ep` cuts the experts of a layer across ranks that are
+    there anyway: those of `dp` and `cp`.
+    """
 
     dp: int
     first: int = 0
     tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def width(self) -> int:
+        """Ranks that split one model between them."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def split(self) -> dict[str, int]:
+        """How a model is split: every size but `dp`, by name."""
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
 
     def share(self, rank: int) -> int | None:
         """The data-parallel index of a rank, or None for a rank that holds no rows in this layout."""
-        index = (rank - self.first) // self.tp
+        index = (rank - self.first) // self.width
         return index if 0 <= index < self.dp else None
 
     @property
     def last(self) -> int:
         """The last rank that holds rows."""
-        return self.first + self.dp * self.tp - 1
+        return self.first + self.dp * self.width - 1
 
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first of its share: the one that puts the share's rows."""
-        return self.share(rank) is not None and (rank - self.first) % self.tp == 0
+        return self.share(rank) is not None and (rank - self.first) % self.width == 0
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ class RoleRun(Document):
     model: Model | None = None
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
-    engine: Literal["fsdp"] = "fsdp"
-    rollout: Literal["hf"] = "hf"
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    """The library that trains and infers."""
+    rollout: Literal["hf", "vllm", "sglang"] = "hf"
+    """The library that samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: PositiveInt = 16384
@@ -135,9 +137,17 @@ class Checkpoint(Document):
 
 
 class Parallel(Document):
-    """How a node's ranks split its work. Default: all ranks of the run, data-parallel."""
+    """How a node's ranks split its work. Default: all ranks of the run, data-parallel.
+
+    A model's nodes may split it too: `tp` ways within each layer, `pp` ways by layers, `cp` ways along the tokens; `ep`
+    ways by experts, over the ranks of `dp` and `cp`.
+    """
 
     dp: PositiveInt | None = None
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
 
 
 class Run(Document):
