@@ -12,7 +12,7 @@ from typing import Any
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import Mistake, did_you_mean
 from distflow.schema.lora import base_of
-from distflow.schema.plan import Layout
+from distflow.schema.plan import Layout, whole
 from distflow.schema.spec import Spec
 from planners.splits import check_split
 
@@ -58,6 +58,15 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
         layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
         mistakes += found
     return layouts, mistakes
+
+
+def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
+                   ranks: int) -> dict[tuple[str, bool], Layout]:
+    """How all ranks hold the model of each role's engine, by role and whether it is the one that samples."""
+    return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
+                                    if node.role == role and node.type in ENGINE_TYPES
+                                    and (name in sampling) == samples], ranks)
+            for role in roles for samples in (False, True)}
 
 
 def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:
