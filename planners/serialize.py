@@ -28,7 +28,8 @@ def plan(spec: Spec, ranks: int) -> Plan:
     graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
     drawn, later, found_late = after_drawing(spec, bound, graph)
     chain, added = order.serialize(spec.dag, drawn)
-    layouts, unplaced = placement.place(spec, ranks)
+    sampling = {node for node, contract in bound.items() if contract.samples}
+    layouts, unplaced = placement.place(spec, ranks, sampling)
     mistakes = [*spec.mistakes, *mistakes, *found, *found_late, *unplaced]
     for node in chain:
         mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []

@@ -156,6 +156,12 @@ class Plan:
             raise ValueError(f"rank {rank} of a plan for {self.ranks} ranks")
         return self.tasks
 
+    def layout_of(self, role: str, samples: bool) -> Layout:
+        """How all ranks together hold the model of a role's engine: the one that samples, or the other one."""
+        split = next((task.layout.split for task in self.tasks
+                      if task.role == role and task.samples == samples and task.type != "COMPUTE"), {})
+        return Layout(self.ranks // Layout(1, **split).width, 0, **split)
+
     def to_json(self) -> str:
         return json.dumps({"digest": self.digest, **asdict(self)}, indent=1, sort_keys=True)
 

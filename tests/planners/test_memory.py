@@ -20,7 +20,8 @@ LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 
 
 def test_parameters_are_counted_by_hand() -> None:
-    assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99)
+    assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99, heads=2,
+                                     split_parameters=2 * (LAYER - 2 * 8) + 10 * 8)
     assert shape_of({**CONFIG, "tie_word_embeddings": False}).parameters == 2 * LAYER + 2 * 10 * 8 + 8
     assert shape_of({**CONFIG, "num_key_value_heads": None, "head_dim": None}).kv_width == 8
 

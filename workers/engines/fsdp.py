@@ -32,8 +32,9 @@ class FSDPEngine(Trainer):
     """One role's model over all ranks of `mesh`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = ()):
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
         """`whole`: frozen parameters that stay whole on each rank, where they are."""
+        mesh = mesh["dp"] if mesh.ndim > 1 else mesh
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
