@@ -16,7 +16,6 @@ from distflow.schema.contract import load_function
 from distflow.schema.spec import load
 from planners import plan as make_plan
 from workers.dag_worker import DagWorker
-from workers.engines.meshes import mesh_of
 from workers.engines.sampling import key_of
 
 DAG = """
@@ -73,7 +72,6 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
     plan = make_plan(spec, dist.get_world_size())
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     current().collect(gather)
-    mesh_of.cache_clear()  # its groups are those of an earlier test
     silent = SimpleNamespace(now=lambda doing: None)
     worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
     reports = []
