@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +30,13 @@ from distflow.schema.plan import Plan
 from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
 from workers.engines import attention, engine_class
+from workers.engines.handover import Handover
 from workers.engines.loading import load_model
 from workers.engines.meshes import mesh_of
 from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Row, Samples, Session
+from workers.engines.rollout import Rollout, Row, Samples, Session
 from workers.engines.sampling import key_of
-from workers.engines.trainer import LossOf
+from workers.engines.trainer import LossOf, Trainer
 
 disable_progress_bar()
 
@@ -66,17 +69,24 @@ class Role:
         self.lora = settings.lora if trained else None
         device = meshes.trainer.device_type
         whole = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
-        rollout, trainer = (engine_class(table[name]) for table, name in (
-            (ROLLOUTS, settings.rollout), (TRAINERS, settings.engine)))
-        self.rollout = None if stream is None else rollout.build(
+        self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, _end_tokens(model, tokenizer), whole)
-        self.engine = trainer(model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head,
-                              whole, meshes.experts)
+        self._trainer = engine_class(TRAINERS[settings.engine])(
+            model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, whole,
+            meshes.experts)
+        self.handover = self.rollout and Handover(self._trainer, self.rollout, settings.swap and trained)
+
+    @property
+    def engine(self) -> Trainer:
+        """Trains and infers."""
+        if self.handover is not None:
+            self.handover.ready()
+        return self._trainer
 
     @property
     def version(self) -> int:
         """Of the weights: how many optimizer steps they have made since the start or the last restore."""
-        return self.engine.version
+        return self._trainer.version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None) -> Samples:
@@ -84,28 +94,26 @@ class Role:
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
-        self._refresh()
-        return self.rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
+        with self._sampling() as rollout:
+            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
 
-    def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
+    @contextlib.contextmanager
+    def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
+                 max_new_tokens: int) -> Iterator[tuple[Session, list[Row]]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
 
-        Only this call is collective; what happens in the session concerns this rank alone.
+        Only its beginning is collective; what happens in the session concerns this rank alone.
         """
-        self._refresh()
-        session = self.rollout.session(self._key(), keeps=True)
-        return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+        with self._sampling() as rollout:
+            yield rollout.session(self._key(), keeps=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
 
     def _key(self) -> int:
         return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
-    def _refresh(self) -> None:
-        """Bring the newest weights to the engine that samples."""
-        if self.rollout is None:
+    def _sampling(self) -> contextlib.AbstractContextManager[Rollout]:
+        if self.handover is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
-        if self.rollout.version != self.engine.version:
-            weights = self.engine.export(self.rollout.dtype, self.rollout.places())
-            current().maximum("weights/bytes", self.rollout.load(weights, self.engine.version))
+        return self.handover.sampling()
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32."""
@@ -226,7 +234,7 @@ def _base_role(name: str, owner: Role) -> Role:
     from workers.engines.adapters import BaseEngine
 
     role = copy.copy(owner)
-    role.name, role.rollout, role.engine = name, None, BaseEngine(owner.engine)
+    role.name, role.rollout, role._trainer = name, None, BaseEngine(owner.engine)
     return role
 
 

@@ -95,6 +95,9 @@ class RoleRun(Document):
     """The library that samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    swap: bool = False
+    """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
+    back while it trains."""
     micro_batch_tokens: PositiveInt = 16384
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"

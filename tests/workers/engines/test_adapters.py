@@ -106,6 +106,7 @@ def sampled() -> None:
     """Only adapters are sharded and move; trainer and rollout have one base, and agree."""
     role, before = role_of(LORA), build_model(270, 0, **SIZES).state_dict()
     batch = uneven_rows()
+    current().collect(lambda part: [part])
     role.update(batch, loss_of)
     prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
     samples = role.generate(prompts, torch.arange(6), repeats=2)
