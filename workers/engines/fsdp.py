@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch, Ragged
@@ -80,6 +81,13 @@ class FSDPEngine(Trainer):
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         return gathered(self.shards(), dtype, into)
+
+    def resident(self, weights: bool = True) -> Iterator[Tensor]:
+        states = self.optimizer.state.values() if self.optimizer else ()
+        for tensor in (*(self.shards().values() if weights else ()), *(t for state in states for t in state.values())):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.device.type == self.device.type:
+                yield local
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
         return responses.with_values(self._infer(prompts, responses, temperature, images)[0][: len(responses.values)])

@@ -1,14 +1,25 @@
-"""The dimensions of a role's mesh: (dp, pp, cp, tp) by name, or one without a name, which is dp."""
+"""Which ranks talk to which: the process groups of a layout, made once for all roles that have it."""
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh
+import functools
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
 
+NAMES = ("dp", "pp", "cp", "tp")
+"""The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""
 _INSTEAD = {"pp": "Split its layers over fewer stages:  pp: 1 , and cut them by  tp  instead",
             "cp": "Set  cp: 1  and a smaller micro_batch_tokens",
             "ep": "Set  ep: 1 : its experts are sharded over dp and gathered layer by layer"}
+
+
+@functools.lru_cache
+def mesh_of(layout: Layout, device: str) -> DeviceMesh:
+    """Collective: every rank asks for the meshes in the same order."""
+    return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
 
 
 def dimension(mesh: DeviceMesh, name: str) -> int:
