@@ -98,6 +98,14 @@ class RoleRun(Document):
     swap: bool = False
     """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
     back while it trains."""
+    replicas: PositiveInt = 1
+    """How many times training has the model's shards (HSDP): each copy lies on dp / replicas ranks, as one machine's."""
+    offload: bool = False
+    """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
+    recompute: bool = False
+    """Whether a layer's activations are made anew in the backward pass instead of being kept."""
+    compile: bool = False
+    """Whether each layer is compiled (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
