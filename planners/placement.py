@@ -1,7 +1,8 @@
 """Where each node runs. Sync mode: all ranks form one group, and a node uses all of them unless the run says less.
 
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
-those that sample another. A node that the run file does not name follows another one of its engine.
+those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
+without settings of its own the role that it copies.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
             leaders.setdefault(wish.engine, wish)
     layouts = {}
     for wish in wishes:
-        leader = leaders.get(wish.engine, wish) if wish.engine else wish
+        leader = next((leaders[engine] for engine in _models(spec, wish) if engine in leaders), wish)
         split = leader.split or _WHOLE
         found = _check_node(spec, wish, leader, ranks)
-        if leader == wish and wish.split and wish.engine and not found:
+        if leader is wish and wish.split and wish.engine and not found:
             found = check_split(spec, wish.node, wish.engine, split)
         layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
@@ -67,6 +68,15 @@ def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sam
                                     if node.role == role and node.type in ENGINE_TYPES
                                     and (name in sampling) == samples], ranks)
             for role in roles for samples in (False, True)}
+
+
+def _models(spec: Spec, wish: _Wish) -> list[tuple[str, bool]]:
+    """The engines whose split the node takes over, the first of them that is split."""
+    if wish.engine is None:
+        return []
+    role, samples = wish.engine
+    alike = [name for name in spec.lineage(role)[1:] if spec.settings_of(name) is spec.settings_of(role)]
+    return [wish.engine, *((name, False) for name in alike if not samples and wish.split is None)]
 
 
 def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:

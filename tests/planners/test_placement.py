@@ -33,6 +33,17 @@ def test_an_inferring_node_may_use_fewer_shares(plan_of: Callable) -> None:
     assert (layouts["learn"], layouts["judged"]) == (Layout(2, tp=2), Layout(1, tp=2))
 
 
+def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> None:
+    nodes = {**DIAMOND, "judged": node("judge", "sample", role="critic"), "other": node("judge", "sample", role="own")}
+    roles = {"critic": {"copy_of": "actor"}, "own": {"copy_of": "actor"}}
+    layouts = {"learn": {"tp": 2}}
+    plan = plan_of(nodes, roles, ranks=4, roles={**actor(), "own": {"micro_batch_tokens": 9}}, layouts=layouts)
+    assert plan.layout_of("critic", samples=False) == Layout(2, tp=2)
+    assert plan.layout_of("own", samples=False) == Layout(4)
+    plan = plan_of(nodes, roles, ranks=4, roles=actor(), layouts={**layouts, "judged": {"tp": 1}})
+    assert plan.layout_of("critic", samples=False) == Layout(4)
+
+
 def test_sizes_multiply(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.16.1")
     plan = plan_of(JUDGED, ranks=8, roles=actor(engine="megatron"), layouts={"learn": {"tp": 2, "pp": 4}})
