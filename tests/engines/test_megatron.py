@@ -49,8 +49,19 @@ def test_every_layout_trains_like_one_rank(ways):
     agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3", False), reference("qwen3", False))
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("qwen3", True)])
-def test_every_family_trains_like_one_rank(architecture, tied):
+@pytest.mark.parametrize(("architecture", "tied", "ways"), [
+    ("llama", False, {"tp": 2, "pp": 2}), ("qwen2", True, {"tp": 2, "pp": 2}), ("qwen3", True, {"dp": 2, "pp": 2})])
+def test_every_family_trains_like_one_rank(architecture, tied, ways):
     """With tied embeddings the first and the last stage have a copy each, which have to stay alike."""
-    ways = {"tp": 2, "pp": 2}
     agree(run_ranks(4, ranks.with_megatron, ways, architecture, tied), reference(architecture, tied))
+
+
+@pytest.mark.parametrize("ways", [{"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"dp": 2, "cp": 2}], ids=str)
+def test_sequences_may_be_split_along_their_tokens(ways):
+    agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3", False), reference("qwen3", False))
+
+
+@pytest.mark.parametrize("ways", [{}, {"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2},
+                                  {"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}], ids=str)
+def test_experts_may_be_split(ways):
+    agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3_moe", False), reference("qwen3_moe", False))
