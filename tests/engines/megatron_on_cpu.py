@@ -1,8 +1,8 @@
 """Megatron-core without a GPU, for tests: import it before an engine is made. It does nothing where CUDA is available.
 
 Modules of megatron.core get a `torch` of their own in which the current device is the CPU; the real one is untouched,
-so that other libraries work as ever. Two methods of tensors are patched, for callers in megatron.core alone: `cuda`, and
-`type`, since its optimizer compares the name of a tensor's type with `torch.cuda.FloatTensor`.
+so that other libraries work as ever. Two methods of tensors are patched, for callers in megatron.core alone: `cuda`,
+and `type`, since its optimizer compares the name of a tensor's type with `torch.cuda.FloatTensor`.
 """
 
 from __future__ import annotations

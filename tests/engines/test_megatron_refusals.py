@@ -16,7 +16,8 @@ from workers.engines.megatron_layout import Layout
 from workers.engines.megatron_model import config_of
 from workers.engines.megatron_weights import check_family, entries
 
-SIZES = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6, "intermediate_size": 48}
+SIZES = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6,
+         "intermediate_size": 48}
 
 
 @pytest.mark.parametrize(("layout", "said"), [

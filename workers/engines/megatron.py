@@ -66,7 +66,7 @@ class MegatronEngine(Trainer):
         placed = entries(model.config, weights, self.layout)
         biased, normed = (f"model.layers.0.self_attn.{name}" in weights for name in ("q_proj.bias", "q_norm.weight"))
         config = config_of(model.config, self.layout, biased, normed, dtype)
-        config.finalize_model_grads_func = self._finalize
+        config.finalize_model_grads_func = _summed
         stage = build_stage(model.config, config, self.groups).to(self.device, dtype)
         mine = dict(stage.named_parameters())
         ranks = {axis: getattr(self.groups, axis).rank() for axis in ("pp", "tp", "ep")}
@@ -75,15 +75,12 @@ class MegatronEngine(Trainer):
                 mine[name].tensor_model_parallel = split  # Megatron says so only of weights that it draws itself
                 mine.pop(name).copy_(tensor)
         if mine:
-            raise EngineError(f"no weights were found for {sorted(mine)[:4]}; is this a whole {model.config.model_type}?")
+            raise EngineError(f"no weights were found for {sorted(mine)[:4]}: is this all of a "
+                              f"{model.config.model_type}?")
         self.exporter = Exporter(placed, dict(stage.named_parameters()),
                                  {name: tensor.shape for name, tensor in weights.items()}, self.layout, self.groups,
                                  dtype, self.device)
         return stage
-
-    def _finalize(self, model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
-        """Gradients are sums: without the number of tokens Megatron does not divide them."""
-        finalize_model_grads(model, None, **options)
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
         if images is not None:
@@ -162,6 +159,11 @@ class MegatronEngine(Trainer):
 
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
+
+
+def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
+    """Gradients are sums: where the number of tokens is not said, Megatron does not divide by it."""
+    finalize_model_grads(model, None, **options)
 
 
 def _refuse(settings: RoleRun, head: str, whole: bool) -> None:

@@ -23,8 +23,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class Stage(GPTModel):
-    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made from the
-    tokens that count alone, and never of the whole vocabulary (`megatron_vocabulary.score`)."""
+    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made of the
+    tokens that count alone, and never over the whole vocabulary (`megatron_vocabulary.score`)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
@@ -88,8 +88,8 @@ def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
         return {"rotary_base": rope["rope_theta"]}
     if rope["rope_type"] == "llama3" and all(rope[name] == value for name, value in _LLAMA3.items()):
         return {"rotary_base": rope["rope_theta"], "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise EngineError(f"the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this model "
-                      f"has {rope}. Train it with  engine: fsdp")
+    raise EngineError("the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this "
+                      f"model has {rope}. Train it with  engine: fsdp")
 
 
 def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -110,9 +109,9 @@ class Adam:
             EngineError: the state is of another layout.
         """
         if self.key not in state:
-            raise EngineError(f"this checkpoint was written by the layout `{', '.join(state)}` and is to be read by "
-                              f"`{self.key}`. Megatron's optimizer state cannot be divided anew: resume with the layout "
-                              "that wrote it, or start from its weights, exported as a model folder")
+            raise EngineError(f"this checkpoint was written by `{', '.join(state)}` and is to be read by `{self.key}`. "
+                              "Megatron's optimizer state cannot be divided anew: resume with the layout that wrote "
+                              "it, or start from its weights, exported as a model folder")
         for name, shard in self._shards().items():
             for kind, tensor in shard.items():
                 tensor.copy_(state[self.key][f"{name}.{kind}"])

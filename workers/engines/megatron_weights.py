@@ -64,8 +64,8 @@ class Entry:
 
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
-    """Where each parameter of a model goes. Another family that is built like these needs a line of FAMILIES; one that
-    is built otherwise, entries of its own here and its settings in `megatron_model.config_of`.
+    """Where each parameter of a model goes. Another family that is built like these needs its type in FAMILIES; one
+    that is built otherwise, entries of its own here and its settings in `megatron_model.config_of`.
 
     Raises:
         EngineError: the model has parameters that would go nowhere.
