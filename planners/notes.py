@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distflow.schema.contract import Contract
+from distflow.schema.engines import untested
 from distflow.schema.lora import base_of
 from distflow.schema.spec import Spec
 from planners.bind import model_roles
@@ -20,6 +21,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow], gen
     notes += [f"node `{node}` reads `{column}`, which changes nothing: its setting `{setting}` is 0"
               for node, column, setting in _idle(spec, bound, flows)
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
+    notes += untested(spec)
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

@@ -1,34 +1,134 @@
-"""Where each node runs. Sync mode: all ranks form one group, and a node uses all of them unless the run says less."""
+"""Where each node runs. Sync mode: all ranks form one group, and a node uses all of them unless the run says less.
+
+A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
+those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
+without settings of its own the role that it copies.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import Mistake, did_you_mean
-from distflow.schema.plan import Layout
+from distflow.schema.lora import base_of
+from distflow.schema.plan import Layout, whole
 from distflow.schema.spec import Spec
+from planners.splits import check_split
+
+_WHOLE = Layout(1).split
 
 
-def place(spec: Spec, ranks: int) -> tuple[dict[str, Layout], list[Mistake]]:
-    """The layout of each node, and the layouts that `ranks` cannot host."""
+@dataclass(frozen=True)
+class _Wish:
+    """What the run file says of a node's layout, and what the node is."""
+
+    node: str
+    role: str
+    engine: tuple[str, bool] | None
+    """The role whose engine it is and whether that samples; None for a node without a model."""
+    split: dict[str, int] | None
+    """None if the run file says nothing of it."""
+    dp: int | None
+
+
+def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout], list[Mistake]]:
+    """The layout of each node, and the layouts that `ranks` cannot host. `sampling`: the nodes that sample."""
     mistakes, source = _check_ranks(spec, ranks), spec.run_source
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
             where = source.spot(("layouts", name), key=True)
             mistakes.append(Mistake(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
+    wishes = [_wish(spec, name, sampling) for name in spec.dag.nodes]
+    leaders: dict[Any, _Wish] = {}
+    for wish in wishes:
+        if wish.engine and wish.split is not None:
+            leaders.setdefault(wish.engine, wish)
     layouts = {}
-    for name, node in spec.dag.nodes.items():
-        dp = (spec.run.layouts[name].dp if name in spec.run.layouts else None) or ranks
-        where = source.spot(("layouts", name, "dp"))
-        if dp > ranks > 0:
-            there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
-            hint = f"Start {dp} ranks (--nproc-per-node {dp}), or instead:  layouts: {{{name}: {{dp: {ranks}}}}}"
-            mistakes.append(Mistake(f"node `{name}` wants dp {dp}, but there {there}", where, hint))
-        elif dp < ranks and node.type == "MODEL_TRAIN":
-            what = (f"node `{name}` trains on {dp} of {ranks} ranks; in sync mode a trained role is sharded over all "
-                    "ranks, so its MODEL_TRAIN nodes run on all of them")
-            mistakes.append(Mistake(what, where, f"Leave `{name}` out of `layouts`."))
-        layouts[name] = Layout(min(dp, ranks))
+    for wish in wishes:
+        leader = next((leaders[engine] for engine in _models(spec, wish) if engine in leaders), wish)
+        split = leader.split or _WHOLE
+        found = _check_node(spec, wish, leader, ranks)
+        if leader is wish and wish.split and wish.engine and not found:
+            found = check_split(spec, wish.node, wish.engine, split)
+        layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
+        shares = max(ranks // layout.width, 1)
+        found = found or _check_dp(spec, wish, layout, ranks, shares)
+        layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
+        mistakes += found
     return layouts, mistakes
+
+
+def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
+                   ranks: int) -> dict[tuple[str, bool], Layout]:
+    """How all ranks hold the model of each role's engine, by role and whether it is the one that samples."""
+    return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
+                                    if node.role == role and node.type in ENGINE_TYPES
+                                    and (name in sampling) == samples], ranks)
+            for role in roles for samples in (False, True)}
+
+
+def _models(spec: Spec, wish: _Wish) -> list[tuple[str, bool]]:
+    """The engines whose split the node takes over, the first of them that is split."""
+    if wish.engine is None:
+        return []
+    role, samples = wish.engine
+    alike = [name for name in spec.lineage(role)[1:] if spec.settings_of(name) is spec.settings_of(role)]
+    return [wish.engine, *((name, False) for name in alike if not samples and wish.split is None)]
+
+
+def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:
+    node, asked = spec.dag.nodes[name], spec.run.layouts.get(name)
+    engine = None
+    if node.type in ENGINE_TYPES and node.role in spec.dag.roles:
+        engine = (node.role, True) if name in sampling else (base_of(spec, node.role) or node.role, False)
+    said = asked.model_fields_set & _WHOLE.keys() if asked else set()
+    split = {size: getattr(asked, size) for size in _WHOLE} if said else None
+    return _Wish(name, node.role, engine, split, asked.dp if asked else None)
+
+
+def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mistake]:
+    """That a node may split its work as it wishes, and as the others of its engine."""
+    where = spec.run_source.spot(("layouts", wish.node))
+    split = {size: count for size, count in (wish.split or {}).items() if count > 1}
+    if wish.engine is None and split:
+        what = f"node `{wish.node}` wants {_said(split)}, but it computes with no model that could be split"
+        return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{dp: N}}}}")]
+    if wish.split is not None and wish.split != leader.split:
+        what = (f"nodes `{leader.node}` and `{wish.node}` compute with the same engine of role `{wish.role}`, but "
+                f"split its model differently: {_said(leader.split)} and {_said(wish.split)}")
+        return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{{_said(leader.split)}}}}}")]
+    width = Layout(1, **wish.split).width if wish.split else 1
+    if wish.split is not None and ranks > 0 and ranks % width:
+        what = f"node `{wish.node}` splits its model over {width} ranks ({_said(split)}), which do not divide {ranks}"
+        return [Mistake(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
+    if wish.split and (ranks // width * wish.split["cp"]) % wish.split["ep"]:
+        what = (f"node `{wish.node}` cuts the experts {wish.split['ep']} ways (ep) over {ranks // width} shares × cp "
+                f"{wish.split['cp']}, which {wish.split['ep']} does not divide")
+        return [Mistake(what, where, f"Instead:  ep: {ranks // width * wish.split['cp']}")]
+    return []
+
+
+def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
+    where, node = spec.run_source.spot(("layouts", wish.node, "dp")), wish.node
+    if wish.dp is not None and wish.dp > shares and ranks > 0:
+        there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
+        more = f" of {layout.width} ranks each" if layout.width > 1 else ""
+        hint = (f"Start {wish.dp * layout.width} ranks (--nproc-per-node {wish.dp * layout.width}), or instead:  "
+                f"layouts: {{{node}: {{dp: {shares}}}}}")
+        return [Mistake(f"node `{node}` wants dp {wish.dp}{more}, but there {there}", where, hint)]
+    if wish.dp is not None and wish.dp < shares and spec.dag.nodes[node].type == "MODEL_TRAIN":
+        what = (f"node `{node}` trains on {wish.dp * layout.width} of {ranks} ranks; in sync mode a trained role is "
+                "sharded over all ranks, so its MODEL_TRAIN nodes run on all of them")
+        remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
+        return [Mistake(what, where, remedy)]
+    return []
+
+
+def _said(split: dict[str, int]) -> str:
+    return ", ".join(f"{size}: {count}" for size, count in split.items() if count > 1) or "tp: 1"
 
 
 def _check_ranks(spec: Spec, ranks: int) -> list[Mistake]:

@@ -28,13 +28,16 @@ def plan(spec: Spec, ranks: int) -> Plan:
     graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
     drawn, later, found_late = after_drawing(spec, bound, graph)
     chain, added = order.serialize(spec.dag, drawn)
-    layouts, unplaced = placement.place(spec, ranks)
+    sampling = {node for node, contract in bound.items() if contract.samples}
+    layouts, unplaced = placement.place(spec, ranks, sampling)
     mistakes = [*spec.mistakes, *mistakes, *found, *found_late, *unplaced]
     for node in chain:
         mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
-    tenants = memory.estimate(spec, model_roles(spec), _generating(spec, bound), max(ranks, 1))
+    roles = model_roles(spec)
+    tenants = memory.estimate(spec, roles, _generating(spec, bound),
+                              placement.engine_layouts(spec, roles, layouts, sampling, max(ranks, 1)))
     mistakes += untraced + check_temperatures(spec, bound, flows) + memory.refuse_overflow(spec, tenants)
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
@@ -46,9 +46,8 @@ class DagWorker:
         count = Counter(task.function for task in self.chain)
         self.shared = {function for function, nodes in count.items() if nodes > 1}
         """Functions of several nodes; what they report is told apart."""
-        mesh = init_device_mesh(device, (plan.ranks,))
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
-        self.roles = build_roles(spec, names, self._sampling_roles(), mesh)
+        self.roles = build_roles(spec, plan, names, self._sampling_roles(), device)
         self.streams = streams_of(self.chain, {name: role.stream for name, role in self.roles.items()})
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader()
@@ -117,14 +116,24 @@ class DagWorker:
             self.roles[task.role].stream = self.streams[task.node]
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
-        current().scope = task.node if task.function in self.shared else ""
-        result = self.functions[task.node](*engine, **arguments, **task.settings)
-        current().scope = ""
+        with self._speaking_for(task):
+            result = self.functions[task.node](*engine, **arguments, **task.settings)
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
             raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
                               f"to a copy:  {name} = {name}.clone()")
         current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
         return _as_columns(task, result, len(ids)), ids
+
+    @contextlib.contextmanager
+    def _speaking_for(self, task: Task) -> Iterator[None]:
+        """What is reported meanwhile is the task's; of the ranks that share its rows, the first one reports."""
+        metrics, layout = current(), task.layout
+        metrics.scope = task.node if task.function in self.shared else ""
+        metrics.muted = layout.width > 1 and not layout.leads(self.rank)
+        try:
+            yield
+        finally:
+            metrics.scope, metrics.muted = "", False
 
     def _dataloader(self) -> Dataloader:
         spec, layout = self.spec, self.plan.source
@@ -139,7 +148,8 @@ class DagWorker:
         return sampling | ({prompted_role(self.spec, self.chain)} if self.spec.run.validation else set())
 
     def _validator(self) -> Validator:
-        return Validator(self.spec, self.roles[prompted_role(self.spec, self.chain)])
+        name = prompted_role(self.spec, self.chain)
+        return Validator(self.spec, self.roles[name], self.plan.layout_of(name, samples=True))
 
     def _save(self, step: int) -> None:
         engines = {name: role.engine for name, role in self.trained.items()}

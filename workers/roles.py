@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,19 +23,31 @@ from transformers.utils.logging import disable_progress_bar
 from distflow.data.batch import Batch, Ragged
 from distflow.observe.metrics import current
 from distflow.schema.dag import Head
+from distflow.schema.engines import ROLLOUTS, TRAINERS
 from distflow.schema.errors import EngineError
 from distflow.schema.lora import base_of
+from distflow.schema.plan import Plan
 from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
-from workers.engines import attention
-from workers.engines.fsdp import FSDPEngine
-from workers.engines.hf import HFRollout
+from workers.engines import attention, engine_class
+from workers.engines.handover import Handover
 from workers.engines.loading import load_model
-from workers.engines.rollout import Row, Samples, Session
+from workers.engines.meshes import mesh_of
+from workers.engines.precision import halve, is_half, pad_token
+from workers.engines.rollout import Rollout, Row, Samples, Session
 from workers.engines.sampling import key_of
-from workers.engines.trainer import LossOf
+from workers.engines.trainer import LossOf, Trainer
 
 disable_progress_bar()
+
+
+class Meshes(NamedTuple):
+    """How the ranks split a role's model between them: for training and inference, and for sampling."""
+
+    trainer: DeviceMesh
+    rollout: DeviceMesh
+    experts: int = 1
+    """Ways in which the trainer cuts experts."""
 
 
 class Role:
@@ -40,7 +55,7 @@ class Role:
     collective over the ranks."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
-                 mesh: DeviceMesh, spec: Spec, stream: int | None):
+                 meshes: Meshes, spec: Spec, stream: int | None):
         """`stream` numbers the roles that sample, so that no two of them draw alike; None for one that does not."""
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
@@ -49,18 +64,29 @@ class Role:
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.max_target_tokens = spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
-        if mesh.device_type == "cpu":
+        if meshes.trainer.device_type == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
-        whole = _adapted(model, self.lora, spec.run.seed, settings, mesh, stream is not None) if self.lora else []
-        self.rollout = _rollout(model, whole, tokenizer, settings, mesh) if stream is not None else None
-        self.engine = FSDPEngine(model, settings, mesh, _pad_token(tokenizer), spec.run.steps, trained, self.head,
-                                 whole)
+        device = meshes.trainer.device_type
+        whole = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
+        self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
+            model, tokenizer, settings, meshes.rollout, spec.run.seed, _end_tokens(model, tokenizer), whole)
+        self._trainer = engine_class(TRAINERS[settings.engine])(
+            model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, whole,
+            meshes.experts)
+        self.handover = self.rollout and Handover(self._trainer, self.rollout, settings.swap and trained)
+
+    @property
+    def engine(self) -> Trainer:
+        """Trains and infers."""
+        if self.handover is not None:
+            self.handover.ready()
+        return self._trainer
 
     @property
     def version(self) -> int:
         """Of the weights: how many optimizer steps they have made since the start or the last restore."""
-        return self.engine.version
+        return self._trainer.version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None) -> Samples:
@@ -68,28 +94,26 @@ class Role:
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
-        self._refresh()
-        return self.rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
+        with self._sampling() as rollout:
+            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
 
-    def converse(self, prompts: Ragged, ids: Tensor, repeats: int, max_new_tokens: int) -> tuple[Session, list[Row]]:
+    @contextlib.contextmanager
+    def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
+                 max_new_tokens: int) -> Iterator[tuple[Session, list[Row]]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
 
-        Only this call is collective; what happens in the session concerns this rank alone.
+        Only its beginning is collective; what happens in the session concerns this rank alone.
         """
-        self._refresh()
-        session = self.rollout.session(self._key(), keeps=True)
-        return session, self.rollout.rows(prompts, repeats, ids, max_new_tokens)
+        with self._sampling() as rollout:
+            yield rollout.session(self._key(), keeps=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
 
     def _key(self) -> int:
         return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
-    def _refresh(self) -> None:
-        """Bring the newest weights to the engine that samples."""
-        if self.rollout is None:
+    def _sampling(self) -> contextlib.AbstractContextManager[Rollout]:
+        if self.handover is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
-        if self.rollout.version != self.engine.version:
-            weights = self.engine.export(self.rollout.dtype, self.rollout.places())
-            current().maximum("weights/bytes", self.rollout.load(weights, self.engine.version))
+        return self.handover.sampling()
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
         """The log-probability of each response token, float32."""
@@ -113,7 +137,7 @@ class Role:
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float | None = None,
                together: bool = False) -> dict[str, float]:
-        """One optimizer step over this rank's rows: see `FSDPEngine.update`."""
+        """One optimizer step over this rank's rows: see `Trainer.update`."""
         temperature = self.settings.generation.temperature if temperature is None else temperature
         return self.engine.update(batch, loss_of, temperature, self.step, together)
 
@@ -169,17 +193,23 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
     return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 
 
-def build_roles(spec: Spec, names: set[str], sampling: set[str], mesh: DeviceMesh) -> dict[str, Role]:
+def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str) -> dict[str, Role]:
     """The roles of this rank, with their models loaded and sharded."""
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
-        roles[name] = Role(name, model, tokenizer, spec.settings_of(name), mesh, spec, streams.get(name))
+        roles[name] = Role(name, model, tokenizer, spec.settings_of(name),
+                           _meshes(plan, name, device), spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)
     return roles
+
+
+def _meshes(plan: Plan, role: str, device: str) -> Meshes:
+    layouts = [plan.layout_of(role, samples) for samples in (False, True)]
+    return Meshes(*(mesh_of(replace(layout, ep=1), device) for layout in layouts), layouts[0].ep)
 
 
 def _require_one_vocabulary(roles: dict[str, Role]) -> None:
@@ -204,44 +234,26 @@ def _base_role(name: str, owner: Role) -> Role:
     from workers.engines.adapters import BaseEngine
 
     role = copy.copy(owner)
-    role.name, role.rollout, role.engine = name, None, BaseEngine(owner.engine)
+    role.name, role.rollout, role._trainer = name, None, BaseEngine(owner.engine)
     return role
 
 
-def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, mesh: DeviceMesh,
+def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, device: str,
              samples: bool) -> list[nn.Parameter]:
     """Give the model adapters; its own parameters, if they are to stay whole for the rollout to share."""
     from workers.engines import adapters
 
     adapters.attach(model, lora, seed)
     frozen = adapters.base(model)
-    if _is_half(settings, mesh):
-        _halve(frozen)  # they are never updated, so that no float32 is needed
+    if is_half(settings, device):
+        halve(frozen)  # they are never updated, so that no float32 is needed
     if samples:
-        model.to(mesh.device_type)
+        model.to(device)
     return frozen if samples else []
 
 
-def _is_half(settings: RoleRun, mesh: DeviceMesh) -> bool:
-    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and mesh.device_type == "cuda")
-
-
-def _halve(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:  # buffers stay float32: rounded rotary frequencies are another model
-        parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def _rollout(model: PreTrainedModel, shared: list[nn.Parameter], tokenizer: PreTrainedTokenizerBase,
-             settings: RoleRun, mesh: DeviceMesh) -> HFRollout:
-    """A copy of the model to sample from, which has the `shared` parameters in common with it."""
-    whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(mesh.device_type)
-    if _is_half(settings, mesh):
-        _halve(whole.parameters())
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Those that the model's generation settings name, and the tokenizer's."""
     ends = model.generation_config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or [])
-    return HFRollout(whole, settings.generation, _pad_token(tokenizer), sorted({*ends, tokenizer.eos_token_id}),
-                     shared)
-
-
-def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return sorted({*ends, tokenizer.eos_token_id})

@@ -12,6 +12,7 @@ from distflow.data.batch import Ragged
 from distflow.data.exchange import gather
 from distflow.data.records import open_records
 from distflow.observe.metrics import Metrics
+from distflow.schema.plan import Layout
 from distflow.schema.rewards import validation_fields
 from distflow.schema.spec import Spec
 from workers.encode import encode_prompts
@@ -34,11 +35,13 @@ class _Share:
 
 
 class Validator:
-    """Each rank answers its share of each validation set. The questions are encoded once, at the start."""
+    """Each share of the ranks answers its part of each validation set. The questions are encoded once, at the start."""
 
-    def __init__(self, spec: Spec, role: Role):
+    def __init__(self, spec: Spec, role: Role, layout: Layout):
+        """`layout`: that of the engine that samples; ranks that split a model answer the same questions."""
         self.role, self.scorer = role, Scorer(spec.run.validation.reward)
-        self.shares = {name: _share(spec, role, spec.data_path(path))
+        self.leads = layout.leads(dist.get_rank())
+        self.shares = {name: _share(spec, role, spec.data_path(path), layout)
                        for name, path in spec.run.validation.data.items()}
 
     def run(self) -> dict[str, float]:
@@ -52,6 +55,8 @@ class Validator:
             rows = range(len(share.prompts))
             samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0,
                                          images=share.images)
+            if not self.leads:
+                continue
             own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
             scores = self.scorer.score({**share.columns, **own}, rows)
             tell(scores, rows)
@@ -63,9 +68,9 @@ class Validator:
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
-def _share(spec: Spec, role: Role, path: Path) -> _Share:
+def _share(spec: Spec, role: Role, path: Path, layout: Layout) -> _Share:
     records = open_records(path)
-    mine = records.get(range(dist.get_rank(), len(records), dist.get_world_size()))
+    mine = records.get(range(layout.share(dist.get_rank()), len(records), layout.dp))
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     columns = {name: [record[field] for record in mine]

@@ -19,6 +19,9 @@ class Metrics:
         self.scope = ""
         """What is reported is also reported as NAME/SCOPE, so that nodes that run one function can be told apart."""
 
+        self.muted = False
+        """Whether what is reported counts for nothing: of ranks that compute the same, one speaks for all."""
+
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
         self._merge(name, (_MEAN, float(total), float(weight)))
@@ -36,6 +39,8 @@ class Metrics:
         self._merge(name, (_MAX, float(value), 0.0))
 
     def _merge(self, name: str, entry: tuple[str, float, float]) -> None:
+        if self.muted:
+            return
         for each in (name, f"{name}/{self.scope}") if self.scope else (name,):
             self._values[each] = _merged(each, self._values.get(each), entry)
 

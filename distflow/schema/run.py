@@ -59,6 +59,10 @@ class Generation(Document):
     top_k: NonNegativeInt = 0
     batch_rows: PositiveInt = 512
     """Rows that generate at the same time on one rank."""
+    memory_share: float = Field(default=0.5, gt=0, le=1)
+    """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    batch_invariant: bool = False
+    """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
 
 
 class Lora(Document):
@@ -91,6 +95,9 @@ class RoleRun(Document):
     """The library that samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    swap: bool = False
+    """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
+    back while it trains."""
     micro_batch_tokens: PositiveInt = 16384
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -35,6 +35,12 @@ class Shape:
     """Numbers that it gives for each token in place of a vocabulary; None for a language model."""
     token_pixels: int = 0
     """Pixels of an image that become one token; 0 for a model that takes no images."""
+    heads: int = 1
+    kv_heads: int = 1
+    experts: int = 0
+    """Of each layer; 0 for a model without."""
+    split_parameters: int = 0
+    """Parameters that tensor parallelism cuts: all but those of norms."""
 
     def with_value_head(self) -> Shape:
         """The same model with one number for each token."""
@@ -67,14 +73,25 @@ def shape_of(config: dict[str, Any]) -> Shape:
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
-    kv_width = (config.get("num_key_value_heads") or heads) * head_dim
+    kv_heads = config.get("num_key_value_heads") or heads
+    kv_width = kv_heads * head_dim
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
-    per_layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    per_layer = attention + _feed_forward(config, hidden) + 2 * hidden
     own_head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
     positions = config.get("max_position_embeddings")
     dtype = config.get("dtype") or config.get("torch_dtype")
     parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
-    return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config))
+    return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
+                 heads=heads, kv_heads=kv_heads, experts=config.get("num_experts") or 0,
+                 split_parameters=parameters - (2 * layers + 1) * hidden)
+
+
+def _feed_forward(config: dict[str, Any], hidden: int) -> int:
+    """Parameters of a layer's feed-forward part: one, or its experts and the router."""
+    experts = config.get("num_experts") or 0
+    if not experts:
+        return 3 * hidden * config["intermediate_size"]
+    return experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
 
 
 def _seeing(vision: dict[str, Any], hidden: int) -> int:

@@ -11,6 +11,7 @@ from distflow.schema.cluster import Cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
 from distflow.schema.document import check
+from distflow.schema.engines import check_engines
 from distflow.schema.environments import Kind, check_environments
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
@@ -121,7 +122,8 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    mistakes += [*check_lora(spec), *check_rewards(spec), *check_environments(spec), *check_templates(spec)]
+    for look in (check_engines, check_lora, check_rewards, check_environments, check_templates):
+        mistakes += look(spec)
     return spec
 
 

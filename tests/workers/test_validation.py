@@ -10,6 +10,7 @@ import torch
 
 from distflow.data.batch import Ragged
 from distflow.observe.metrics import current
+from distflow.schema.plan import Layout
 from distflow.schema.rewards import shipped_rewards
 from distflow.schema.run import Data, Validation
 from workers import validation
@@ -50,7 +51,7 @@ def spec(tmp_path):
 
 def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     role = Echo()
-    validator = Validator(spec, role)
+    validator = Validator(spec, role, Layout(1))
     for _ in range(2):
         values = validator.run()
         assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
@@ -59,9 +60,15 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     assert "data/prompts_cut" not in current().collect(lambda part: [part])
 
 
+def test_ranks_that_split_a_model_answer_alike_and_one_of_them_reports(spec, mesh, monkeypatch):
+    monkeypatch.setattr(validation.dist, "get_rank", lambda: 1)
+    validator = Validator(spec, Echo(), Layout(1, tp=2))
+    assert [len(share.prompts) for share in validator.shares.values()] == [2, 3]
+    assert validator.run() == {}
+
+
 def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
     monkeypatch.setattr(validation.dist, "get_rank", lambda: 2)
-    monkeypatch.setattr(validation.dist, "get_world_size", lambda: 3)
-    shares = Validator(spec, Echo()).shares
+    shares = Validator(spec, Echo(), Layout(3)).shares
     assert [len(share.prompts) for share in shares.values()] == [0, 1]
     assert shares["easy"].prompts.values.dtype == torch.int64

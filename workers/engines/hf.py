@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation
+from distflow.schema.run import Generation, RoleRun
 from workers.engines.decoding import Decoding
+from workers.engines.precision import halve, is_half, pad_token
 from workers.engines.rollout import Rollout
 
 
@@ -34,6 +37,17 @@ class HFRollout(Rollout):
         if other:
             raise EngineError(f"{type(model).__name__} keeps {', '.join(sorted(other))} between tokens, not keys and "
                               "values alone; generation by transformers cannot let its rows come and go")
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> HFRollout:
+        shared = list(shared)
+        whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(mesh.device_type)
+        if is_half(settings, mesh.device_type):
+            halve(whole.parameters())
+        engine = cls(whole, settings.generation, pad_token(tokenizer), end_tokens, shared)
+        engine.version = 0
+        return engine
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Decoding:
         return Decoding(self, key, self.generation.temperature if temperature is None else temperature, keeps)

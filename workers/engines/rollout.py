@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.data.batch import Ragged
-from distflow.schema.run import Generation
+from distflow.schema.run import Generation, RoleRun
 
 
 @dataclass(eq=False)
@@ -112,6 +114,20 @@ class Rollout(ABC):
     version = -1
     """Of the weights, by their trainer's count; -1 as long as nobody says."""
     paused = False
+
+    @classmethod
+    @abstractmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
+        """An engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
+
+        Args:
+            mesh: that of its layout, see `workers.engines.meshes`.
+            shared: parameters that another engine computes with too, on the mesh's kind of device.
+
+        Raises:
+            EngineError: the library cannot run this model.
+        """
 
     @abstractmethod
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:

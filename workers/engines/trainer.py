@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,11 @@ class Trainer(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave, perhaps on other ranks."""
+
+    @abstractmethod
+    def resident(self, weights: bool = True) -> Iterable[Tensor]:
+        """This rank's tensors between two steps: optimizer state, and `weights`; those that another engine shares
+        excepted."""
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all shares, on the CPU."""

@@ -57,18 +57,18 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     """
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
-    session, rows = engine.converse(prompts, ids, group_size, min(own, max_tokens))
     kind = kind_of(load_environment(environment))
     hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                       memory_gib)
-    between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
-    talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()},
-                   place < trajectories().rows) for place, each in enumerate(rows)]
-    for start in range(0, len(rows), group_size):
-        session.add(rows[start : start + group_size])
     host = host_of(hosting)
-    talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
-    talking.run(talks)
+    between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
+    with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows):
+        talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()},
+                       place < trajectories().rows) for place, each in enumerate(rows)]
+        for start in range(0, len(rows), group_size):
+            session.add(rows[start : start + group_size])
+        talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
+        talking.run(talks)
     _report(talks, ids, environment, talking.idle)
     host.lost = host.lost + 1 if talks and all(talk.failure for talk in talks) else 0
     if host.lost >= _PATIENCE:

