@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
+from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
+from workers.engines.vocabulary import score_cut
 
 try:
     from megatron.core.distributed import finalize_model_grads
@@ -30,7 +32,6 @@ from workers.engines.megatron_layout import Layout, groups_of
 from workers.engines.megatron_model import build_stage, config_of
 from workers.engines.megatron_optimizer import Adam, distributed
 from workers.engines.megatron_packing import Packed, of_all, pack
-from workers.engines.megatron_vocabulary import score
 from workers.engines.megatron_weights import check_family, entries, stage_weights
 
 
@@ -54,7 +55,7 @@ class MegatronEngine(Trainer):
         self.layout.check(model.config)
         self.groups = groups_of(mesh, self.layout)
         self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
-        half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
+        half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
         self.optimizer = Adam(self.model, settings, self.groups, self.layout) if trained else None
@@ -127,9 +128,11 @@ class MegatronEngine(Trainer):
     def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:
         """On the last stage: loss, a number of tokens that nobody divides by, log-probabilities."""
-        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in
-                               score(self.stage, hidden[packed.places, 0], packed.targets, temperature,
-                                     self.vocabulary, self.groups.tp))
+        head = self.stage.head
+        first = len(head) * self.groups.tp.rank()
+        found = score_cut(hidden[packed.places, 0], head[: self.vocabulary - first], first, packed.targets,
+                          temperature or 1.0, self.groups.tp)
+        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in found)
         if loss_of is None:
             loss = logprobs.new_zeros(())
         else:
@@ -156,6 +159,12 @@ class MegatronEngine(Trainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
         self.version += 1
+
+    def resident(self, weights: bool = True) -> Iterable[Tensor]:
+        if weights:
+            yield from (parameter.detach() for parameter in self.stage.parameters())
+        if self.optimizer is not None:
+            yield from self.optimizer.resident()
 
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,13 +22,22 @@ from workers.engines.megatron_layout import Layout
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that Megatron's model computes, beside none."""
 
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None and, without TransformerEngine, lacks it
+    moe_utils.te_general_gemm = None
+
 
 class Stage(GPTModel):
     """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made of the
-    tokens that count alone, and never over the whole vocabulary (`megatron_vocabulary.score`)."""
+    tokens that count alone, and never over the whole vocabulary (`vocabulary.score_cut`)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+    @property
+    def head(self) -> Tensor:
+        """[V / tp, D]: this rank's rows of the output weights, on the last stage."""
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
 
 def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,

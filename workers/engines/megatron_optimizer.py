@@ -8,6 +8,7 @@ parameters share one, which is wrong Adam in silence.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -95,6 +96,13 @@ class Adam:
                     shard = part.optimizer.param_groups[group]["params"][number]
                     shards[name] = {"weight": shard.detach(), **part.optimizer.state[shard]}
         return shards
+
+    def resident(self) -> Iterator[Tensor]:
+        """Gradients, Adam's moments and, of bfloat16 weights, the float32 ones; not the weights themselves."""
+        for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
+            yield buffer.grad_data
+        for state in self._shards().values():
+            yield from (state["exp_avg"], state["exp_avg_sq"], *((state["weight"],) if self.model.config.bf16 else ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Under a key that no other rank and no other layout has: torch.distributed.checkpoint takes plain tensors of

@@ -84,9 +84,10 @@ def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layou
     placed = {name for entry in result for name in entry.theirs}
     odd = sorted(set(names) - placed - {"lm_head.weight"})
     if odd:
-        raise EngineError(f"the Megatron engine has no place for these parameters of a {config.model_type}: "
-                          f"{', '.join(odd[:4])}{' …' if len(odd) > 4 else ''}. Train this model with  engine: fsdp  or "
-                          "give them entries in workers/engines/megatron_weights.py")
+        shown = ", ".join(odd[:4]) + (" …" if len(odd) > 4 else "")
+        raise EngineError(f"the Megatron engine has no place for these parameters of a {config.model_type}: {shown}. "
+                          "Train this model with  engine: fsdp  or give them entries in "
+                          "workers/engines/megatron_weights.py")
     return result
 
 
