@@ -96,11 +96,19 @@ def _megatron_asks() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
+def _moved(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Megatron's own leaves what is on the CPU already as it is, even where numbers are wanted of it."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 _real_type, _real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
 if not torch.cuda.is_available():
+    from megatron.core.transformer.moe import token_dispatcher
+
     import workers.engines.megatron  # noqa: F401 - and with it all modules of megatron.core that it uses
 
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved
     torch.Tensor.type, torch.Tensor.cuda = _type, _cuda
     seen = Torch()
     for name, module in list(sys.modules.items()):

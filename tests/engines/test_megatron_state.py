@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from ranks import run_ranks
 
 from distflow.robust.checkpoint import Checkpoints
 from distflow.schema.errors import CheckpointError, EngineError
+from distflow.weights.attic import Attic
 
 
 def interrupted(ways: dict[str, int], folder: str) -> dict[str, object]:
@@ -116,3 +118,63 @@ def frozen(ways: dict[str, int]) -> bool:
 
 def test_a_frozen_role_infers_and_refuses_to_train():
     assert run_ranks(4, frozen, {"tp": 2, "pp": 2}) == [True] * 4
+
+
+def swapped(ways: dict[str, int], dtype: str) -> bool:
+    """Two updates, the second one by an engine whose tensors were all in host memory between them."""
+    one, other = (ranks.megatron(ranks.tiny(), ways, dtype=dtype) for _ in range(2))
+    rows = ranks.share(ranks.rows(), one.shares.rank(), one.shares.size())
+    for engine in (one, other):
+        engine.update(rows, ranks.policy_gradient, 1.0, 0)
+    optimizer, everything = Attic(lambda: other.resident(weights=False)), Attic(other.resident)
+    optimizer.out()
+    readable = alike(ranks.exported(one), ranks.exported(other))
+    everything.out()
+    left = sum(tensor.untyped_storage().nbytes() for tensor in other.resident())
+    everything.back()
+    optimizer.back()
+    optimizer.ready()
+    everything.ready()
+    reports = [engine.update(rows, ranks.policy_gradient, 1.0, 1) for engine in (one, other)]
+    return readable and left == 0 and reports[0] == reports[1] and alike(ranks.exported(one), ranks.exported(other))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_its_memory_can_leave_between_two_steps(dtype):
+    """Weights can still be exported while the optimizer's state is away."""
+    assert run_ranks(4, swapped, {"dp": 2, "pp": 2}, dtype) == [True] * 4
+
+
+def losses_of(engine: object, steps: int) -> list[float]:
+    """Of supervised learning, of three batches in turn."""
+    losses = [0.0] * steps
+
+    def supervised(step: int, logprobs: torch.Tensor, entropies: torch.Tensor, micro: object) -> torch.Tensor:
+        loss = -logprobs.sum() / 36
+        losses[step] += float(loss)
+        return loss
+
+    for step in range(steps):
+        engine.update(ranks.rows(seed=step % 3), functools.partial(supervised, step), 1.0, step)
+    return losses
+
+
+def learning(ways: dict[str, int]) -> tuple[bool, list[float]]:
+    engine = ranks.megatron(ranks.tiny(), ways, learning_rate=2e-3, schedule="cosine")
+    engine.steps = 20
+    return engine.groups.pp.rank() == engine.groups.pp.size() - 1, losses_of(engine, 20)
+
+
+def learning_by_fsdp() -> list[float]:
+    engine = ranks.FSDPEngine(ranks.tiny(), ranks.settings(learning_rate=2e-3, schedule="cosine"),
+                              ranks.init_device_mesh("cpu", (1,)), 0, 20, True)
+    return losses_of(engine, 20)
+
+
+def test_twenty_steps_learn_what_fsdp_learns():
+    expected = run_ranks(1, learning_by_fsdp)[0]
+    found = [losses for last, losses in run_ranks(4, learning, {"tp": 2, "pp": 2}) if last]
+    assert len(found) == 2
+    for losses in found:
+        assert losses == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 0.5
