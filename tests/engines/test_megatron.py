@@ -32,6 +32,7 @@ def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
         assert result["back"], "weights changed on their way in and out"
         assert result["version"] == expected["version"]
         assert np.array_equal(result["logprobs"], by_share[result["share"]]["logprobs"])
+        assert result["losses"] == pytest.approx(by_share[result["share"]]["losses"], rel=1e-6)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
         assert result["weights"].keys() == expected["weights"].keys()
         worst = max(float(np.abs(tensor - expected["weights"][name]).max())
@@ -39,9 +40,9 @@ def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
         assert worst < weights
     logprobs = np.concatenate([by_share[index]["logprobs"] for index in sorted(by_share)])
     assert np.abs(logprobs - expected["logprobs"]).max() < 1e-5
-    lasts = {result["share"]: result for result in results if result["last"]}
-    assert np.sum([result["losses"] for result in lasts.values()], 0) == pytest.approx(expected["losses"], abs=1e-4)
-    assert sum(result["entropy"] for result in lasts.values()) == pytest.approx(expected["entropy"], rel=1e-5)
+    shares = by_share.values()
+    assert np.sum([result["losses"] for result in shares], 0) == pytest.approx(expected["losses"], abs=1e-4)
+    assert sum(result["entropy"] for result in shares) == pytest.approx(expected["entropy"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ways", LAYOUTS, ids=str)

@@ -159,10 +159,10 @@ def losses_of(engine: object, steps: int) -> list[float]:
     return losses
 
 
-def learning(ways: dict[str, int]) -> tuple[bool, list[float]]:
+def learning(ways: dict[str, int]) -> list[float]:
     engine = ranks.megatron(ranks.tiny(), ways, learning_rate=2e-3, schedule="cosine")
     engine.steps = 20
-    return engine.groups.pp.rank() == engine.groups.pp.size() - 1, losses_of(engine, 20)
+    return losses_of(engine, 20)
 
 
 def learning_by_fsdp() -> list[float]:
@@ -173,8 +173,6 @@ def learning_by_fsdp() -> list[float]:
 
 def test_twenty_steps_learn_what_fsdp_learns():
     expected = run_ranks(1, learning_by_fsdp)[0]
-    found = [losses for last, losses in run_ranks(4, learning, {"tp": 2, "pp": 2}) if last]
-    assert len(found) == 2
-    for losses in found:
+    for losses in run_ranks(4, learning, {"tp": 2, "pp": 2}):
         assert losses == pytest.approx(expected, abs=1e-4)
     assert expected[-1] < expected[0] - 0.5

@@ -54,6 +54,7 @@ class MegatronEngine(Trainer):
         check_family(model.config)
         self.layout.check(model.config)
         self.groups = groups_of(mesh, self.layout)
+        self.last = self.groups.pp.rank() == self.layout.pp - 1
         self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
         half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
@@ -89,7 +90,7 @@ class MegatronEngine(Trainer):
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
         with torch.no_grad():
             found = self._passes(self._micro_batches(batch), temperature, None)
-        return responses.with_values(torch.cat(found).cpu()[: len(responses.values)])
+        return responses.with_values(torch.cat(found, 1)[0].cpu()[: len(responses.values)])
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         raise EngineError(_NO_VALUES)
@@ -102,15 +103,20 @@ class MegatronEngine(Trainer):
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         self.optimizer.zero()
-        self._passes(self._micro_batches(batch, together), temperature, loss_of)
+        micros = self._micro_batches(batch, together)
+        found = self._passes(micros, temperature, loss_of)
+        if not self.last:  # what a loss reports of its rows is to be known on every rank of the share
+            for micro, outputs in zip(micros, found):
+                if not is_placeholder(micro):
+                    loss_of(*outputs, micro)
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         norm = self.optimizer.step(rate, f"step {step}")
         self.version += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
-        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone, and the
-        log-probabilities of each on every rank."""
+        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone. Returns of each
+        the log-probabilities and entropies [2, N], on every rank."""
         cp = self.groups.cp
         packs = [pack(micro["prompts"], micro["responses"], self.pad_token, cp.size(), cp.rank(), self.device)
                  for micro in micros]
@@ -123,11 +129,11 @@ class MegatronEngine(Trainer):
         found = self.run(forward_step_func=forward, data_iterator=iter(zip(micros, packs)), model=[self.model],
                          num_microbatches=len(micros), seq_length=1, micro_batch_size=1, forward_only=loss_of is None,
                          p2p_communicator=self.stages, pg_collection=self.groups)
-        return found if loss_of else self._on_all_stages(found, packs)
+        return self._on_all_stages(found, packs)
 
     def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """On the last stage: loss, a number of tokens that nobody divides by, log-probabilities."""
+        """On the last stage: the loss, a number of tokens that nobody divides by, log-probabilities and entropies."""
         head = self.stage.head
         first = len(head) * self.groups.tp.rank()
         found = score_cut(hidden[packed.places, 0], head[: self.vocabulary - first], first, packed.targets,
@@ -137,17 +143,16 @@ class MegatronEngine(Trainer):
             loss = logprobs.new_zeros(())
         else:
             loss = logprobs.sum() * 0.0 if is_placeholder(micro) else loss_of(logprobs, entropies, micro)
-        return loss, torch.zeros((), dtype=torch.int, device=self.device), logprobs.detach()
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack([logprobs.detach(), entropies])
 
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
-        """The last stage's log-probabilities."""
+        """What the last stage has found."""
         if self.layout.pp == 1:
             return found
         counts = [packed.count for packed in packs]
-        last = self.groups.pp.size() - 1
-        values = torch.cat(found) if self.groups.pp.rank() == last else torch.empty(sum(counts), device=self.device)
-        dist.broadcast(values, group=self.groups.pp, group_src=last)
-        return list(values.split(counts))
+        values = torch.cat(found, 1) if self.last else torch.empty(2, sum(counts), device=self.device)
+        dist.broadcast(values, group=self.groups.pp, group_src=self.layout.pp - 1)
+        return list(values.split(counts, 1))
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

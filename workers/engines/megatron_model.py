@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
@@ -108,8 +109,16 @@ def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: Pro
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
     ways = config.tensor_model_parallel_size
-    return Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
-                 max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
-                 post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
-                 share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
-                 pg_collection=groups, **_rotation(theirs))
+    stage = Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
+                  max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
+                  post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
+                  share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
+                  pg_collection=groups, **_rotation(theirs))
+    if stage.pre_process and theirs.pad_token_id is not None:
+        stage.embedding.word_embeddings.register_forward_hook(functools.partial(_still, theirs.pad_token_id))
+    return stage
+
+
+def _still(pad_token: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """transformers never trains what the padding token means as an input, even where a response has one."""
+    return torch.where((inputs[0] == pad_token)[..., None], output.detach(), output)
