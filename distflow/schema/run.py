@@ -59,6 +59,10 @@ class Generation(Document):
     top_k: NonNegativeInt = 0
     batch_rows: PositiveInt = 512
     """Rows that generate at the same time on one rank."""
+    memory_share: float = Field(default=0.5, gt=0, le=1)
+    """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    batch_invariant: bool = False
+    """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
 
 
 class Lora(Document):

@@ -182,8 +182,9 @@ class Decoding(Session):
         columns of a row then follow each other without a hole.
         """
         lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
-        read = torch.tensor([row.past.length if row.past and not row.images else 0 for row in rows],
-                            device=self.device)  # an image cannot be read from its middle on
+        # The last token is read in any case, for the logits after it; an image cannot be read from its middle on.
+        read = torch.tensor([min(row.past.length, len(row.sequence) - 1) if row.past and not row.images else 0
+                             for row in rows], device=self.device)
         longest = int((lengths - read).max())
         before = (lengths - longest).clamp(min=0)
         cache: Cache = DynamicCache()

@@ -1,0 +1,197 @@
+"""Generation by vLLM in the training process: continuous batching, paged caches, weights replaced in place."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Generation, RoleRun
+from workers.engines.rollout import Rollout, Row, Session
+from workers.engines.vllm_start import shut, start, translated, untied
+from workers.engines.vllm_weights import Arrivals
+
+
+class VLLMRollout(Rollout):
+    """A model in vLLM's own form, beside the trainer's. With tp > 1 the ranks of a share have one engine together.
+
+    Raises:
+        EngineError: vLLM does not know the architecture, or cannot start; it says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
+        self.generation: Generation = settings.generation
+        self.end_tokens = torch.tensor(end_tokens)
+        half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and mesh.device_type == "cuda")
+        self.dtype = torch.bfloat16 if half else torch.float32
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.cached, self.failure, self.numbers = True, "", itertools.count()
+        self.sessions: weakref.WeakSet[Sampling] = weakref.WeakSet()
+        tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
+        self.copies = untied(model, mesh.device_type)
+        self.llm = start(model, self.generation, self.dtype, mesh.device_type, tp, seed)
+        core = self.llm.engine_core
+        # vLLM's own farewell destroys the default process group, which is not its own.
+        core._finalizer.detach()
+        self.closing = weakref.finalize(self, shut, core.engine_core)
+        self.fused = getattr(core.engine_core.model_executor.driver_worker.get_model(), "packed_modules_mapping", {})
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> VLLMRollout:
+        """With the model's weights (whole, on the CPU, on every rank) as version 0."""
+        if any(True for _ in shared):
+            raise EngineError("vLLM keeps weights in a form of its own, so that it cannot share a base model with the "
+                              "trainer of its adapters. Instead:  rollout: hf   or train the whole model, without "
+                              "`lora`")
+        engine = cls(model, settings, mesh, seed, end_tokens)
+        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
+        return engine
+
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Sampling:
+        """What was read stays in any case, as long as there is room: vLLM finds it by its tokens."""
+        session = Sampling(self, key, self.generation.temperature if temperature is None else temperature)
+        self.sessions.add(session)
+        return session
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Rows under way are read again: what was kept of them belongs to the old weights."""
+        self.check_health()
+        device = self.llm.vllm_config.device_config.device
+        arrivals = Arrivals(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        with translated("take new weights"):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(arrivals)})
+            if not self.cached:
+                self.llm.wake_up(tags=["kv_cache"])
+                self.cached = True
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        arrivals.check()
+        self.version = version
+        return arrivals.size
+
+    def sleep(self) -> None:
+        """On a GPU all memory of weights and caches is given back; without one vLLM keeps it."""
+        if any(session.turns for session in self.sessions):
+            raise EngineError("vLLM cannot sleep while rows are under way: end their turns first, or  abort()")
+        with translated("sleep"):
+            self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        """Caches come back only with the weights, when the trainer's copies may have gone."""
+        with translated("wake"):
+            self.llm.wake_up(tags=["weights"])
+        self.version, self.cached = -1, False
+
+    def check_health(self) -> None:
+        if not self.closing.alive:
+            raise EngineError("this vLLM engine was closed")
+        if self.failure:
+            raise EngineError(self.failure)
+
+    def close(self) -> None:
+        self.closing()
+
+    def advance(self) -> None:
+        """One step of vLLM, for the rows of all sessions."""
+        self.check_health()
+        try:
+            with translated("sample"):
+                outputs = self.llm.step()
+        except EngineError as error:
+            self.failure = str(error)
+            raise
+        sessions = list(self.sessions)
+        for output in outputs:
+            for session in sessions:
+                if output.request_id in session.turns:
+                    session.hear(output.request_id, output.outputs[0], output.finished)
+
+
+class Sampling(Session):
+    """vLLM's session: each turn of a row is a request."""
+
+    def __init__(self, engine: VLLMRollout, key: int, temperature: float):
+        self.engine, self.key, self.temperature = engine, key, temperature
+        self.turns: dict[str, _Turn] = {}
+        """Turns under way, by request."""
+        self.ended: list[Row] = []
+        """Rows whose turns ended since the last step."""
+        self.ends = engine.end_tokens.tolist()
+        weakref.finalize(self, _abandon, engine.llm, self.turns).atexit = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.turns or self.ended)
+
+    def add(self, rows: list[Row]) -> None:
+        from workers.engines.vllm_sampling import parameters
+
+        self.engine.check_health()
+        for row in rows:
+            if row.images is not None and len(row.images.values):
+                raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")
+            settings, first = self.engine.generation, len(row.sequence) - row.prompt
+            params = parameters(self.key, self.temperature, settings.top_k, settings.top_p, row.id, first, row.limit,
+                                self.ends)
+            request = str(next(self.engine.numbers))
+            with translated(f"take a row of {len(row.sequence)} tokens"):
+                self.engine.llm.add_request(request, {"prompt_token_ids": row.sequence.tolist()}, params)
+            self.turns[request] = _Turn(row)
+
+    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+        row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
+        self.add([row])
+
+    def forget(self, row: Row) -> None:
+        """Nothing is kept of a row that has ended but what vLLM may find again by its tokens."""
+
+    def step(self) -> list[Row]:
+        if self.engine.paused:
+            return []
+        if self.turns:
+            self.engine.advance()
+        ended, self.ended = self.ended, []
+        return ended
+
+    def hear(self, request: str, output: object, finished: bool) -> None:
+        """What vLLM sampled for a turn in this step: a `CompletionOutput` with what is new."""
+        turn = self.turns[request]
+        turn.tokens += output.token_ids
+        turn.logprobs += output.logprobs.logprobs
+        turn.versions += [self.engine.version] * len(output.token_ids)
+        if finished:
+            self.ended.append(self.turns.pop(request).end(turn.tokens[-1] in self.ends))
+
+    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        chosen = None if rows is None else set(rows)
+        wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
+        with translated("abort"):
+            self.engine.llm.abort_request(wanted)
+        return [self.turns.pop(request).end(False) for request in wanted]
+
+
+class _Turn:
+    """What a row got so far."""
+
+    def __init__(self, row: Row):
+        self.row = row
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def end(self, finished: bool) -> Row:
+        self.row.end(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs, dtype=torch.float32),
+                     torch.tensor(self.versions, dtype=torch.int32), finished)
+        return self.row
+
+
+def _abandon(llm: object, turns: dict[str, _Turn]) -> None:
+    """Nobody waits for these any more."""
+    if turns:
+        llm.abort_request(list(turns))

@@ -1,0 +1,111 @@
+"""Our sampling inside vLLM, through its interface for logits processors.
+
+vLLM's own seeds belong to requests: a row that is aborted and extended would draw other tokens than one that was let
+alone, and its log-probabilities are those after top-k and top-p. Here a token depends on (key, row id, position), as in
+every engine that can, and its log-probability is the one that the trainer computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from workers.engines.sampling import pick, uniform
+
+_CHUNK = 1 << 23
+"""Logits that are sampled from at a time: vLLM does not reckon with the memory that it takes."""
+MODE = "processed_logits"
+"""vLLM reports what it finds at the chosen token after this processor: the log-probability."""
+
+
+class _Choice(NamedTuple):
+    """How to choose; rows that share it are sampled together."""
+
+    key: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class _Slot(NamedTuple):
+    """A row in vLLM's batch: its id, the position of its turn's first token, and the turn's tokens so far, which vLLM
+    appends to."""
+
+    choice: _Choice
+    id: int
+    first: int
+    output: list[int]
+
+
+def parameters(key: int, temperature: float, top_k: int, top_p: float, id: int, first: int, limit: int,
+               ends: list[int]) -> SamplingParams:
+    """A request whose tokens `Drawing` chooses. `first`: the position of its first token behind the prompt."""
+    return SamplingParams(
+        temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
+        output_kind=RequestOutputKind.DELTA, skip_clone=True, flat_logprobs=True,
+        extra_args={"choice": [key, temperature, top_k, top_p], "row": [id, first]})
+
+
+class Drawing(LogitsProcessor):
+    """Chooses a token for each row, and leaves its log-probability at its place and nothing anywhere else, so that
+    vLLM's greedy choice finds it."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self.device = device
+        self.slots: dict[int, _Slot] = {}
+        self.groups: list[tuple[_Choice, Tensor, Tensor, list[_Slot]]] = []
+        """Rows with one choice: their places in the batch [R] and their ids [R]."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.slots.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            self.slots.pop(index, None)
+            if params.extra_args:
+                self.slots[index] = _Slot(_Choice(*params.extra_args["choice"]), *params.extra_args["row"], output)
+        for one, other, way in batch_update.moved:
+            moved, replaced = self.slots.pop(one, None), self.slots.pop(other, None)
+            if moved is not None:
+                self.slots[other] = moved
+            if replaced is not None and way == MoveDirectionality.SWAP:
+                self.slots[one] = replaced
+        self._group()
+
+    def _group(self) -> None:
+        places: dict[_Choice, list[int]] = defaultdict(list)
+        for index in sorted(self.slots):
+            places[self.slots[index].choice].append(index)
+        self.groups = [(choice, torch.tensor(indices, device=self.device),
+                        torch.tensor([self.slots[index].id for index in indices], device=self.device),
+                        [self.slots[index] for index in indices]) for choice, indices in places.items()]
+
+    @torch.inference_mode()
+    def apply(self, logits: Tensor) -> Tensor:
+        """logits [B, V]."""
+        chosen = [self._choose(logits, *group) for group in self.groups]
+        if chosen:
+            logits.fill_(-torch.inf)
+        for (_, places, _, _), (tokens, logprobs) in zip(self.groups, chosen):
+            logits[places, tokens] = logprobs
+        return logits
+
+    def _choose(self, logits: Tensor, choice: _Choice, places: Tensor, ids: Tensor,
+                slots: list[_Slot]) -> tuple[Tensor, Tensor]:
+        position = torch.tensor([slot.first + len(slot.output) for slot in slots], device=self.device)
+        noise = uniform(choice.key, ids, position)
+        count = max(1, _CHUNK // logits.shape[1])
+        picked = [pick(logits[some], part, choice.temperature, choice.top_k, choice.top_p)
+                  for some, part in zip(places.split(count), noise.split(count))]
+        tokens, logprobs = zip(*picked)
+        return torch.cat(tokens), torch.cat(logprobs)

@@ -1,0 +1,124 @@
+"""How vLLM starts and ends in a process that also trains."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Generation
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+    from vllm.v1.engine.core import EngineCore
+
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says of the run; an engine of one rank alone must not take itself for a part of it."""
+_OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+         "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the first one
+_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_CPU_CACHE = 4 << 30
+"""Bytes at most for keys and values where there is no GPU."""
+_CPU_BLOCK = 32
+"""Tokens whose keys and values lie together: prompts share whole blocks only, and vLLM's own choice is 128."""
+_FAILURES = (RuntimeError, ValueError, KeyError, AttributeError, TypeError, AssertionError, OSError, ImportError)
+"""What vLLM raises in our process."""
+_open: set[int] = set()
+"""The engines of this process, which share their process groups."""
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """vLLM's errors as ours."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise EngineError(f"vLLM cannot {what}: {type(error).__name__}: {error}") from error
+
+
+def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
+          seed: int) -> LLMEngine:
+    """An engine for the model's architecture, with weights that mean nothing yet."""
+    with translated("start"), _surroundings(generation, tp), tempfile.TemporaryDirectory() as folder:
+        from vllm import EngineArgs, LLMEngine
+
+        from workers.engines.vllm_sampling import MODE, Drawing
+
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.tie_word_embeddings &= not untied(model, device)
+        config.save_pretrained(folder)
+        longest = config.get_text_config().max_position_embeddings
+        engine = LLMEngine.from_engine_args(EngineArgs(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", generation_config="vllm",
+            dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32, max_model_len=longest,
+            max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(longest, 8192, generation.batch_rows),
+            enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
+            disable_log_stats=True, tensor_parallel_size=tp,
+            **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
+            **(_on_cpu(config, generation, dtype, longest) if device == "cpu" else _on_gpu(generation))))
+    _open.add(id(engine.engine_core.engine_core))
+    return engine
+
+
+def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
+    """What is one tensor in the model and two in vLLM: its name, and the other one's. On CPU vLLM packs what follows
+    the last layer when it starts, and a reload of the embeddings that it is tied to would not reach it."""
+    tied = device == "cpu" and model.config.tie_word_embeddings
+    return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
+
+
+def _on_cpu(config: object, generation: Generation, dtype: torch.dtype, longest: int) -> dict[str, object]:
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
+    room = -(-longest // _CPU_BLOCK) * _CPU_BLOCK * token
+    return {"enforce_eager": True, "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": max(2 * room, min(room * generation.batch_rows, _CPU_CACHE))}
+
+
+def _on_gpu(generation: Generation) -> dict[str, object]:
+    return {"enforce_eager": False, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
+
+
+@contextlib.contextmanager
+def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
+    """The environment in which vLLM starts; before its first import, since some of it is read then."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    ours = {**_OURS, **({"VLLM_BATCH_INVARIANT": "1"} if generation.batch_invariant else {})}
+    hidden = _LAUNCH if tp == 1 else ()
+    before = {name: os.environ.get(name) for name in (*ours, *hidden)}
+    for name in hidden:
+        os.environ.pop(name, None)
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def shut(core: EngineCore) -> None:
+    """End an engine. The last one of a process gives the process groups back that vLLM made, but not the default one,
+    which vLLM's own `shutdown` would destroy."""
+    from vllm.distributed import parallel_state
+
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    _open.discard(id(core))
+    if not _open and dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
