@@ -1,0 +1,88 @@
+"""Hugging Face weights on their way into SGLang's server: bucket by bucket, through memory that both processes see."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from distflow.schema.errors import EngineError
+
+BUCKET = 256 << 20
+"""Bytes; a tensor that is larger has a bucket of its own."""
+_ALIGNED = 16
+Named = list[tuple[str, Tensor]]
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """The same; SGLang itself would skip a name that it does not know.
+
+    Raises:
+        EngineError: a name or a shape is not the model's.
+    """
+    for name, tensor in weights:
+        if shapes.get(name) != tensor.shape:
+            raise EngineError(f"weight `{name}` {list(tensor.shape)} has no place in the generating model; there it is "
+                              f"{list(shapes[name]) if name in shapes else 'not known'}")
+        yield name, tensor
+
+
+class Buckets:
+    """Whole tensors, packed into shared memory as many at a time as fit. `size` counts their bytes."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
+                 device: str, room: int = BUCKET):
+        self.weights, self.shapes, self.dtype, self.device = weights, shapes, dtype, device
+        self.room, self.size = room, 0
+
+    def __iter__(self) -> Iterator[str]:
+        """Each bucket as `/update_weights_from_tensor` wants it."""
+        named: Named = []
+        place, used = torch.empty(0), 0
+        for name, tensor in checked(self.weights, self.shapes):
+            bytes_ = tensor.numel() * self.dtype.itemsize
+            if named and used + bytes_ > len(place):
+                yield sealed(named)
+                named, used = [], 0
+            if not named:  # a new one each time: the server may still copy from the one before, on its own stream
+                place = self._shared(max(self.room, bytes_))
+            copy = place[used : used + bytes_].view(self.dtype).view(tensor.shape)
+            named.append((name, copy.copy_(tensor)))
+            self.size += bytes_
+            used += -(-bytes_ // _ALIGNED) * _ALIGNED
+        if named:
+            yield sealed(named)
+
+    def _shared(self, size: int) -> Tensor:
+        place = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self.device == "cpu":
+            with _files():
+                place.share_memory_()
+        return place
+
+
+def sealed(named: Named) -> str:
+    """Names, shapes and handles of memory that another process can open; the values stay where they are.
+
+    The form is the one that SGLang reads: a pickle, which only we write and only our own server gets.
+    """
+    buffer = io.BytesIO()
+    with _files():
+        ForkingPickler(buffer).dump(named)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _files:
+    """Shared memory is handed over by name: the server is no child of ours, to which descriptors could be passed."""
+
+    def __enter__(self) -> None:
+        self.before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def __exit__(self, *_: object) -> None:
+        torch.multiprocessing.set_sharing_strategy(self.before)
