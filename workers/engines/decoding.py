@@ -62,6 +62,7 @@ class Decoding(Session):
         self._drop(row)
         self.away.discard(row)
 
+    @torch.inference_mode()
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
         waiting = [row for together in self.unread for row in together] + [row for row, _ in self.ready]
         wanted = {*waiting, *filter(None, self.rows)}.intersection(self.rows + waiting if rows is None else rows)

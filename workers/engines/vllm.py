@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
+from workers.engines.precision import is_half
 from workers.engines.rollout import Rollout, Row, Session
 from workers.engines.vllm_start import shut, start, translated, untied
 from workers.engines.vllm_weights import Arrivals
@@ -28,8 +29,7 @@ class VLLMRollout(Rollout):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
         self.end_tokens = torch.tensor(end_tokens)
-        half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and mesh.device_type == "cuda")
-        self.dtype = torch.bfloat16 if half else torch.float32
+        self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.cached, self.failure, self.numbers = True, "", itertools.count()
         self.sessions: weakref.WeakSet[Sampling] = weakref.WeakSet()

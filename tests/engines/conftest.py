@@ -1,0 +1,64 @@
+"""Engines are started once for a module: each test begins with the model's first weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines.rollouts import TRAITS, build, engines, tiny
+from torch.distributed.device_mesh import init_device_mesh
+
+from workers.engines.meshes import NAMES
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A layout of one rank; real collectives, over a group of one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,) * len(NAMES), mesh_dim_names=NAMES)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=engines())
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def started(name, mesh):
+    model = tiny()
+    engine = build(name, mesh, model)
+    yield engine, model
+    engine.close()
+
+
+@pytest.fixture
+def model(started):
+    """The model of the engine's weights; a copy, so that a test may change it."""
+    return copy.deepcopy(started[1])
+
+
+@pytest.fixture
+def engine(started, name, request):
+    """A running engine, with the first weights as version 0 and nothing under way."""
+    reason = TRAITS[name].exempt.get(request.function.__name__)
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+    engine, model = started
+    engine.load(((each, parameter.data) for each, parameter in model.named_parameters()), version=0)
+    settings = engine.generation
+    yield engine
+    engine.generation, engine.paused = settings, False
+    gc.collect()
+
+
+@pytest.fixture
+def prompts():
+    from distflow.data.batch import Ragged
+
+    generator = torch.Generator().manual_seed(5)
+    return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 2, 50, 19, 4, 11)])

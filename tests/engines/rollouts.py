@@ -1,0 +1,58 @@
+"""How the contract's tests build each engine that samples, and what they do not ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from distflow.schema.engines import ROLLOUTS
+from distflow.schema.run import Generation, RoleRun
+from workers.engines import engine_class
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.rollout import Rollout
+
+VOCABULARY = 270
+ENDS = [2, *range(3, VOCABULARY, 9)]
+LIMIT = 24
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What differs between libraries."""
+
+    installed: bool = True
+    exempt: dict[str, str] = field(default_factory=dict)
+    """Tests of the contract by name, and why this engine cannot pass them."""
+
+
+def _found(name: str) -> bool:
+    from distflow.schema.engines import _elsewhere, _installed
+
+    engine = ROLLOUTS[name]
+    return not engine.packages or bool(_installed(engine) or _elsewhere(engine))
+
+
+TRAITS: dict[str, Traits] = {
+    "hf": Traits(),
+    "vllm": Traits(_found("vllm")),
+}
+
+
+def engines() -> list[Any]:
+    """For parametrize: those that are not installed are skipped."""
+    return [pytest.param(name, marks=pytest.mark.skipif(not traits.installed, reason=f"{name} is not installed"))
+            for name, traits in TRAITS.items()]
+
+
+def tiny(architecture: str = "qwen3", seed: int = 0) -> Any:
+    return build_model(VOCABULARY, seed, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
+
+
+def build(name: str, mesh: Any, model: Any, dtype: str = "float32", **generation: Any) -> Rollout:
+    """The engine `name` with the weights of `model`; `ENDS` end its rows."""
+    settings = RoleRun(rollout=name, dtype=dtype, generation=Generation(**{"max_new_tokens": LIMIT, "batch_rows": 64,
+                                                                           **generation}))
+    tokenizer = build_tokenizer(["one two three"], vocab_size=VOCABULARY)
+    return engine_class(ROLLOUTS[name]).build(model, tokenizer, settings, mesh, 0, ENDS)
