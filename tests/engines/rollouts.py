@@ -23,6 +23,8 @@ class Traits:
     """What differs between libraries."""
 
     installed: bool = True
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Settings without which it cannot do what the contract asks."""
     exempt: dict[str, str] = field(default_factory=dict)
     """Tests of the contract by name, and why this engine cannot pass them."""
 
@@ -37,6 +39,7 @@ def _found(name: str) -> bool:
 TRAITS: dict[str, Traits] = {
     "hf": Traits(),
     "vllm": Traits(_found("vllm")),
+    "sglang": Traits(_found("sglang"), {"batch_invariant": True}),  # without it SGLang has no seeds
 }
 
 
@@ -53,6 +56,7 @@ def tiny(architecture: str = "qwen3", seed: int = 0) -> Any:
 def build(name: str, mesh: Any, model: Any, dtype: str = "float32", **generation: Any) -> Rollout:
     """The engine `name` with the weights of `model`; `ENDS` end its rows."""
     settings = RoleRun(rollout=name, dtype=dtype, generation=Generation(**{"max_new_tokens": LIMIT, "batch_rows": 64,
+                                                                           **TRAITS[name].generation,
                                                                            **generation}))
     tokenizer = build_tokenizer(["one two three"], vocab_size=VOCABULARY)
     return engine_class(ROLLOUTS[name]).build(model, tokenizer, settings, mesh, 0, ENDS)

@@ -38,7 +38,8 @@ class Buckets:
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
                  device: str, room: int = BUCKET):
         self.weights, self.shapes, self.dtype, self.device = weights, shapes, dtype, device
-        self.room, self.size = room, 0
+        whole = sum(shape.numel() * dtype.itemsize + _ALIGNED for shape in shapes.values())
+        self.room, self.size = min(room, whole), 0
 
     def __iter__(self) -> Iterator[str]:
         """Each bucket as `/update_weights_from_tensor` wants it."""
@@ -59,11 +60,10 @@ class Buckets:
             yield sealed(named)
 
     def _shared(self, size: int) -> Tensor:
-        place = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if self.device == "cpu":
-            with _files():
-                place.share_memory_()
-        return place
+        if self.device == "cuda":
+            return torch.empty(size, dtype=torch.uint8, device="cuda")
+        with _files():
+            return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 def sealed(named: Named) -> str:
