@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 
-.PHONY: install demo test lint gpu clean
+.PHONY: install demo test lint gpu sglang-env clean
 
 install: $(VENV)/installed
 
@@ -26,5 +26,15 @@ test: install
 gpu: install
 	$(BIN)/python -m pytest -m gpu
 
+SGLANG := .venv-sglang
+sglang-env: $(SGLANG)/installed
+
+$(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 xgrammar==0.2.8
+	echo $(CURDIR)/$(<D) > `$(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/on_cpu.pth
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG) build *.egg-info

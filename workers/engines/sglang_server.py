@@ -24,6 +24,8 @@ from distflow.schema.errors import EngineError
 
 _PATIENCE = 900.0
 """Seconds that a server may take to start, and any call but `/generate` to be answered."""
+_FAREWELL = 2.0
+"""Seconds that a server may take to end after its connections broke off: that is often seen first."""
 _LAST_LINES = 25
 """Of the log, in the error."""
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -96,13 +98,12 @@ class SGLangServer:
             return reply.status == 200
         return False
 
-    def watch(self) -> None:
-        """Raises EngineError if it has died."""
+    def watch(self, patience: float = 0.0) -> None:
+        """Raises EngineError if it has died, or does so within `patience` seconds."""
         if self.process.stdin.closed:
             raise EngineError("this SGLang server was closed")
-        status = self.process.poll()
-        if status is not None:
-            raise self.failure(f"has ended with {_ending(status)}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise self.failure(f"has ended with {_ending(self.process.wait(patience))}")
 
     def failure(self, what: str) -> EngineError:
         """With the last lines of its log."""
@@ -116,17 +117,11 @@ class SGLangServer:
             with self._request(path, body, patience) as reply:
                 answer = reply.read()
         except (OSError, http.client.HTTPException) as error:
-            self.process_may_die()
-            self.watch()
+            self.watch(_FAREWELL)
             raise self.failure(f"does not answer {path}: {type(error).__name__}: {error}") from error
         if reply.status != 200:
             raise EngineError(f"SGLang refuses {path} ({reply.status}): {answer[:2000].decode(errors='replace')}")
         return answer
-
-    def process_may_die(self) -> None:
-        """A connection that breaks off is often the first that is seen of its end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)
 
     @contextlib.contextmanager
     def _request(self, path: str, body: dict[str, Any] | None, patience: float | None):
@@ -157,10 +152,17 @@ class SGLangServer:
                             left.discard(event["meta_info"]["id"])
                         events.put(event)
         except (OSError, http.client.HTTPException) as error:
-            events.put(EngineError(f"SGLang's server broke off: {type(error).__name__}: {error}"))
+            events.put(self._broken_off(f"{type(error).__name__}: {error}"))
             return
         if left:
-            events.put(EngineError(f"SGLang's server said nothing more of {len(left)} rows"))
+            events.put(self._broken_off(f"nothing more was said of {len(left)} rows"))
+
+    def _broken_off(self, how: str) -> EngineError:
+        try:
+            self.watch(_FAREWELL)
+        except EngineError as error:
+            return error
+        return self.failure(f"broke off its answer ({how})")
 
     def close(self) -> None:
         """End it, with its children."""

@@ -123,8 +123,6 @@ class Requests(Session):
     def _turn(self, event: dict[str, Any] | EngineError) -> Turn | None:
         """None while it goes on."""
         if isinstance(event, EngineError):
-            self.engine.server.process_may_die()
-            self.engine.server.watch()
             raise event
         if "error" in event:
             raise EngineError(f"SGLang refuses rows: {event['error']}")

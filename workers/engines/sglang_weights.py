@@ -36,10 +36,10 @@ class Buckets:
     """Whole tensors, packed into shared memory as many at a time as fit. `size` counts their bytes."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
-                 device: str, room: int = BUCKET):
+                 device: str):
         self.weights, self.shapes, self.dtype, self.device = weights, shapes, dtype, device
         whole = sum(shape.numel() * dtype.itemsize + _ALIGNED for shape in shapes.values())
-        self.room, self.size = min(room, whole), 0
+        self.room, self.size = min(BUCKET, whole), 0
 
     def __iter__(self) -> Iterator[str]:
         """Each bucket as `/update_weights_from_tensor` wants it."""

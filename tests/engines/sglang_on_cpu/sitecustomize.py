@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable
 
 ABSENT = ("sgl_kernel", "triton", "torchvision")
+MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""SGLang reads all that it has whenever it starts, twice, which takes most of that time."""
 
 
 class Absent(type):
@@ -99,6 +101,15 @@ def _rotated(value, by: int):
     return (value << by | value >> (32 - by)) & 0xFFFFFFFF
 
 
+def _other_models() -> str:
+    """The names of SGLang's other modules of models."""
+    found = importlib.util.find_spec("sglang")
+    folder = os.path.join(os.path.dirname(found.origin), "srt", "models") if found else None
+    names = {name.removesuffix(".py") for name in os.listdir(folder)} if folder else set()
+    return ",".join(sorted(names.difference(MODELS)))
+
+
+os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", _other_models())
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiler looks for Triton, and takes minutes
 sys.meta_path.insert(0, Afterwards({"sglang.srt.arg_groups.choices": _seeded_attention,
                                     "sglang.srt.batch_invariant_ops": _seeded_sampling}))
