@@ -263,7 +263,8 @@ def _sample_together(texts):
 
 
 def test_two_ranks_that_split_the_model_get_the_same(prompts):
-    (leads, told), (follows, heard) = run_ranks(2, _sample_together, [prompt.tolist() for prompt in prompts.rows])
+    texts = [prompt.tolist() for prompt in prompts.rows]
+    (leads, told), (follows, heard) = run_ranks(2, _sample_together, texts)
     assert leads
     assert not follows
     assert told == heard
