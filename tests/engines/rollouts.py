@@ -49,8 +49,8 @@ def engines() -> list[Any]:
             for name, traits in TRAITS.items()]
 
 
-def tiny(architecture: str = "qwen3", seed: int = 0) -> Any:
-    return build_model(VOCABULARY, seed, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
+def tiny(architecture: str = "qwen3", kv_heads: int = 1) -> Any:
+    return build_model(VOCABULARY, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=kv_heads)
 
 
 def build(name: str, mesh: Any, model: Any, dtype: str = "float32", **generation: Any) -> Rollout:
