@@ -11,13 +11,22 @@ With low-rank adapters (Hu et al. 2021) only they are trained. Their model is fr
 once on a rank whose rollout shares it; a role that copies it shares it too.
 
 `dtype: auto` is counted as what the model's config.json says that its weights are, for want of knowing the device.
+
+Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
+whole, are a few in ten thousand), context parallelism the tokens of activations. Megatron's distributed optimizer
+divides only Adam's state and the master weights by the data-parallel size, not gradients. A role that swaps (MindSpeed
+RL §3.2) has either what it trains with or what it samples with.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
 from distflow.schema.errors import Mistake, Spot
 from distflow.schema.lora import adapted, base_of
-from distflow.schema.plan import Tenant
+from distflow.schema.plan import SAMPLING, TRAINING, Layout, Tenant
 from distflow.schema.spec import Shape, Spec
 
 GIB = 1024**3
@@ -25,37 +34,55 @@ _TRAINING_STATE = 16
 _ACTIVATIONS = 17
 _LOGITS = 3 * 4
 _HALVES = ("bfloat16", "float16")
+Layouts = dict[tuple[str, bool], Layout]
+"""How all ranks hold the model of a role's engine, by role and whether it is the one that samples."""
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], dp: int) -> tuple[Tenant, ...]:
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts) -> tuple[Tenant, ...]:
     """The tenants of each rank, largest first."""
     tenants: list[Tenant] = []
     for role in roles:
         shape = spec.shape_of(role)
         if shape:
-            tenants += _role_tenants(spec, role, shape, role in generating, dp)
+            tenants += _role_tenants(spec, role, shape, role in generating, layouts)
     return tuple(sorted(tenants, key=lambda tenant: (-tenant.bytes, tenant.name)))
+
+
+def needed(tenants: Iterable[Tenant]) -> int:
+    """Bytes of a rank at its fullest: what is always there, and the larger of each role's phases."""
+    phases: dict[str, Counter[str]] = {}
+    always = 0
+    for tenant in tenants:
+        if tenant.phase:
+            phases.setdefault(tenant.name.partition(":")[0], Counter())[tenant.phase] += tenant.bytes
+        else:
+            always += tenant.bytes
+    return always + sum(max(sizes.values()) for sizes in phases.values())
 
 
 def refuse_overflow(spec: Spec, tenants: tuple[Tenant, ...]) -> list[Mistake]:
     """A mistake if the tenants do not fit the cluster's ranks; names the largest."""
     limit = spec.cluster.memory_gib
-    total = sum(tenant.bytes for tenant in tenants)
+    total = needed(tenants)
     if limit is None or not tenants or total <= limit * GIB:
         return []
     largest = tenants[0]
     what = (f"a rank needs {_gib(total)} and has {limit:g} GiB. The largest tenant is `{largest.name}` with "
             f"{_gib(largest.bytes)} = {largest.formula}")
     where = spec.cluster_source.spot(("memory_gib",)) if spec.cluster_source else Spot("cluster")
-    return [Mistake(what, where, _remedy(largest))]
+    return [Mistake(what, where, _remedy(spec, tenants, limit * GIB))]
 
 
 def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 1024**2:.2f} MiB"
 
 
-def _remedy(largest: Tenant) -> str:
-    role, _, kind = largest.name.partition(": ")
+def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
+    for role in {tenant.name.partition(":")[0] for tenant in tenants if tenant.name.endswith("rollout weights")}:
+        phased = tuple(_in_phase(tenant) if tenant.name.startswith(f"{role}:") else tenant for tenant in tenants)
+        if spec.dag.roles[role].trained and needed(phased) <= limit < needed(tenants):
+            return f"Let it have one engine's memory at a time:  roles.{role}.swap: true"
+    role, _, kind = tenants[0].name.partition(": ")
     if kind == "activations":
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
@@ -65,39 +92,63 @@ def _remedy(largest: Tenant) -> str:
     return "Use a smaller model, or  dtype: bfloat16"
 
 
-def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, dp: int) -> list[Tenant]:
+def _in_phase(tenant: Tenant) -> Tenant:
+    """A tenant of a role that swaps."""
+    return replace(tenant, phase=SAMPLING if ": rollout" in tenant.name else TRAINING)
+
+
+def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[Tenant]:
     settings = spec.settings_of(role)
     if settings is None:
         return []
-    valued = spec.dag.roles[role].head == "value"
+    valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
     shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
     width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
+    own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None
     if adapted(spec, role):
-        tenants = _adapted_weights(spec, role, shape, generates, dp, width)
+        tenants = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
     else:
-        tenants = [] if shared else _weights(spec, role, shape, generates, dp, width)
-    tokens, kept = settings.micro_batch_tokens, shape.layers if spec.dag.roles[role].trained else 1
-    per_layer = _ACTIVATIONS * width * shape.hidden
-    tenants.append(Tenant(f"{role}: activations", tokens * (kept * per_layer + _LOGITS * outputs),
-                          f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × "
-                          f"{outputs:,}) B"))
+        tenants = [] if shared else _weights(spec, role, shape, own, width)
+        if generates:
+            tenants.append(Tenant(f"{role}: rollout weights", -(-shape.parameters * width // sampling.tp),
+                                  f"{shape.parameters:,} × {width} B{_by(tp=sampling.tp)}"))
+    tenants.append(_activations(role, settings.micro_batch_tokens, shape, trained, own, width, outputs))
     if generates:
         length = settings.generation.max_new_tokens + spec.run.data.max_prompt_tokens
         rows = settings.generation.batch_rows
         per_token = 2 * shape.kv_width * width
-        tenants.append(Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token,
-                              f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"))
-    return tenants
+        tenants.append(Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token // sampling.tp,
+                              f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
+                              f"{_by(tp=sampling.tp)}"))
+    return [_in_phase(tenant) for tenant in tenants] if settings.swap and generates and trained else tenants
 
 
-def _weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[Tenant]:
+def _activations(role: str, tokens: int, shape: Shape, trained: bool, layout: Layout, width: int,
+                 outputs: int) -> Tenant:
+    kept = -(-shape.layers // layout.pp) if trained else 1
+    per_layer = _ACTIVATIONS * width * shape.hidden
+    count = -(-tokens // layout.cp) * (kept * per_layer + _LOGITS * -(-outputs // layout.tp))
+    return Tenant(f"{role}: activations", count, f"{tokens:,} tokens{_by(cp=layout.cp)} × ({kept} "
+                  f"layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × {outputs:,}{_by(tp=layout.tp)}) B")
+
+
+def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) -> list[Tenant]:
+    parts, shares = layout.tp * layout.pp, layout.dp * layout.cp
     n, trained = shape.parameters, spec.dag.roles[role].trained
-    state, held = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
-    whole = f"{n:,} × {width} B"
-    tenants = [Tenant(f"{role}: {held}", -(-n * state // dp), f"{n:,} × {state} B / dp {dp}"),
-               Tenant(f"{role}: weights while computing", n * width, whole)]
-    return tenants + [Tenant(f"{role}: rollout weights", n * width, whole)] * generates
+    cut = _by(tp=layout.tp, pp=layout.pp)
+    if spec.settings_of(role).engine == "megatron":
+        held, divided = (width + 4, 8 + 4 * (width == 2)) if trained else (width, 0)
+        formula = f"{n:,} × ({held} B + {divided} B{_by(dp=shares)}){cut}"
+        return [Tenant(f"{role}: {'training state' if trained else 'weights'}",
+                       -(-n * held // parts) - (-n * divided // (parts * shares)), formula)]
+    state, name = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
+    return [Tenant(f"{role}: {name}", -(-n * state // (parts * shares)), f"{n:,} × {state} B / dp {shares}{cut}"),
+            Tenant(f"{role}: weights while computing", -(-n * width // parts), f"{n:,} × {width} B{cut}")]
+
+
+def _by(**sizes: int) -> str:
+    return "".join(f" / {name} {size}" for name, size in sizes.items() if size > 1)
 
 
 def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[Tenant]:

@@ -1,7 +1,8 @@
 """Where each node runs. Sync mode: all ranks form one group, and a node uses all of them unless the run says less.
 
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
-those that sample another. A node that the run file does not name follows another one of its engine.
+those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
+without settings of its own the role that it copies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import Mistake, did_you_mean
 from distflow.schema.lora import base_of
-from distflow.schema.plan import Layout
+from distflow.schema.plan import Layout, whole
 from distflow.schema.spec import Spec
 from planners.splits import check_split
 
@@ -47,10 +48,10 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
             leaders.setdefault(wish.engine, wish)
     layouts = {}
     for wish in wishes:
-        leader = leaders.get(wish.engine, wish) if wish.engine else wish
+        leader = next((leaders[engine] for engine in _models(spec, wish) if engine in leaders), wish)
         split = leader.split or _WHOLE
         found = _check_node(spec, wish, leader, ranks)
-        if leader == wish and wish.split and wish.engine and not found:
+        if leader is wish and wish.split and wish.engine and not found:
             found = check_split(spec, wish.node, wish.engine, split)
         layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
@@ -58,6 +59,24 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
         layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
         mistakes += found
     return layouts, mistakes
+
+
+def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
+                   ranks: int) -> dict[tuple[str, bool], Layout]:
+    """How all ranks hold the model of each role's engine, by role and whether it is the one that samples."""
+    return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
+                                    if node.role == role and node.type in ENGINE_TYPES
+                                    and (name in sampling) == samples], ranks)
+            for role in roles for samples in (False, True)}
+
+
+def _models(spec: Spec, wish: _Wish) -> list[tuple[str, bool]]:
+    """The engines whose split the node takes over, the first of them that is split."""
+    if wish.engine is None:
+        return []
+    role, samples = wish.engine
+    alike = [name for name in spec.lineage(role)[1:] if spec.settings_of(name) is spec.settings_of(role)]
+    return [wish.engine, *((name, False) for name in alike if not samples and wish.split is None)]
 
 
 def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:

@@ -35,7 +35,9 @@ def plan(spec: Spec, ranks: int) -> Plan:
         mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
-    tenants = memory.estimate(spec, model_roles(spec), _generating(spec, bound), max(ranks, 1))
+    roles = model_roles(spec)
+    tenants = memory.estimate(spec, roles, _generating(spec, bound),
+                              placement.engine_layouts(spec, roles, layouts, sampling, max(ranks, 1)))
     mistakes += untraced + check_temperatures(spec, bound, flows) + memory.refuse_overflow(spec, tenants)
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))

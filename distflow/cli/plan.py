@@ -76,11 +76,11 @@ def _repeats(plan: Plan, fan: Sequence[str]) -> int:
 
 def _where(task: Task, plan: Plan) -> str:
     layout = task.layout
-    if layout.dp == plan.ranks:
-        return f"dp {layout.dp}"
-    last = layout.first + layout.dp - 1
-    ranks = f"ranks {layout.first}–{last}" if layout.dp > 1 else f"rank {layout.first}"
-    return f"dp {layout.dp} ({ranks}; others only send)"
+    sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
+    if layout.dp * layout.width == plan.ranks:
+        return sizes
+    ranks = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
+    return f"{sizes} ({ranks}; others only send)"
 
 
 def _dock(plan: Plan, spec: Spec, warehouses: int | None) -> Iterator[str]:
@@ -102,12 +102,16 @@ def _positive(text: str) -> int:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
+    from planners.memory import needed
+
     yield from ("", "memory of a rank (estimate)")
     if not plan.memory:
         yield "  unknown: the sizes of its models are not"
         return
-    rows = [(tenant.name, _size(tenant.bytes), tenant.formula) for tenant in plan.memory]
-    yield from _table([*rows, ("total", _size(sum(tenant.bytes for tenant in plan.memory)), "")])
+    rows = [(tenant.name, _size(tenant.bytes), tenant.formula + (f"  (while {tenant.phase})" if tenant.phase else ""))
+            for tenant in plan.memory]
+    yield from _table([*rows, ("at its fullest" if any(tenant.phase for tenant in plan.memory) else "total",
+                               _size(needed(plan.memory)), "")])
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 SOURCE = "source"
 """The producer of columns that come from the dataset."""
+TRAINING, SAMPLING = "training", "sampling"
 Fan = tuple[str, ...]
 """Nodes that repeated a row, outermost first."""
 ROW = "row"
@@ -126,6 +127,8 @@ class Tenant:
     name: str
     bytes: int
     formula: str
+    phase: str = ""
+    """Of a role that swaps: when it is there, `TRAINING` or `SAMPLING`; else it counts all the time."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,8 @@ class Plan:
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """How all ranks together hold the model of a role's engine: the one that samples, or the other one."""
-        split = next((task.layout.split for task in self.tasks
-                      if task.role == role and task.samples == samples and task.type != "COMPUTE"), {})
-        return Layout(self.ranks // Layout(1, **split).width, 0, **split)
+        return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples
+                      and task.type != "COMPUTE"], self.ranks)
 
     def to_json(self) -> str:
         return json.dumps({"digest": self.digest, **asdict(self)}, indent=1, sort_keys=True)
@@ -170,6 +172,12 @@ class Plan:
         """16 hexadecimal digits that are equal if and only if the plans are."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def whole(layouts: list[Layout], ranks: int) -> Layout:
+    """All of `ranks`, with the model split as in the first of `layouts`; not split if there is none."""
+    split = layouts[0].split if layouts else {}
+    return Layout(ranks // Layout(1, **split).width, 0, **split)
 
 
 class Fans:

@@ -11,6 +11,7 @@ from planning import DIAMOND
 
 from distflow.schema.run import Model
 from distflow.schema.shapes import Shape, shape_of, shape_of_embedded
+from planners.memory import needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
@@ -111,3 +112,23 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     alone = tenants(plan_of({}, ranks=4, roles={"actor": actor}))
     assert alone["actor: weights"] == parameters * 4 // 4
     assert "actor: rollout adapters" not in alone
+
+
+def test_splits_divide_what_they_should(plan_of: Callable) -> None:
+    model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2}
+    roles = {"actor": {"model": model, "micro_batch_tokens": 100}}
+    whole, split = (tenants(plan_of(DIAMOND, ranks=4, roles=roles, layouts=layouts))
+                    for layouts in ({}, {"learn": {"tp": 2}}))
+    assert split["actor: training state"] == whole["actor: training state"]  # tp 2 × dp 2 instead of dp 4
+    assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
+    assert split["actor: rollout weights"] == whole["actor: rollout weights"]
+    assert split["actor: activations"] == 100 * (2 * 68 * 64 + 12 * 256)
+
+
+def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
+    roles = {"actor": {"model": {"architecture": "qwen3"}}}
+    plain, swapped = (plan_of(DIAMOND, roles={"actor": {**roles["actor"], "swap": swap}}) for swap in (False, True))
+    assert tenants(plain) == tenants(swapped)
+    assert needed(plain.memory) == sum(tenants(plain).values())
+    sampling = sum(count for name, count in tenants(plain).items() if ": rollout" in name)
+    assert needed(swapped.memory) == max(sampling, needed(plain.memory) - sampling)

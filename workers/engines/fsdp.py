@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,9 @@ from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
+from workers.engines import tensor_parallel
+from workers.engines.gradients import clip
+from workers.engines.meshes import dimension, require_one, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
@@ -30,16 +32,23 @@ HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
 class FSDPEngine(Trainer):
-    """One role's model over all ranks of `mesh`."""
+    """One role's model over all ranks of `mesh`: sharded over `dp`, and cut within the layers by `tp`.
+
+    An unnamed mesh of one dimension is `dp` alone.
+
+    Raises:
+        EngineError: the mesh has a dimension that this engine does not know, or that does not divide the model.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
         """`whole`: frozen parameters that stay whole on each rank, where they are."""
-        mesh = mesh["dp"] if mesh.ndim > 1 else mesh
+        require_one("fsdp", pp=dimension(mesh, "pp"), cp=dimension(mesh, "cp"), ep=ep)
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
-        self.shares = mesh.get_group()
+        self.shares = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
+        self.shard_mesh = shard_mesh(mesh)
         if not trained:
             model.requires_grad_(False)
         self.policy = self._shard(model, HEADS[head], set(whole))
@@ -50,18 +59,20 @@ class FSDPEngine(Trainer):
         half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         small = sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
+        if dimension(self.mesh, "tp") > 1:
+            tensor_parallel.split(model, self.mesh["tp"])
         for layer in () if small else model.get_decoder().layers:
-            fully_shard(layer, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
+            fully_shard(layer, mesh=self.shard_mesh, mp_policy=precision, ignored_params=whole)
         policy = head(model, chunks=4 if small else 1)
-        fully_shard(policy, mesh=self.mesh, mp_policy=precision, ignored_params=whole)
+        fully_shard(policy, mesh=self.shard_mesh, mp_policy=precision, ignored_params=whole)
         return policy
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        trained = list(self.shards().values())
-        groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": self.settings.weight_decay},
-                  {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.settings.learning_rate,
-                                 betas=tuple(self.settings.betas), fused=True)
+        groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
+        for shard in self.shards().values():
+            groups.setdefault((shard.ndim > 1, getattr(shard, "device_mesh", None)), []).append(shard)
+        return torch.optim.AdamW([{"params": shards, "decays": matrices} for (matrices, _), shards in groups.items()],
+                                 lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's part of each parameter that training changes, by the model's own names."""
@@ -107,9 +118,8 @@ class FSDPEngine(Trainer):
             self.policy.set_requires_gradient_sync(index == len(micros) - 1)
             outputs = self._forward(micro, temperature)
             loss = sum(output.sum() for output in outputs) * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
-            (loss * self.mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
+        norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
         if not math.isfinite(norm):
             raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
                               "the rewards and log-probabilities of this step, or lower learning_rate.")
@@ -133,20 +143,26 @@ class FSDPEngine(Trainer):
         return self.policy(*inputs, temperature=temperature, images=pixels)
 
     def _set_rate(self, step: int) -> float:
+        """What the settings say of the optimizer, though they may have been others when it was saved."""
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group.update(lr=rate, betas=tuple(self.settings.betas),
+                         weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
         return rate
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.policy, self.optimizer)
-        parameters = self.policy.named_parameters(remove_duplicate=False)  # tied ones by each of their names
-        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-        return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
+        shards = {name: shard.detach() for name, shard in self.shards().items()}
+        return {"model": shards, "optimizer": {name: self._state_of(shard) for name, shard in self.shards().items()}}
 
+    def _state_of(self, shard: Tensor) -> dict[str, Tensor]:
+        """By parameter and not by group: groups depend on the layout."""
+        return self.optimizer.state[shard] or {
+            "step": torch.zeros((), device=shard.device), "exp_avg": torch.zeros_like(shard).detach(),
+            "exp_avg_sq": torch.zeros_like(shard).detach()}
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.policy, self.optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
-        for group, decay in zip(self.optimizer.param_groups, (self.settings.weight_decay, 0.0)):
-            group.update(betas=tuple(self.settings.betas), weight_decay=decay)  # a resume may override them
+        for name, shard in self.shards().items():
+            shard.copy_(state["model"][name])
+            self.optimizer.state[shard] = dict(state["optimizer"][name])
         self.version += 1

@@ -6,13 +6,38 @@ import functools
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distflow.schema.errors import EngineError
 from distflow.schema.plan import Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
 """The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""
+_INSTEAD = {"pp": "Split its layers over fewer stages:  pp: 1 , and cut them by  tp  instead",
+            "cp": "Set  cp: 1  and a smaller micro_batch_tokens",
+            "ep": "Set  ep: 1 : its experts are sharded over dp and gathered layer by layer"}
 
 
 @functools.lru_cache
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
     """Collective: every rank asks for the meshes in the same order."""
     return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
+
+
+def dimension(mesh: DeviceMesh, name: str) -> int:
+    """How many ranks the mesh has along a dimension; 1 if it has none of that name."""
+    return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks between which FSDP divides each parameter: those of dp."""
+    return mesh["dp"] if mesh.mesh_dim_names else mesh
+
+
+def require_one(engine: str, **sizes: int) -> None:
+    """Refuse a layout of which the engine knows nothing.
+
+    Raises:
+        EngineError: a size is not 1; says what to set.
+    """
+    for name, size in sizes.items():
+        if size > 1:
+            raise EngineError(f"the engine `{engine}` cannot split a model by {name} (here {size}). {_INSTEAD[name]}")

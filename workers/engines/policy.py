@@ -15,6 +15,10 @@ from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
 from workers.engines.vision import places_of
+from workers.engines.vocabulary import score, scored
+
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings of models that do something to logits after the head."""
 
 
 class SharedPrompt(nn.Module):
@@ -88,12 +92,30 @@ class SharedPrompt(nn.Module):
 class Policy(SharedPrompt):
     """The vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
 
+    def __init__(self, model: PreTrainedModel, chunks: int = 4):
+        super().__init__(model, chunks)
+        head = model.get_output_embeddings()
+        scaled = any(getattr(model.config.get_text_config(), name, None) for name in _SCALES)
+        self.by_itself = type(head) is nn.Linear and head.bias is None and not scaled
+        """Whether the head may be called without the model, for some tokens at a time."""
+
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
+        if self.by_itself:
+            return last_states(self.model, tokens, only_last, **places)
         output = self.model(tokens, use_cache=True, logits_to_keep=int(only_last), **places)
         return output.logits, output.past_key_values
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return _score(outputs.float() / (temperature or 1.0), tokens)
+        if self.by_itself:
+            return score(outputs, self.model.get_output_embeddings(), tokens, temperature or 1.0)
+        return scored(outputs.float() / (temperature or 1.0), tokens)
+
+
+def last_states(model: PreTrainedModel, tokens: Tensor, only_last: bool, **places) -> tuple[Tensor, Cache]:
+    """What the last layer says of each token [B, L, D], or of the last one [B, 1, D]; and the keys and values."""
+    output = model.base_model(tokens, use_cache=True, **places)
+    states = output.last_hidden_state
+    return states[:, -1:] if only_last else states, output.past_key_values
 
 
 def _lend(cache: Cache, prompt_of: Tensor) -> Cache:
@@ -102,14 +124,6 @@ def _lend(cache: Cache, prompt_of: Tensor) -> Cache:
     lent.layers = [copy.copy(layer) for layer in cache.layers]
     lent.batch_select_indices(prompt_of)
     return lent
-
-
-def _score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `tokens` [T] and entropies [T] under `logits` [T, V]."""
-    logprobs = torch.log_softmax(logits, -1)
-    with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs[torch.arange(len(tokens), device=tokens.device), tokens], entropies
 
 
 def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.device,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
 
 from distflow.schema.errors import EngineError
-from workers.engines.policy import SharedPrompt
+from workers.engines.policy import SharedPrompt, last_states
 
 
 class ValueModel(SharedPrompt):
@@ -32,9 +32,7 @@ class ValueModel(SharedPrompt):
                               "head: value  needs")
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
-        output = self.model.base_model(tokens, use_cache=True, **places)
-        states = output.last_hidden_state
-        return states[:, -1:] if only_last else states, output.past_key_values
+        return last_states(self.model, tokens, only_last, **places)
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor]:
         weight, bias = self.model.score.weight, self.model.score.bias

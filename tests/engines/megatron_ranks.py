@@ -1,0 +1,123 @@
+"""What each rank does in the tests of the Megatron engine, and what one rank of FSDP does instead."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from engines import megatron_on_cpu  # noqa: F401 - before any Megatron engine is made
+from numpy import ndarray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from distflow.data.batch import Batch, Ragged
+from distflow.schema.run import RoleRun
+from workers.engines.embedded import build_model
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.megatron import MegatronEngine
+
+AXES = ("dp", "pp", "cp", "tp")
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def mesh_of(**ways: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(ways.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
+
+
+def tiny(architecture: str = "qwen3", tied: bool = False, vocabulary: int = 271, **sizes: int) -> PreTrainedModel:
+    """The same on every rank; an odd vocabulary, so that tp has to fill it up."""
+    if architecture == "qwen3_moe":
+        torch.manual_seed(0)
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            vocab_size=vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, intermediate_size=128, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+            norm_topk_prob=True, initializer_range=0.06, tie_word_embeddings=tied))
+    model = build_model(vocabulary, 0, architecture=architecture, **{**SIZES, **sizes})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # biases and norms that are not what they begin as, so that none can be lost unseen
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def rows(seed: int = 0, count: int = 9) -> Batch:
+    """Rows with and without a response, of all lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ragged(lengths: list[int]) -> Ragged:
+        return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in lengths])
+
+    prompts, responses = ragged([6, 3, 8, 1, 5, 2, 7, 4, 3][:count]), ragged([4, 0, 2, 5, 3, 1, 7, 2, 12][:count])
+    return Batch(torch.arange(count), {"prompts": prompts, "responses": responses,
+                                       "advantages": torch.randn(count, generator=generator)})
+
+
+def policy_gradient(logprobs: Tensor, entropies: Tensor, micro: Batch) -> Tensor:
+    """Not linear, so that a division by anything anywhere is seen, and with weights that differ between rows."""
+    weights = micro["advantages"][micro["responses"].row_of]
+    return (-weights * logprobs + 0.05 * logprobs.square()).sum() / 40
+
+
+def share(batch: Batch, index: int, count: int) -> Batch:
+    """The rows of one of `count` shares; the first has more."""
+    cut = [round(len(batch) * (number / count) ** 0.8) for number in range(count + 1)]
+    return batch.slice(cut[index], cut[index + 1])
+
+
+def train(engine: Any, batch: Batch, updates: int) -> dict[str, Any]:
+    """Log-probabilities before, the loss and norm of each update, and the weights after."""
+    before = engine.logprobs(batch["prompts"], batch["responses"], 0.7)
+    losses, norms, entropy = [], [], 0.0
+
+    def loss_of(logprobs: Tensor, entropies: Tensor, micro: Batch) -> Tensor:
+        nonlocal entropy
+        loss = policy_gradient(logprobs, entropies, micro)
+        losses[-1] += float(loss)
+        entropy += float(entropies.sum())
+        return loss
+
+    for step in range(updates):
+        losses.append(0.0)
+        norms.append(engine.update(batch, loss_of, 0.7, step)["grad_norm"])
+    return {"logprobs": before.values.numpy(), "losses": losses, "norms": norms, "entropy": entropy,
+            "weights": exported(engine), "version": engine.version}
+
+
+def exported(engine: Any) -> dict[str, ndarray]:
+    return {name: tensor.float().numpy().copy() for name, tensor in engine.export()}
+
+
+def settings(**given: Any) -> RoleRun:
+    return RoleRun(**{"learning_rate": 5e-4, "weight_decay": 0.1, "micro_batch_tokens": 24, "warmup_steps": 2, **given})
+
+
+def megatron(model: PreTrainedModel, ways: dict[str, int], trained: bool = True, **given: Any) -> MegatronEngine:
+    ways = dict(ways)
+    ep = ways.pop("ep", 1)
+    return MegatronEngine(model, settings(**given), mesh_of(**ways), 0, 10, trained, ep=ep)
+
+
+def with_megatron(ways: dict[str, int], architecture: str, tied: bool, updates: int = 3, **given: Any) -> dict:
+    """This rank's results, whether the weights came back as they went in, and which rows it had."""
+    model = tiny(architecture, tied)
+    engine = megatron(model, ways, **given)
+    whole = model.state_dict()
+    out = dict(engine.export())
+    back = set(out) == set(dict(model.named_parameters())) and all(torch.equal(out[name], whole[name]) for name in out)
+    index = engine.shares.rank()
+    result = train(engine, share(rows(), index, engine.shares.size()), updates)
+    last = engine.groups.pp.rank() == engine.groups.pp.size() - 1
+    return {**result, "back": back, "share": index, "last": last}
+
+
+def with_fsdp(architecture: str, tied: bool, updates: int = 3, **given: Any) -> dict:
+    """All rows on one rank."""
+    engine = FSDPEngine(copy.deepcopy(tiny(architecture, tied)), settings(**given), init_device_mesh("cpu", (1,)), 0,
+                        10, True)
+    return train(engine, rows(), updates)

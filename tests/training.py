@@ -1,0 +1,147 @@
+"""Some updates of a tiny model: by an engine on any mesh, and by a plain loop without any of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from columns import uneven_rows
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distflow.data.batch import Batch
+from distflow.schema.run import RoleRun
+from distflow.weights.reshard import gathered
+from workers.engines import fsdp
+from workers.engines.embedded import build_model
+
+STEPS = 3
+SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "micro_batch_tokens": 20}
+
+
+@dataclass
+class Trained:
+    """What can be compared: log-probabilities of all rows before the updates, the gradient norm of each, the (clipped)
+    gradients of the first, and the weights after the last."""
+
+    logprobs: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, numpy.ndarray] = field(default_factory=dict)
+    weights: dict[str, numpy.ndarray] = field(default_factory=dict)
+
+    def equals(self, other: Trained, close: float = 1e-5) -> None:
+        assert self.logprobs == pytest.approx(other.logprobs, abs=close)
+        assert self.norms == pytest.approx(other.norms, rel=close)
+        assert self.weights.keys() == self.gradients.keys() == other.weights.keys() == other.gradients.keys()
+        for name, weight in self.weights.items():
+            assert numpy.allclose(self.gradients[name], other.gradients[name], atol=close / 10), name
+            # Adam makes steps of any size, up to the learning rate, out of the rounding of gradients near zero.
+            far = numpy.abs(weight - other.weights[name]) > close
+            assert far.mean() < 0.05, (name, far.mean())
+            assert numpy.allclose(weight, other.weights[name], atol=STEPS * SETTINGS["learning_rate"]), name
+
+
+def built(architecture: str = "qwen3", tied: bool = True, vocabulary: int = 270, **sizes: int):
+    """A model of two layers; its biases, if it has any, are not zero."""
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, **sizes}
+    model = build_model(vocabulary, 0, architecture=architecture, **sizes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.linspace(-0.1, 0.1, len(parameter)))
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).contiguous())
+    return model
+
+
+def named_mesh(**sizes: int) -> DeviceMesh:
+    names = ("dp", "pp", "cp", "tp")
+    return init_device_mesh("cpu", tuple(sizes.get(name, 1) for name in names), mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def layered(small: int) -> Iterator[None]:
+    """Models of more parameters are gathered layer by layer."""
+    limit, fsdp._SMALL = fsdp._SMALL, small
+    try:
+        yield
+    finally:
+        fsdp._SMALL = limit
+
+
+def share_of(mesh: DeviceMesh) -> Batch:
+    """The rows of this rank's share: five and two, or all of them and none."""
+    cuts = {1: [0, 7], 2: [0, 5, 7], 4: [0, 3, 4, 7, 7]}[mesh["dp"].size()]
+    here = mesh["dp"].get_local_rank()
+    return uneven_rows().slice(cuts[here], cuts[here + 1])
+
+
+def loss_of(logprobs, entropies, micro):
+    return -logprobs.sum() / 22
+
+
+def engine_of(mesh: DeviceMesh, model: dict[str, Any] | None = None, small: int = 0, **settings) -> fsdp.FSDPEngine:
+    with layered(small):
+        return fsdp.FSDPEngine(built(**(model or {})), RoleRun(**{**SETTINGS, **settings}), mesh, pad_token=0,
+                               steps=10, trained=True)
+
+
+def trained_by(engine: fsdp.FSDPEngine, mine: Batch) -> Trained:
+    """Each rank's own rows; the weights are gathered, so that all ranks take part."""
+    found = Trained()
+
+    def look(*_):
+        gradients = gathered({name: shard.grad for name, shard in engine.shards().items()})
+        found.gradients = found.gradients or {name: tensor.clone().numpy() for name, tensor in gradients}
+
+    engine.optimizer.register_step_pre_hook(look)
+    found.logprobs = engine.logprobs(mine["prompts"], mine["responses"], 1.0).values.tolist()
+    found.norms = [engine.update(mine, loss_of, 1.0, step)["grad_norm"] for step in range(STEPS)]
+    found.weights = {name: tensor.clone().numpy() for name, tensor in engine.export()}
+    return found
+
+
+def training(layout: dict[str, int], model: dict[str, Any] | None = None, small: int = 0,
+             settings: dict[str, Any] | None = None) -> Trained:
+    """On each rank: `trained_by` on a named mesh."""
+    mesh = named_mesh(**layout)
+    return trained_by(engine_of(mesh, model, small, **(settings or {})), share_of(mesh))
+
+
+def plain_training(model: dict[str, Any] | None = None) -> Trained:
+    """The same rows by transformers and torch alone: one forward for each row, no sharding, no micro-batches."""
+    whole, batch, found = built(**(model or {})), uneven_rows(), Trained()
+    matrices, vectors = ([p for p in whole.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": SETTINGS["weight_decay"]},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=SETTINGS["learning_rate"], betas=(0.9, 0.95))
+    for _ in range(STEPS):
+        logprobs = _logprobs(whole, batch)
+        found.logprobs = found.logprobs or logprobs.tolist()
+        (-logprobs.sum() / 22).backward()
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)))
+        found.gradients = found.gradients or {name: parameter.grad.clone().numpy()
+                                              for name, parameter in whole.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: parameter.detach().numpy() for name, parameter in whole.named_parameters()}
+    return found
+
+
+def joined(results: list[Trained], stride: int) -> Trained:
+    """One result of all shares: ranks of a share follow each other, `stride` at a time."""
+    logprobs = [value for result in results[::stride] for value in result.logprobs]
+    return replace(results[0], logprobs=logprobs)
+
+
+def _logprobs(model, batch: Batch) -> torch.Tensor:
+    found = []
+    for prompt, response in zip(batch["prompts"].rows, batch["responses"].rows):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        found.append(torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1))
+    return torch.cat(found)

@@ -1,0 +1,131 @@
+"""A model that is cut within its layers computes and learns what the whole model does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from ranks import run_ranks
+from training import (
+    SETTINGS,
+    STEPS,
+    Trained,
+    built,
+    engine_of,
+    joined,
+    loss_of,
+    named_mesh,
+    plain_training,
+    share_of,
+    trained_by,
+    training,
+)
+
+from distflow.robust.checkpoint import Checkpoints
+from distflow.schema.errors import EngineError
+from distflow.schema.run import RoleRun
+from workers.engines import tensor_parallel
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.value import with_value_head
+
+FOUR_KEYS = {"kv_heads": 4}
+
+
+def split_training(layout, model, small) -> Trained:
+    return training(layout, model, small)
+
+
+@pytest.mark.parametrize(("layout", "model", "small"), [
+    ({"dp": 1, "tp": 2}, {}, 0),
+    ({"dp": 1, "tp": 2}, {"architecture": "qwen2"}, 64_000_000),
+    ({"dp": 1, "tp": 2}, {"architecture": "llama", "vocabulary": 271}, 0),
+    ({"dp": 2, "tp": 2}, {}, 64_000_000),
+    ({"dp": 2, "tp": 2}, {"tied": False}, 0),
+    ({"dp": 1, "tp": 4}, {"vocabulary": 272, **FOUR_KEYS}, 0),
+    ({"dp": 4, "tp": 1}, {}, 0),
+], ids=str)
+def test_any_layout_equals_the_plain_model(layout, model, small):
+    expected = plain_training(model)
+    results = run_ranks(layout["dp"] * layout["tp"], split_training, layout, model, small)
+    joined(results, layout["tp"]).equals(expected)
+    for rank, result in enumerate(results):
+        peer = results[rank - rank % layout["tp"]]
+        assert result.logprobs == peer.logprobs
+        assert result.norms == results[0].norms
+        for name, weight in result.weights.items():
+            assert numpy.array_equal(weight, peer.weights[name]), name
+
+
+def refusal(layout, model) -> str:
+    mesh = named_mesh(**layout)
+    with pytest.raises(EngineError) as caught:
+        engine_of(mesh, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("layout", "model", "says"), [
+    ({"tp": 4}, {}, r"tp: 4 does not divide num_key_value_heads \(2\) of this `qwen3` model. tp may be 1, 2$"),
+    ({"tp": 2}, {"architecture": "qwen3_vl"}, r"plans for llama, mistral, .*PLANS\['qwen3_vl'\] = PLANS\['llama'\]"),
+    ({"pp": 2}, {}, "`fsdp` cannot split a model by pp"),
+], ids=str)
+def test_what_cannot_be_cut_is_refused(layout, model, says):
+    for message in run_ranks(next(iter(layout.values())), refusal, layout, model):
+        assert re.search(says, message), message
+
+
+def own_family() -> Trained:
+    """A family that users add: Qwen3 under another name."""
+    mesh, model = named_mesh(tp=2), built()
+    model.config.model_type = "qwen3_of_ours"
+    tensor_parallel.PLANS["qwen3_of_ours"] = tensor_parallel.PLANS["qwen3"]
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, pad_token=0, steps=10, trained=True)
+    return trained_by(engine, share_of(mesh))
+
+
+def test_a_plan_can_be_added():
+    joined(run_ranks(2, own_family), 2).equals(plain_training())
+
+
+def valued(layout) -> list[float]:
+    """Gradient norms of a value model, then the values and scores of this rank's rows."""
+    mesh = named_mesh(**layout)
+    model = with_value_head(built())
+    with torch.no_grad():
+        model.score.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
+    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, trained=True, head="value")
+    mine = share_of(mesh)
+
+    def squared(values, scores, micro):
+        return values.square().sum() / 22 + (scores - 0.5).square().sum() / 7
+
+    norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
+    return [*norms, *engine.values(mine["prompts"], mine["responses"]).values.tolist(),
+            *engine.scores(mine["prompts"], mine["responses"]).tolist()]
+
+
+def test_a_value_head_works_with_it():
+    (expected,), found = run_ranks(1, valued, {}), run_ranks(2, valued, {"tp": 2})
+    assert found[0] == found[1] == pytest.approx(expected, abs=1e-5)
+
+
+def saved(layout, folder, continued: bool) -> Trained:
+    """One update, then a checkpoint; or, from that checkpoint, the next updates."""
+    mesh = named_mesh(**layout)
+    engine, mine = engine_of(mesh), share_of(mesh)
+    checkpoints = Checkpoints(Path(folder), keep=1)
+    if not continued:
+        engine.update(mine, loss_of, 1.0, 0)
+        checkpoints.save(1, {"actor": engine}, {})
+    else:
+        checkpoints.load({"actor": engine})
+    return trained_by(engine, mine)
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 4}, {"dp": 1, "tp": 2}], ids=str)
+def test_a_checkpoint_is_for_any_layout(tmp_path, layout):
+    expected = joined(run_ranks(4, saved, {"dp": 2, "tp": 2}, tmp_path, False), 2)
+    ranks = layout.get("dp", 1) * layout.get("tp", 1)
+    joined(run_ranks(ranks, saved, layout, tmp_path, True), layout.get("tp", 1)).equals(expected)

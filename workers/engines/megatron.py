@@ -1,0 +1,175 @@
+"""Training and inference by Megatron-core: layers, tensors, tokens and experts divided between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from distflow.data.batch import Batch, Ragged
+from distflow.schema.errors import EngineError
+from distflow.schema.run import RoleRun
+from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
+
+try:
+    from megatron.core.distributed import finalize_model_grads
+except ModuleNotFoundError as error:
+    raise EngineError("engine: megatron  needs megatron-core, which is not installed. Install it:  "
+                      "pip install 'distflow[megatron]'") from error
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from workers.engines.megatron_export import Exporter
+from workers.engines.megatron_layout import Layout, groups_of
+from workers.engines.megatron_model import build_stage, config_of
+from workers.engines.megatron_optimizer import Adam, distributed
+from workers.engines.megatron_packing import Packed, of_all, pack
+from workers.engines.megatron_vocabulary import score
+from workers.engines.megatron_weights import check_family, entries, stage_weights
+
+
+class MegatronEngine(Trainer):
+    """One role's model over all ranks of `mesh`. It does not share prompts between responses, as `FSDPEngine` does:
+    each response is a sequence of its own, without padding."""
+
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
+        """`model`: with all weights, on the CPU, alike on all ranks.
+
+        Raises:
+            EngineError: Megatron cannot train this model, or not in this layout.
+        """
+        _refuse(settings, head, bool(whole))
+        self.settings, self.pad_token, self.steps = settings, pad_token, steps
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
+            else torch.device("cpu")
+        self.layout = Layout.of(mesh, ep)
+        check_family(model.config)
+        self.layout.check(model.config)
+        self.groups = groups_of(mesh, self.layout)
+        self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
+        half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
+        self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
+        self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
+        self.optimizer = Adam(self.model, settings, self.groups, self.layout) if trained else None
+        self.stages = P2PCommunicator(pp_group=self.groups.pp, config=self.stage.config)
+        self.run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=None)
+
+    def _build(self, model: PreTrainedModel, dtype: torch.dtype) -> nn.Module:
+        weights = model.state_dict()
+        placed = entries(model.config, weights, self.layout)
+        biased, normed = (f"model.layers.0.self_attn.{name}" in weights for name in ("q_proj.bias", "q_norm.weight"))
+        config = config_of(model.config, self.layout, biased, normed, dtype)
+        config.finalize_model_grads_func = self._finalize
+        stage = build_stage(model.config, config, self.groups).to(self.device, dtype)
+        mine = dict(stage.named_parameters())
+        ranks = {axis: getattr(self.groups, axis).rank() for axis in ("pp", "tp", "ep")}
+        with torch.no_grad():
+            for name, tensor, split in stage_weights(placed, weights, self.layout, ranks):
+                mine[name].tensor_model_parallel = split  # Megatron says so only of weights that it draws itself
+                mine.pop(name).copy_(tensor)
+        if mine:
+            raise EngineError(f"no weights were found for {sorted(mine)[:4]}; is this a whole {model.config.model_type}?")
+        self.exporter = Exporter(placed, dict(stage.named_parameters()),
+                                 {name: tensor.shape for name, tensor in weights.items()}, self.layout, self.groups,
+                                 dtype, self.device)
+        return stage
+
+    def _finalize(self, model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
+        """Gradients are sums: without the number of tokens Megatron does not divide them."""
+        finalize_model_grads(model, None, **options)
+
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
+        if images is not None:
+            raise EngineError("the Megatron engine reads no images. Train this model with  engine: fsdp")
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
+        with torch.no_grad():
+            found = self._passes(self._micro_batches(batch), temperature, None)
+        return responses.with_values(torch.cat(found).cpu()[: len(responses.values)])
+
+    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        raise EngineError(_NO_VALUES)
+
+    def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
+        raise EngineError(_NO_VALUES)
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
+               together: bool = False) -> dict[str, float]:
+        if self.optimizer is None:
+            raise ValueError("this role is frozen")
+        self.optimizer.zero()
+        self._passes(self._micro_batches(batch, together), temperature, loss_of)
+        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
+        norm = self.optimizer.step(rate, f"step {step}")
+        self.version += 1
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
+        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone, and the
+        log-probabilities of each on every rank."""
+        cp = self.groups.cp
+        packs = [pack(micro["prompts"], micro["responses"], self.pad_token, cp.size(), cp.rank(), self.device)
+                 for micro in micros]
+
+        def forward(rows: Iterator[tuple[Batch, Packed]], model: nn.Module) -> tuple[Tensor, Any]:
+            micro, packed = next(rows)
+            hidden = model(packed.tokens, None, None, packed_seq_params=packed.sequences)
+            return hidden, partial(self._finish, micro, packed, temperature, loss_of)
+
+        found = self.run(forward_step_func=forward, data_iterator=iter(zip(micros, packs)), model=[self.model],
+                         num_microbatches=len(micros), seq_length=1, micro_batch_size=1, forward_only=loss_of is None,
+                         p2p_communicator=self.stages, pg_collection=self.groups)
+        return found if loss_of else self._on_all_stages(found, packs)
+
+    def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+        """On the last stage: loss, a number of tokens that nobody divides by, log-probabilities."""
+        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in
+                               score(self.stage, hidden[packed.places, 0], packed.targets, temperature,
+                                     self.vocabulary, self.groups.tp))
+        if loss_of is None:
+            loss = logprobs.new_zeros(())
+        else:
+            loss = logprobs.sum() * 0.0 if is_placeholder(micro) else loss_of(logprobs, entropies, micro)
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), logprobs.detach()
+
+    def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
+        """The last stage's log-probabilities."""
+        if self.layout.pp == 1:
+            return found
+        counts = [packed.count for packed in packs]
+        last = self.groups.pp.size() - 1
+        values = torch.cat(found) if self.groups.pp.rank() == last else torch.empty(sum(counts), device=self.device)
+        dist.broadcast(values, group=self.groups.pp, group_src=last)
+        return list(values.split(counts))
+
+    def export(self, dtype: torch.dtype | None = None,
+               into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self.exporter.export(dtype, into)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+        self.version += 1
+
+
+_NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
+
+
+def _refuse(settings: RoleRun, head: str, whole: bool) -> None:
+    """
+    Raises:
+        EngineError: what this engine does not do is asked of it.
+    """
+    if head != "lm":
+        raise EngineError(f"the Megatron engine has no  head: {head} . Give this role  engine: fsdp")
+    if settings.lora is not None or whole:
+        raise EngineError("the Megatron engine trains all weights and no adapters. Remove  lora  or set  engine: fsdp")

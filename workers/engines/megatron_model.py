@@ -1,0 +1,105 @@
+"""A Megatron model of the same shape as a transformers one: its settings, its layers, its slices of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from distflow.schema.errors import EngineError
+from workers.engines.megatron_attention import PackedAttention
+from workers.engines.megatron_layout import Layout
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The only scaling of rotary embeddings that Megatron's model computes, beside none."""
+
+
+class Stage(GPTModel):
+    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made from the
+    tokens that count alone, and never of the whole vocabulary (`megatron_vocabulary.score`)."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+
+def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,
+              ) -> TransformerConfig:
+    """
+    Args:
+        biased: queries, keys and values have biases.
+        normed: queries and keys are normalised.
+
+    Raises:
+        EngineError: the model computes something that Megatron's layers do not.
+    """
+    if theirs.hidden_act != "silu":
+        raise EngineError(f"the Megatron engine knows  hidden_act: silu  and this model has  hidden_act: "
+                          f"{theirs.hidden_act}. Train it with  engine: fsdp")
+    if getattr(theirs, "use_sliding_window", False):
+        raise EngineError("the Megatron engine has no sliding-window attention, which this model uses. Train it with  "
+                          "engine: fsdp")
+    return TransformerConfig(
+        num_layers=theirs.num_hidden_layers, hidden_size=theirs.hidden_size,
+        num_attention_heads=theirs.num_attention_heads, num_query_groups=theirs.num_key_value_heads,
+        kv_channels=_head(theirs), ffn_hidden_size=theirs.intermediate_size, normalization="RMSNorm",
+        layernorm_epsilon=theirs.rms_norm_eps, gated_linear_unit=True, activation_func=functional.silu,
+        add_bias_linear=False, add_qkv_bias=biased, qk_layernorm=normed, attention_dropout=0.0, hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=1,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, variable_seq_lengths=True,
+        calculate_per_token_loss=True,  # losses are sums: no dividing by micro-batches, no average over ranks
+        use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False,
+        persist_layer_norm=False, moe_token_dispatcher_type="alltoall", **_experts(theirs))
+
+
+def _head(theirs: PretrainedConfig) -> int:
+    return getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+
+
+def _experts(theirs: PretrainedConfig) -> dict[str, Any]:
+    if not getattr(theirs, "num_experts", None):
+        return {}
+    if theirs.mlp_only_layers or theirs.decoder_sparse_step != 1:
+        raise EngineError("the Megatron engine wants experts in all layers or in none, and this model mixes them "
+                          f"(mlp_only_layers: {theirs.mlp_only_layers}, decoder_sparse_step: "
+                          f"{theirs.decoder_sparse_step}). Train it with  engine: fsdp")
+    return {"num_moe_experts": theirs.num_experts, "moe_router_topk": theirs.num_experts_per_tok,
+            "moe_ffn_hidden_size": theirs.moe_intermediate_size, "moe_router_dtype": "fp32",
+            # the softmax of the chosen alone is that of all, made to add up to one
+            "moe_router_pre_softmax": not theirs.norm_topk_prob,
+            "moe_router_load_balancing_type": "none"}
+
+
+def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
+    rope = theirs.rope_parameters
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError("the Megatron engine turns whole heads, and this model has a partial_rotary_factor. Train it "
+                          "with  engine: fsdp")
+    if rope["rope_type"] == "default":
+        return {"rotary_base": rope["rope_theta"]}
+    if rope["rope_type"] == "llama3" and all(rope[name] == value for name, value in _LLAMA3.items()):
+        return {"rotary_base": rope["rope_theta"], "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    raise EngineError(f"the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this model "
+                      f"has {rope}. Train it with  engine: fsdp")
+
+
+def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:
+    """This rank's part of the model; its weights are not set."""
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
+                                    normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
+    ways = config.tensor_model_parallel_size
+    return Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
+                 max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
+                 post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
+                 share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
+                 pg_collection=groups, **_rotation(theirs))

@@ -1,0 +1,122 @@
+"""Megatron's distributed Adam as this project uses it: a step that refuses gradients which are not finite, and a state
+for checkpoints.
+
+Of Megatron's own ways to restore it none is used: without TransformerEngine they lose Adam's step, or let all
+parameters share one, which is wrong Adam in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from distflow.schema.errors import EngineError
+from distflow.schema.run import RoleRun
+from workers.engines.megatron_layout import Layout
+
+
+def distributed(model: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:
+    """The model with buffers in which gradients are summed over the ranks that have the same weights."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return DistributedDataParallel(model.config, settings, model, pg_collection=groups)
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    return parameter.ndim <= 1
+
+
+class Adam:
+    """AdamW over the shards of this rank."""
+
+    def __init__(self, model: DistributedDataParallel, settings: RoleRun, groups: ProcessGroupCollection,
+                 layout: Layout):
+        self.model, self.settings = model, settings
+        half = model.config.bf16
+        config = OptimizerConfig(optimizer="adam", lr=settings.learning_rate, weight_decay=settings.weight_decay,
+                                 adam_beta1=settings.betas[0], adam_beta2=settings.betas[1], adam_eps=1e-8,
+                                 clip_grad=settings.max_grad_norm, bf16=half, params_dtype=model.config.params_dtype,
+                                 use_distributed_optimizer=True)
+        flat = ParamKey(predicate=ParamPredicate(name="flat", fn=_is_flat))
+        self.optimizer = get_megatron_optimizer(config, [model], {flat: ParamGroupOverride(wd_mult=0.0)},
+                                                use_gloo_process_groups=False, pg_collection=groups)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        self._allocate()
+        self.key = f"{layout} rank={torch.distributed.get_rank()}"
+
+    def _allocate(self) -> None:
+        """Adam's moments before the first step, so that a checkpoint can be loaded into them."""
+        for part in self.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for shard in group["params"]:
+                    part.optimizer.state[shard] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(shard),
+                                                   "exp_avg_sq": torch.zeros_like(shard)}
+
+    def zero(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self, rate: float, what: str) -> float:
+        """One step with the gradients in the buffers; returns their norm before clipping, over all ranks.
+
+        Raises:
+            EngineError: the norm is not finite; the weights are left as they were.
+        """
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise EngineError(f"the gradient norm of {what} is {norm}; the weights are left as they were. Look at "
+                              "the rewards and log-probabilities of this step, or lower learning_rate.")
+        for part in self.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                group["lr"] = rate
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.max_grad_norm, norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _shards(self) -> dict[str, dict[str, Tensor]]:
+        """The weights of this rank's shards, in float32, and their Adam state, by Megatron's parameter names."""
+        shards = {}
+        for part in self.optimizer.chained_optimizers:
+            places = part.model_param_group_index_map
+            for name, parameter in self.model.module.named_parameters():
+                if parameter in places:
+                    group, number = places[parameter]
+                    shard = part.optimizer.param_groups[group]["params"][number]
+                    shards[name] = {"weight": shard.detach(), **part.optimizer.state[shard]}
+        return shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Under a key that no other rank and no other layout has: torch.distributed.checkpoint takes plain tensors of
+        one key for copies of each other."""
+        return {self.key: {f"{name}.{kind}": tensor for name, state in self._shards().items()
+                           for kind, tensor in state.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            EngineError: the state is of another layout.
+        """
+        if self.key not in state:
+            raise EngineError(f"this checkpoint was written by the layout `{', '.join(state)}` and is to be read by "
+                              f"`{self.key}`. Megatron's optimizer state cannot be divided anew: resume with the layout "
+                              "that wrote it, or start from its weights, exported as a model folder")
+        for name, shard in self._shards().items():
+            for kind, tensor in shard.items():
+                tensor.copy_(state[self.key][f"{name}.{kind}"])
+        for part in self.optimizer.chained_optimizers:
+            part._copy_main_params_to_model_params()
+        self.model.start_param_sync(force_sync=True)
+
+

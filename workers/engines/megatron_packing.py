@@ -1,0 +1,110 @@
+"""Prompts and responses as packed sequences, cut for context parallelism, and which of their places count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.data.batch import Ragged
+from workers.engines.megatron_attention import Sequences
+
+
+@dataclass
+class Packed:
+    """The sequences of a micro-batch, or of it what one rank of context parallelism holds."""
+
+    tokens: Tensor
+    """[1, T / cp]"""
+    sequences: Sequences
+    places: Tensor
+    """[n]: where, among this rank's tokens, one comes before a response token,"""
+    targets: Tensor
+    """[n]: which response token that is,"""
+    numbers: Tensor
+    """[n]: and the how manyeth of all N response tokens."""
+    count: int
+    """N"""
+
+
+def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:
+    """Each prompt with its response, back to back; with context parallelism filled up to a multiple of 2·cp tokens."""
+    unit = 2 * cp if cp > 1 else 1
+    lengths = prompts.lengths + responses.lengths
+    padded = -(-lengths // unit) * unit
+    starts = padded.cumsum(0) - padded
+    tokens = torch.full((int(padded.sum()),), pad_token)
+    tokens[_places(starts, prompts)] = prompts.values
+    after = _places(starts + prompts.lengths, responses)
+    tokens[after] = responses.values
+    held = torch.cat([_held(length, start, cp, rank) for length, start in zip(padded.tolist(), starts.tolist())])
+    local = torch.full((len(tokens),), -1)
+    local[held] = torch.arange(len(held))
+    here = local[after - 1]
+    mine = (here >= 0).nonzero()[:, 0]
+    ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32).to(device)
+    longest = int(padded.max())
+    sequences = Sequences(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
+                          max_seqlen_kv=longest, pieces=_pieces(padded.tolist(), cp, rank),
+                          order=_order(padded.tolist(), starts.tolist(), cp, device) if cp > 1 else None)
+    return Packed(tokens[held][None].to(device), sequences, here[mine].to(device),
+                  responses.values[mine].to(device), mine.to(device), len(responses.values))
+
+
+def _places(starts: Tensor, rows: Ragged) -> Tensor:
+    """[T]: where each element lies if row `i` begins at `starts[i]`."""
+    return torch.arange(len(rows.values)) + (starts - rows.offsets[:-1])[rows.row_of]
+
+
+def _held(length: int, start: int, cp: int, rank: int) -> Tensor:
+    """Which tokens of a sequence a rank holds: two of 2·cp chunks, so that early and late ones are shared evenly."""
+    if cp == 1:
+        return torch.arange(start, start + length)
+    chunks = torch.arange(start, start + length).chunk(2 * cp)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+def _pieces(lengths: list[int], cp: int, rank: int) -> list[tuple[int, int, int, int]]:
+    """See `Sequences.pieces`."""
+    pieces, first, start = [], 0, 0
+    for length in lengths:
+        if cp == 1:
+            ends = [length]
+        else:
+            ends = [(chunk + 1) * (length // (2 * cp)) for chunk in (rank, 2 * cp - 1 - rank)]
+        width = length // (2 * cp) if cp > 1 else length
+        for end in ends:
+            pieces.append((first, first + width, start, start + end))
+            first += width
+        start += length
+    return pieces
+
+
+def _order(lengths: list[int], starts: list[int], cp: int, device: torch.device) -> Tensor:
+    gathered = torch.cat([_held(length, start, cp, rank) for rank in range(cp)
+                          for length, start in zip(lengths, starts)])
+    return torch.argsort(gathered).to(device)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Each of them computes the same loss from it, so that a gradient is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def of_all(values: Tensor, packed: Packed, group: dist.ProcessGroup) -> Tensor:
+    """This rank's numbers [n] → those of all N response tokens."""
+    if packed.sequences.order is None:
+        return values
+    return _Sum.apply(values.new_zeros(packed.count).index_put((packed.numbers,), values), group)
