@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ from workers.engines.rollout import Rollout
 VOCABULARY = 270
 ENDS = [2, *range(3, VOCABULARY, 9)]
 LIMIT = 24
+HALFWAY = {"test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been",
+           "test_versions_say_which_weights_sampled_each_token"}
+"""Tests that meet rows after a few steps, and before their ends."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Traits:
     """Settings without which it cannot do what the contract asks."""
     exempt: dict[str, str] = field(default_factory=dict)
     """Tests of the contract by name, and why this engine cannot pass them."""
+    slow: Callable[[Any, float], None] | None = None
+    """Makes an engine that goes on by itself between two steps wait some seconds before each token."""
 
 
 def _found(name: str) -> bool:
@@ -36,10 +42,15 @@ def _found(name: str) -> bool:
     return not engine.packages or bool(_installed(engine) or _elsewhere(engine))
 
 
+def slow_down(engine: Any, seconds: float) -> None:
+    """SGLang's server has a call for it."""
+    engine.server.call("/slow_down", {"forward_sleep_time": seconds})
+
+
 TRAITS: dict[str, Traits] = {
     "hf": Traits(),
     "vllm": Traits(_found("vllm")),
-    "sglang": Traits(_found("sglang"), {"batch_invariant": True}),  # without it SGLang has no seeds
+    "sglang": Traits(_found("sglang"), {"batch_invariant": True}, slow=slow_down),  # it has no seeds otherwise
 }
 
 

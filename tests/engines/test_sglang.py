@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engines.rollouts import LIMIT, TRAITS, build, tiny
+from engines.rollouts import LIMIT, TRAITS, build, slow_down, tiny
 from engines.test_rollout_contract import changed, greedy_of, lasting, require_greedy, until_done, weights
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,13 +191,13 @@ def test_rows_may_be_aborted_while_the_engine_is_paused(engine, model, prompts):
     session = engine.session(key=1, temperature=0.0)
     for row in rows:
         session.add([row])
-    engine.server.call("/slow_down", {"forward_sleep_time": 0.1})
+    slow_down(engine, 0.1)
     session.step()
     engine.pause()
     assert session.abort(rows[:1]) == rows[:1]
     assert len(rows[0].tokens) < LIMIT
     assert session.step() == []
-    engine.server.call("/slow_down", {"forward_sleep_time": None})
+    slow_down(engine, 0.0)
     engine.resume()
     until_done(session, rows[1:])
     for row in rows:
@@ -251,7 +251,8 @@ def _sample_together(texts):
             for temperature in (0.0, 0.8):
                 samples = engine.generate(prompts, 2, torch.arange(2 * len(prompts)), 3, temperature)
                 results.append([samples.tokens.values.tolist(), samples.logprobs.values.tolist()])
-            assert engine.load(weights(changed(model)), version + 1) == sum(each.numel() * 4 for _, each in weights(model))
+            size = engine.load(weights(changed(model)), version + 1)
+            assert size == sum(each.nbytes for _, each in weights(model))
         session = engine.session(key=1)
         session.add(engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=500))
         session.step()

@@ -44,6 +44,7 @@ class SGLangRollout(Rollout):
         self.end_tokens = torch.tensor(end_tokens)
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.vocabulary = model.config.get_text_config().vocab_size
         self.device, self.share, self.cached = mesh.device_type, Share(mesh), True
         self.numbers = itertools.count()
         self.sessions: weakref.WeakSet[Requests] = weakref.WeakSet()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from workers.engines.sglang import SGLangRollout
     from workers.engines.sglang_server import SGLangServer
 
-_MOMENT = 0.1
-"""Seconds that a step waits for a row to end."""
+_MOMENT, _FIRST = 0.1, 1.0
+"""Seconds that a step waits for a row to end, and for the first tokens of new rows."""
 
 
 class Turn(NamedTuple):
@@ -98,11 +98,13 @@ class Requests(Session):
     def _advance(self, fresh: dict[str, Row]) -> list[Turn]:
         if fresh:
             self.engine.server.generate(self._body(fresh), self.events)
-        return self._hear(0.0 if self.ended else _MOMENT)
+        return self._hear(0.0 if self.ended else _FIRST if fresh else _MOMENT)
 
     def _body(self, fresh: dict[str, Row]) -> dict[str, Any]:
         settings = self.engine.generation
-        common = {"temperature": self.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1,
+        # SGLang draws differently as soon as any row in the batch is greedy or has a top-k: with seeds, all have one.
+        no_limit = self.engine.vocabulary if settings.batch_invariant else -1
+        common = {"temperature": self.temperature, "top_p": settings.top_p, "top_k": settings.top_k or no_limit,
                   "stop_token_ids": sorted(self.ends)}
         return {"rid": list(fresh), "input_ids": [row.sequence.tolist() for row in fresh.values()],
                 "return_logprob": True, "sampling_params": [
