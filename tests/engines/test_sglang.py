@@ -76,8 +76,9 @@ def go_on(session) -> None:
         session.step()
 
 
-def sampling(engine, prompts, limit: int = 900):
+def sampling(engine, prompts, limit: int = 190):
     """A session with rows that go on for long."""
+    slow_down(engine, 0.05)
     session = engine.session(key=1, temperature=0.0)
     session.ends = {0}
     rows = engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=limit)
@@ -207,13 +208,14 @@ def test_rows_may_be_aborted_while_the_engine_is_paused(engine, model, prompts):
 def test_new_weights_may_come_while_the_engine_is_paused(engine, model, prompts):
     session, rows = sampling(engine, prompts, limit=60)
     engine.pause()
+    slow_down(engine, 0.0)
     engine.load(weights(changed(model)), version=5)
     assert session.step() == []
     engine.resume()
     until_done(session, rows)
     for row in rows:
         versions = row.versions.tolist()
-        assert set(versions) in ({0, 5}, {5})
+        assert set(versions) == {0, 5}
         assert len(versions) == 60
 
 
@@ -230,7 +232,7 @@ def test_weights_come_in_several_buckets(engine, model, prompts, monkeypatch):
 
 def test_a_prompt_that_is_too_long_is_an_error(engine):
     session = engine.session(key=1)
-    session.add([Row(0, torch.full((5000,), 7), 5000, 5)])
+    session.add([Row(0, torch.full((300,), 7), 300, 5)])
     with pytest.raises(EngineError, match=r"(?i)long|length|context"):
         go_on(session)
 
@@ -254,7 +256,7 @@ def _sample_together(texts):
             size = engine.load(weights(changed(model)), version + 1)
             assert size == sum(each.nbytes for _, each in weights(model))
         session = engine.session(key=1)
-        session.add(engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=500))
+        session.add(engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=150))
         session.step()
         results.append([row.tokens.tolist() for row in session.abort()])
         engine.check_health()
