@@ -164,7 +164,7 @@ def _own_a_server(line):
 def test_no_process_outlives_its_owner():
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    owner = context.Process(target=_own_a_server, args=(theirs,))
+    owner = context.Process(target=_own_a_server, args=(theirs,), daemon=True)
     owner.start()
     assert ours.poll(10 * SOON)
     leader, _ = ours.recv()

@@ -77,7 +77,8 @@ class SGLangRollout(Rollout):
                  "random-seed": seed % 2**31, "max-running-requests": settings.batch_rows, "tp-size": self.share.size,
                  "stream-interval": 1 << 30,  # a row is heard of at its first token and at its end
                  "log-level": "warning", **special(config, settings, self.dtype)}
-        switches = ["--skip-tokenizer-init", "--sleep-on-idle", *(["--enable-deterministic-inference"] * settings.batch_invariant),
+        switches = ["--skip-tokenizer-init", "--sleep-on-idle",
+                    *(["--enable-deterministic-inference"] * settings.batch_invariant),
                     "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
 
