@@ -137,7 +137,8 @@ class Requests(Session):
         if reason["type"] == "abort" and request not in self.asked:
             raise EngineError(f"SGLang gave a row of {len(row.sequence)} tokens up after {len(tokens)} more: "
                               f"{reason.get('message')}")
-        versions = [int(span["version"]) for span in said["weight_versions"] for _ in range(span["start"], span["end"])]
+        versions = [int(span["version"]) for span in said.get("weight_versions", ())
+                    for _ in range(span["start"], span["end"])]
         logprobs = [chosen[0] for chosen in said.get("output_token_logprobs", [])]
         return Turn(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete)
 
