@@ -32,6 +32,16 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Si
         yield name, tensor
 
 
+def apart(name: str, tensor: Tensor) -> Named:
+    """As SGLang loads it: transformers has the experts of a layer in one tensor, checkpoints have them one by one."""
+    layer, _, kind = name.rpartition(".")
+    if not layer.endswith(".experts"):
+        return [(name, tensor)]
+    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+    return [(f"{layer}.{number}.{part}.weight", values) for number, expert in enumerate(tensor)
+            for part, values in zip(parts, expert.chunk(len(parts)))]
+
+
 class Buckets:
     """Whole tensors, packed into shared memory as many at a time as fit. `size` counts their bytes."""
 
@@ -53,7 +63,7 @@ class Buckets:
             if not named:  # a new one each time: the server may still copy from the one before, on its own stream
                 place = self._shared(max(self.room, bytes_))
             copy = place[used : used + bytes_].view(self.dtype).view(tensor.shape)
-            named.append((name, copy.copy_(tensor)))
+            named += apart(name, copy.copy_(tensor))
             self.size += bytes_
             used += -(-bytes_ // _ALIGNED) * _ALIGNED
         if named:
