@@ -82,6 +82,9 @@ class FSDPEngine(Trainer):
         if tp > 1 and self.settings.lora:
             raise EngineError(f"tp: {tp} and `lora` cannot be had together: there is no plan of how adapters are cut. "
                               "Set  tp: 1 , the base is sharded over dp, or train without `lora`")
+        if tp > 1 and self.settings.compile:
+            raise EngineError(f"tp: {tp} and `compile` cannot be had together: torch does not compile layers that are "
+                              "cut over ranks reliably. Set  compile: false")
         if cp > 1 and getattr(model, "sight", None):
             raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
                               "Set  cp: 1")
