@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from workers.engines.rollout import Rollout, Row, Session
 from workers.engines.vllm_start import shut, start, translated, untied
 from workers.engines.vllm_weights import Arrivals
 
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.core_client import EngineCoreClient
+
 
 class VLLMRollout(Rollout):
     """A model in vLLM's own form, beside the trainer's. With tp > 1 the ranks of a share have one engine together.
@@ -29,6 +34,8 @@ class VLLMRollout(Rollout):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
         self.end_tokens = torch.tensor(end_tokens)
+        # vLLM refuses those that the model cannot say.
+        self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.cached, self.failure, self.numbers = True, "", itertools.count()
@@ -36,11 +43,13 @@ class VLLMRollout(Rollout):
         tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
         self.copies = untied(model, mesh.device_type)
         self.llm = start(model, self.generation, self.dtype, mesh.device_type, tp, seed)
-        core = self.llm.engine_core
-        # vLLM's own farewell destroys the default process group, which is not its own.
-        core._finalizer.detach()
-        self.closing = weakref.finalize(self, shut, core.engine_core)
-        self.fused = getattr(core.engine_core.model_executor.driver_worker.get_model(), "packed_modules_mapping", {})
+        self.core = self.llm.engine_core
+        """vLLM's engine itself: what surrounds it writes text, and takes as long as a small model for it."""
+        self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
+        self.closing = weakref.finalize(self, shut, self.core.engine_core)
+        self.tasks = self.core.get_supported_tasks()
+        worker = self.core.engine_core.model_executor.driver_worker
+        self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
 
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
@@ -102,7 +111,7 @@ class VLLMRollout(Rollout):
         self.check_health()
         try:
             with translated("sample"):
-                outputs = self.llm.step()
+                outputs = self.core.get_output().outputs
         except EngineError as error:
             self.failure = str(error)
             raise
@@ -110,7 +119,7 @@ class VLLMRollout(Rollout):
         for output in outputs:
             for session in sessions:
                 if output.request_id in session.turns:
-                    session.hear(output.request_id, output.outputs[0], output.finished)
+                    session.hear(output)
 
 
 class Sampling(Session):
@@ -122,8 +131,7 @@ class Sampling(Session):
         """Turns under way, by request."""
         self.ended: list[Row] = []
         """Rows whose turns ended since the last step."""
-        self.ends = engine.end_tokens.tolist()
-        weakref.finalize(self, _abandon, engine.llm, self.turns).atexit = False
+        weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
 
     @property
     def busy(self) -> bool:
@@ -138,10 +146,11 @@ class Sampling(Session):
                 raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")
             settings, first = self.engine.generation, len(row.sequence) - row.prompt
             params = parameters(self.key, self.temperature, settings.top_k, settings.top_p, row.id, first, row.limit,
-                                self.ends)
+                                self.engine.ends)
             request = str(next(self.engine.numbers))
             with translated(f"take a row of {len(row.sequence)} tokens"):
-                self.engine.llm.add_request(request, {"prompt_token_ids": row.sequence.tolist()}, params)
+                self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
+                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
             self.turns[request] = _Turn(row)
 
     def extend(self, row: Row, observation: Tensor, limit: int) -> None:
@@ -159,20 +168,20 @@ class Sampling(Session):
         ended, self.ended = self.ended, []
         return ended
 
-    def hear(self, request: str, output: object, finished: bool) -> None:
-        """What vLLM sampled for a turn in this step: a `CompletionOutput` with what is new."""
-        turn = self.turns[request]
-        turn.tokens += output.token_ids
-        turn.logprobs += output.logprobs.logprobs
-        turn.versions += [self.engine.version] * len(output.token_ids)
-        if finished:
-            self.ended.append(self.turns.pop(request).end(turn.tokens[-1] in self.ends))
+    def hear(self, output: EngineCoreOutput) -> None:
+        """What vLLM sampled for a turn in this step."""
+        turn = self.turns[output.request_id]
+        turn.tokens += output.new_token_ids
+        turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        turn.versions += [self.engine.version] * len(output.new_token_ids)
+        if output.finished:
+            self.ended.append(self.turns.pop(output.request_id).end(turn.tokens[-1] in self.engine.ends))
 
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
         chosen = None if rows is None else set(rows)
         wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
         with translated("abort"):
-            self.engine.llm.abort_request(wanted)
+            self.engine.core.abort_requests(wanted)
         return [self.turns.pop(request).end(False) for request in wanted]
 
 
@@ -191,7 +200,6 @@ class _Turn:
         return self.row
 
 
-def _abandon(llm: object, turns: dict[str, _Turn]) -> None:
+def _abandon(core: EngineCoreClient, turns: dict[str, _Turn]) -> None:
     """Nobody waits for these any more."""
-    if turns:
-        llm.abort_request(list(turns))
+    core.abort_requests(list(turns))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from workers.engines.sampling import pick, uniform
@@ -48,7 +47,7 @@ def parameters(key: int, temperature: float, top_k: int, top_p: float, id: int, 
     """A request whose tokens `Drawing` chooses. `first`: the position of its first token behind the prompt."""
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
-        output_kind=RequestOutputKind.DELTA, skip_clone=True, flat_logprobs=True,
+        skip_clone=True,
         extra_args={"choice": [key, temperature, top_k, top_p], "row": [id, first]})
 
 

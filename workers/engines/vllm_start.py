@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +31,6 @@ _CPU_CACHE = 4 << 30
 """Bytes at most for keys and values where there is no GPU."""
 _CPU_BLOCK = 32
 """Tokens whose keys and values lie together: prompts share whole blocks only, and vLLM's own choice is 128."""
-_FAILURES = (RuntimeError, ValueError, KeyError, AttributeError, TypeError, AssertionError, OSError, ImportError)
-"""What vLLM raises in our process."""
 _open: set[int] = set()
 """The engines of this process, which share their process groups."""
 
@@ -40,8 +40,14 @@ def translated(what: str) -> Iterator[None]:
     """vLLM's errors as ours."""
     try:
         yield
-    except _FAILURES as error:
+    except _failures() as error:
         raise EngineError(f"vLLM cannot {what}: {type(error).__name__}: {error}") from error
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What vLLM raises in our process: errors of its own, if it got as far as defining them, and Python's."""
+    own = getattr(sys.modules.get("vllm.exceptions"), "VLLMError", RuntimeError)
+    return (own, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError, ImportError)
 
 
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
@@ -66,7 +72,19 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
             **(_on_cpu(config, generation, dtype, longest) if device == "cpu" else _on_gpu(generation))))
     _open.add(id(engine.engine_core.engine_core))
+    _unname_shared_memory()
     return engine
+
+
+def _unname_shared_memory() -> None:
+    """On CPU the ranks of a split model talk through shared memory. They have it by now; its name, which is the same in
+    every run, would outlive a run that is killed and stop all later ones."""
+    from vllm.distributed import get_tp_group
+
+    name = getattr(getattr(get_tp_group().device_communicator, "dist_module", None), "group_name", "").lstrip("/")
+    for path in Path("/dev/shm").iterdir() if name else ():
+        if path.name.startswith(f"{name}_"):
+            path.unlink(missing_ok=True)
 
 
 def untied(model: PreTrainedModel, device: str) -> dict[str, str]:

@@ -1,0 +1,167 @@
+"""What concerns vLLM alone: it draws what transformers draws, shares a process, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines.rollouts import build, tiny
+from harness import command, environment, metrics_of
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
+
+pytest.importorskip("vllm")
+
+SPLIT = "layouts: {rollout: {tp: 2}}\n"
+
+
+@pytest.fixture(scope="module")
+def running(mesh):
+    engine = build("vllm", mesh, tiny())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def vllm(running):
+    settings = running.generation
+    yield running
+    running.generation = settings
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.8, 7, 0.9)])
+def test_it_draws_the_tokens_that_transformers_draws(vllm, mesh, prompts, temperature, top_k, top_p):
+    hf = build("hf", mesh, tiny())
+    ids = torch.arange(8 * len(prompts)) + 1000
+    for engine in (vllm, hf):
+        engine.generation = engine.generation.model_copy(update={"top_k": top_k, "top_p": top_p})
+    theirs, ours = (engine.generate(prompts, 8, ids, key=12, temperature=temperature) for engine in (vllm, hf))
+    assert theirs.tokens.values.tolist() == ours.tokens.values.tolist()
+    assert theirs.finished.tolist() == ours.finished.tolist()
+    assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=2e-5)
+
+
+def test_sessions_of_several_temperatures_share_a_batch(vllm, prompts):
+    """Rows come, go and move in vLLM's batch, and each keeps its own key and temperature."""
+    wanted = [vllm.generate(prompts, 2, torch.arange(12), key, temperature).tokens.rows
+              for key, temperature in ((1, 0.0), (2, 0.7), (3, 1.3))]
+    sessions = [vllm.session(1, 0.0), vllm.session(2, 0.7), vllm.session(3, 1.3)]
+    groups = [vllm.rows(prompts, 2, torch.arange(12)) for _ in sessions]
+    for start in range(0, 12, 2):
+        for session, rows in zip(sessions, groups):
+            session.add(rows[start : start + 2])
+        sessions[start % 3].step()
+    while any(session.busy for session in sessions):
+        for session in sessions:
+            session.step()
+    for rows, expected in zip(groups, wanted):
+        assert [row.tokens.tolist() for row in rows] == [row.tolist() for row in expected]
+
+
+def test_a_session_that_nobody_holds_costs_nothing(vllm, prompts):
+    session = vllm.session(key=0)
+    session.add(vllm.rows(prompts, 1, torch.arange(len(prompts))))
+    session.step()
+    scheduler = vllm.core.engine_core.scheduler
+    assert scheduler.get_num_unfinished_requests() == len(prompts)
+    del session
+    gc.collect()
+    assert scheduler.get_num_unfinished_requests() == 0
+
+
+def test_what_it_cannot_do_is_said(vllm, mesh):
+    row = vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1))[0]
+    row.images = Ragged.from_rows([torch.zeros(3)])
+    with pytest.raises(EngineError, match="rollout: hf"):
+        vllm.session(key=0).add([row])
+    long = vllm.rows(Ragged.from_rows([torch.full((300,), 7)]), 1, torch.arange(1))
+    with pytest.raises(EngineError, match="300 tokens"):
+        vllm.session(key=0).add(long)
+    with pytest.raises(EngineError, match="without .*v_proj"):
+        vllm.load([(f"model.layers.0.self_attn.{part}_proj.weight", torch.zeros(size, 64))
+                   for part, size in (("q", 64), ("k", 32))], version=1)
+    with pytest.raises(EngineError, match="lora"):
+        type(vllm).build(tiny(), None, None, mesh, 0, [2], shared=[nn.Parameter(torch.zeros(1))])
+    session = vllm.session(key=0)
+    session.add(vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1)))
+    with pytest.raises(EngineError, match="under way"):
+        vllm.sleep()
+    session.abort()
+    vllm.sleep()
+    vllm.wake()
+
+
+def test_a_closed_engine_says_so(mesh):
+    engine = build("vllm", mesh, tiny())
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.check_health()
+    assert dist.is_initialized()
+    dist.barrier()
+
+
+def two_layouts(reference: list[list[int]]) -> None:
+    """On two ranks: an engine for each (the launcher's environment must not mislead it), then one for both."""
+    prompts = Ragged.from_rows([torch.arange(9, 9 + length) for length in (3, 12, 40)])
+    launch = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ.update(launch)
+    for shape in ((2, 1, 1, 1), (1, 1, 1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "cp", "tp"))
+        model = tiny(kv_heads=2)
+        engine = build("vllm", mesh, model)
+        assert {name: os.environ[name] for name in launch} == launch
+        for version in range(2):
+            samples = engine.generate(prompts, 4, torch.arange(12), key=3)
+            assert [row.tolist() for row in samples.tokens.rows] == reference[version]
+            assert not list(Path("/dev/shm").glob("*cpushm*"))  # it would outlive a killed run, and stop the next
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version + 1)
+        engine.close()
+        dist.barrier()
+    for name in launch:
+        del os.environ[name]
+
+
+def test_ranks_alone_and_together_draw_the_same(mesh):
+    model, prompts = tiny(kv_heads=2), Ragged.from_rows([torch.arange(9, 9 + length) for length in (3, 12, 40)])
+    reference = []
+    for _ in range(2):
+        samples = build("hf", mesh, model).generate(prompts, 4, torch.arange(12), key=3)
+        reference.append([row.tolist() for row in samples.tokens.rows])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    run_ranks(2, two_layouts, reference)
+
+
+def run(workspace: Path, ranks: int, name: str, engine: str, more: str = "") -> dict:
+    text = (workspace / "tiny.yaml").read_text().replace("kv_heads: 1", "kv_heads: 2")
+    (workspace / "own.yaml").write_text(text + more)
+    done = subprocess.run(command(ranks, "--dag", "grpo.yaml", "--run-file", "own.yaml", "--name", name, "--set",
+                                  f"roles.actor.rollout={engine}", "--set", "steps=3"),
+                          cwd=workspace, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return metrics_of(workspace / "runs" / name)
+
+
+def test_a_run_is_the_same_with_either_engine_and_split(workspace):
+    """The algorithm does not know: the same samples in every step, which follow from the same weights."""
+    ours = run(workspace, 1, "ours", "hf")
+    alone, split = run(workspace, 1, "alone", "vllm"), run(workspace, 2, "split", "vllm", SPLIT)
+    for step, line in ours.items():
+        for other in (alone, split):
+            assert other[step]["response/fingerprint"] == line["response/fingerprint"]
+            assert other[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
+            assert other[step]["mismatch/logprob_max"] < 2e-5
