@@ -8,9 +8,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
-from training import Trained, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
+from training import Trained, built, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
 
 from distflow.schema.errors import EngineError
+from distflow.schema.run import Lora, RoleRun
+from workers.engines.adapters import attach
+from workers.engines.fsdp import FSDPEngine
 
 
 def optional_training(layout, settings, small) -> Trained:
@@ -70,8 +73,11 @@ def test_replicas_have_whole_copies_between_them():
 
 
 def refusal(layout, settings) -> str:
+    model = built()
+    if "lora" in settings:
+        attach(model, Lora(**settings["lora"]), 0)
     with pytest.raises(EngineError) as caught:
-        engine_of(named_mesh(**layout), **settings)
+        FSDPEngine(model, RoleRun(**settings), named_mesh(**layout), 0, 1, trained=True)
     return str(caught.value)
 
 
