@@ -13,9 +13,11 @@ once on a rank whose rollout shares it; a role that copies it shares it too.
 `dtype: auto` is counted as what the model's config.json says that its weights are, for want of knowing the device.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
-whole, are a few in ten thousand), context parallelism the tokens of activations. Megatron's distributed optimizer
-divides only Adam's state and the master weights by the data-parallel size, not gradients. A role that swaps (MindSpeed
-RL §3.2) has either what it trains with or what it samples with.
+whole, are a few in ten thousand; FSDP leaves experts whole), context parallelism the tokens of activations, expert
+parallelism the experts. Megatron's distributed optimizer divides only Adam's state and the master weights by the
+data-parallel size, not gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
+the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time. Offloaded states count for nothing. A role that swaps
+(MindSpeed RL §3.2) has either what it trains with or what it samples with.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from dataclasses import replace
 from distflow.schema.errors import Mistake, Spot
 from distflow.schema.lora import adapted, base_of
 from distflow.schema.plan import SAMPLING, TRAINING, Layout, Tenant
+from distflow.schema.run import RoleRun
 from distflow.schema.spec import Shape, Spec
 
 GIB = 1024**3
 _TRAINING_STATE = 16
 _ACTIVATIONS = 17
 _LOGITS = 3 * 4
+LOGITS_AT_ONCE = 2**25
 _HALVES = ("bfloat16", "float16")
 Layouts = dict[tuple[str, bool], Layout]
 """How all ranks hold the model of a role's engine, by role and whether it is the one that samples."""
@@ -113,7 +117,7 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
         if generates:
             tenants.append(Tenant(f"{role}: rollout weights", -(-shape.parameters * width // sampling.tp),
                                   f"{shape.parameters:,} × {width} B{_by(tp=sampling.tp)}"))
-    tenants.append(_activations(role, settings.micro_batch_tokens, shape, trained, own, width, outputs))
+    tenants.append(_activations(role, settings, shape, trained, own, width, outputs))
     if generates:
         length = settings.generation.max_new_tokens + spec.run.data.max_prompt_tokens
         rows = settings.generation.batch_rows
@@ -124,27 +128,42 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
     return [_in_phase(tenant) for tenant in tenants] if settings.swap and generates and trained else tenants
 
 
-def _activations(role: str, tokens: int, shape: Shape, trained: bool, layout: Layout, width: int,
+def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
                  outputs: int) -> Tenant:
-    kept = -(-shape.layers // layout.pp) if trained else 1
-    per_layer = _ACTIVATIONS * width * shape.hidden
-    count = -(-tokens // layout.cp) * (kept * per_layer + _LOGITS * -(-outputs // layout.tp))
-    return Tenant(f"{role}: activations", count, f"{tokens:,} tokens{_by(cp=layout.cp)} × ({kept} "
-                  f"layer{'s' * (kept > 1)} × {per_layer:,} + {_LOGITS} × {outputs:,}{_by(tp=layout.tp)}) B")
+    tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
+    per_layer, inputs = _ACTIVATIONS * width * shape.hidden, 0
+    if settings.recompute and trained:
+        kept, inputs = 1, kept * width * shape.hidden
+    logits = tokens * -(-outputs // layout.tp)
+    if settings.engine == "fsdp":
+        logits = min(logits, max(LOGITS_AT_ONCE, outputs))
+    plus = f" + {inputs:,} of inputs" if inputs else ""
+    return Tenant(f"{role}: activations", tokens * (kept * per_layer + inputs) + _LOGITS * logits,
+                  f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
+                  f"{_LOGITS} B")
 
 
 def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) -> list[Tenant]:
-    parts, shares = layout.tp * layout.pp, layout.dp * layout.cp
-    n, trained = shape.parameters, spec.dag.roles[role].trained
-    cut = _by(tp=layout.tp, pp=layout.pp)
-    if spec.settings_of(role).engine == "megatron":
+    settings, trained = spec.settings_of(role), spec.dag.roles[role].trained
+    mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
+    shares = layout.dp * layout.cp // settings.replicas
+    if settings.engine == "megatron":
         held, divided = (width + 4, 8 + 4 * (width == 2)) if trained else (width, 0)
-        formula = f"{n:,} × ({held} B + {divided} B{_by(dp=shares)}){cut}"
+        formula = f"{shape.parameters:,}{cut} × ({held} B + {divided} B{_by(dp=shares)})"
         return [Tenant(f"{role}: {'training state' if trained else 'weights'}",
-                       -(-n * held // parts) - (-n * divided // (parts * shares)), formula)]
+                       mine * held + -(-mine * divided // shares), formula)]
     state, name = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
-    return [Tenant(f"{role}: {name}", -(-n * state // (parts * shares)), f"{n:,} × {state} B / dp {shares}{cut}"),
-            Tenant(f"{role}: weights while computing", -(-n * width // parts), f"{n:,} × {width} B{cut}")]
+    return [*([] if settings.offload else [Tenant(f"{role}: {name}", -(-mine * state // shares),
+                                                  f"{shape.parameters:,} × {state} B / dp {shares}{cut}")]),
+            Tenant(f"{role}: weights while computing", mine * width, f"{shape.parameters:,} × {width} B{cut}")]
+
+
+def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
+    """Parameters that a rank computes with."""
+    experts = shape.expert_parameters
+    if engine == "megatron":
+        experts = -(-experts // (layout.tp * layout.ep))
+    return -(-(-(-(shape.parameters - shape.expert_parameters) // layout.tp) + experts) // layout.pp)
 
 
 def _by(**sizes: int) -> str:

@@ -58,7 +58,24 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
         found = found or _check_dp(spec, wish, layout, ranks, shares)
         layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
         mistakes += found
-    return layouts, mistakes
+    return layouts, mistakes + _check_replicas(spec, wishes, layouts, ranks)
+
+
+def _check_replicas(spec: Spec, wishes: list[_Wish], layouts: dict[str, Layout], ranks: int) -> list[Mistake]:
+    """That the ranks over which a role is sharded can be divided into its replicas."""
+    found = {}
+    for wish in wishes:
+        own = spec.run.roles.get(wish.role)
+        if own and wish.engine == (wish.role, False) and ranks > 0:
+            layout = layouts[wish.node]
+            shards = ranks // layout.width * layout.cp
+            if shards % own.replicas:
+                what = (f"role `{wish.role}` wants {own.replicas} replicas, which do not divide the {shards} ranks "
+                        "that share a model")
+                fitting = ", ".join(str(count) for count in range(1, shards + 1) if not shards % count)
+                where = spec.run_source.spot(("roles", wish.role, "replicas"))
+                found[wish.role] = Mistake(what, where, f"One of  replicas: {fitting}")
+    return list(found.values())
 
 
 def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],

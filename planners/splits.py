@@ -28,23 +28,37 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
         elif shape:
             mistakes += [Mistake(f"node `{node}` wants {size} {count}, but {what}", where, hint)
                          for what, hint in _misfits(shape, role, size, count)]
-    if asked and settings.lora and not samples:
-        where = spec.run_source.spot(("roles", role, "lora"), key=True)
-        mistakes.append(Mistake(f"role `{role}` has `lora`, and node `{node}` splits its model: adapters are trained "
-                                "whole", where, f"Take `lora` out, or `{', '.join(asked)}` of `{node}`."))
-    return mistakes
+    return mistakes if samples else [*mistakes, *_together(spec, node, role, asked)]
+
+
+def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Mistake]:
+    """What the role asks for and cannot have with a model that is split."""
+    settings, seeing = spec.run.roles.get(role), spec.run.data.images is not None
+    if settings is None:
+        return
+    cutting = {size: count for size, count in asked.items() if size in ("tp", "cp")}
+    for key, wished, sizes, why in (
+            ("lora", settings.lora, asked, "adapters are trained whole"),
+            ("compile", settings.compile, {"tp"} & asked.keys(), "torch.compile and DTensors do not go together"),
+            ("model", seeing, cutting, "the part of a model that sees is not split")):
+        if wished and sizes:
+            where = spec.run_source.spot(("roles", role, key), key=True)
+            what = f"role `{role}` has `{'images' if key == 'model' else key}`, and node `{node}` splits its model"
+            yield Mistake(f"{what}: {why}", where, f"Leave  {', '.join(sizes)}  of `{node}` out"
+                          + (f", or `{key}`." if key != "model" else "."))
 
 
 def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:
     """What `count` ways do not divide, and what would."""
-    parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads)],
+    wide = [("units in its feed-forward layers", shape.widening)] if shape.widening else []
+    parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads), *wide],
              "pp": [("layers", shape.layers)], "ep": [("experts", shape.experts)], "cp": []}[size]
     for what, number in parts:
         if not number:
             yield f"the model of role `{role}` has no {what}", f"Leave `{size}` out."
         elif number % count:
-            fitting = [str(part) for part in range(1, number + 1) if all(
-                other and not other % part for _, other in parts)]
+            most = min(other for _, other in parts)
+            fitting = [str(part) for part in range(1, most + 1) if not any(other % part for _, other in parts)]
             yield (f"the model of role `{role}` has {number} {what}, which {count} does not divide",
                    f"One of  {size}: {', '.join(fitting)}")
             return

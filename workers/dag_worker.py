@@ -82,6 +82,12 @@ class DagWorker:
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
 
+    def close(self) -> None:
+        """End what engines have started beside this process."""
+        for role in self.roles.values():
+            if role.rollout is not None:
+                role.rollout.close()
+
     def _watch(self, task: Task, step: int) -> _Watch:
         return _Watch(self.presence, f"is in step {step}, waiting for the inputs of node `{task.node}`",
                       f"in node `{task.node}` (function {task.function}), step {step}")

@@ -46,6 +46,7 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
         if board.rank == 0 and resume:
             RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
         worker.run()
+    worker.close()
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 

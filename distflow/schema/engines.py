@@ -39,7 +39,9 @@ TRAINERS: dict[str, Engine] = {
               "parallelism"}),
     "megatron": Engine("workers.engines.megatron:MegatronEngine", ("megatron-core",), ("0.16.",), "megatron", cannot={
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
-        "images": "its models take tokens alone"}),
+        "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
+        "offload": "its weights stay on the device", "recompute": "distflow starts it without", "compile":
+        "its layers are its own"}),
 }
 ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
@@ -85,13 +87,15 @@ def untested(spec: Spec) -> Iterator[str]:
                    f"{', '.join(f'{known}*' for known in engine.tested)}")
 
 
-_WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`"}
+_WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
+           "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
 def _wishes(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     wishes = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
-              "value": spec.dag.roles[role].head == "value"}
+              "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
+              "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [wish for wish, wished in wishes.items() if wished]
 
 

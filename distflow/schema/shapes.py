@@ -39,8 +39,10 @@ class Shape:
     kv_heads: int = 1
     experts: int = 0
     """Of each layer; 0 for a model without."""
-    split_parameters: int = 0
-    """Parameters that tensor parallelism cuts: all but those of norms."""
+    expert_parameters: int = 0
+    """Of the experts of all layers together."""
+    widening: int = 0
+    """Width of the feed-forward layers; 0 where experts have their own."""
 
     def with_value_head(self) -> Shape:
         """The same model with one number for each token."""
@@ -83,7 +85,8 @@ def shape_of(config: dict[str, Any]) -> Shape:
     parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
     return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
                  heads=heads, kv_heads=kv_heads, experts=_experts(config),
-                 split_parameters=parameters - (2 * layers + 1) * hidden)
+                 expert_parameters=layers * _experts(config) * 3 * hidden * config.get("moe_intermediate_size", 0),
+                 widening=0 if _experts(config) else config["intermediate_size"])
 
 
 def _experts(config: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from planning import DIAMOND
 
 from distflow.schema.run import Model
 from distflow.schema.shapes import Shape, shape_of, shape_of_embedded
-from planners.memory import needed
+from planners.memory import LOGITS_AT_ONCE, needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
@@ -21,8 +21,7 @@ LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 
 
 def test_parameters_are_counted_by_hand() -> None:
-    assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99, heads=2,
-                                     split_parameters=2 * (LAYER - 2 * 8) + 10 * 8)
+    assert shape_of(CONFIG) == Shape(2 * LAYER + 10 * 8 + 8, 2, 4, 10, 8, 99, heads=2, widening=16)
     assert shape_of({**CONFIG, "tie_word_embeddings": False}).parameters == 2 * LAYER + 2 * 10 * 8 + 8
     assert shape_of({**CONFIG, "num_key_value_heads": None, "head_dim": None}).kv_width == 8
 
@@ -123,6 +122,30 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
     assert split["actor: rollout weights"] == whole["actor: rollout weights"]
     assert split["actor: activations"] == 100 * (2 * 68 * 64 + 12 * 256)
+
+
+def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
+    model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "experts": 4}
+    shape = shape_of_embedded(Model(**model))
+    assert shape.expert_parameters == 2 * 4 * 3 * 64 * (3 * 64 // 2)
+    dense = shape.parameters - shape.expert_parameters
+    fsdp, megatron = (tenants(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
+                                      layouts={"learn": {"tp": 2, **more}}))["actor: training state"]
+                      for engine, more in (("fsdp", {}), ("megatron", {"ep": 2})))
+    assert fsdp == (dense // 2 + shape.expert_parameters) * 16 // 2
+    assert megatron == (dense // 2 + shape.expert_parameters // 4) * (8 + 8 // 2)
+
+
+def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:
+    from workers.engines.vocabulary import PIECE
+
+    assert PIECE == LOGITS_AT_ONCE
+    model = {"architecture": "qwen3", "layers": 4, "hidden": 64, "heads": 2, "kv_heads": 1}
+    roles = {"actor": {"model": model, "micro_batch_tokens": 100_000, "recompute": True, "offload": True}}
+    found = tenants(plan_of(DIAMOND, roles=roles))
+    assert found["actor: activations"] == 100_000 * (68 * 64 + 4 * 4 * 64) + 12 * PIECE
+    assert "actor: training state" not in found
 
 
 def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:

@@ -72,7 +72,11 @@ def test_ranks_of_a_share_stand_together() -> None:
      "Start 6 ranks"),
     ({"learn": {"tp": 2, "dp": 1}}, {}, "node `learn` trains on 2 of 4 ranks", "Leave `dp` out of it."),
     ({"learn": {"tp": 2}}, {"lora": {}}, "role `actor` has `lora`, and node `learn` splits its model",
-     "Take `lora` out"),
+     "Leave  tp  of `learn` out, or `lora`."),
+    ({"learn": {"tp": 2}}, {"compile": True}, "role `actor` has `compile`, and node `learn` splits its model",
+     "Leave  tp  of `learn` out, or `compile`."),
+    ({}, {"replicas": 3}, "role `actor` wants 3 replicas, which do not divide the 4 ranks",
+     "One of  replicas: 1, 2, 4"),
 ])
 def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
                                                     remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +113,7 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
 
 @pytest.mark.parametrize(("key", "settings", "message"), [
     ("rollout", {"rollout": "vllm", "lora": {}}, "wants `rollout: vllm` and `lora`, which it cannot do"),
+    ("engine", {"engine": "megatron", "recompute": True}, "wants `engine: megatron` and `recompute`, which it"),
     ("engine", {"engine": "megatron", "lora": {}}, "wants `engine: megatron` and `lora`, which it cannot do"),
 ])
 def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
