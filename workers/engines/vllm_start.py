@@ -109,22 +109,18 @@ def _on_gpu(generation: Generation) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
-    """The environment in which vLLM starts; before its first import, since some of it is read then."""
+    """The environment in which vLLM starts. Its own settings stay, since it reads them at any time, some of them when
+    it is imported."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    ours = {**_OURS, **({"VLLM_BATCH_INVARIANT": "1"} if generation.batch_invariant else {})}
-    hidden = _LAUNCH if tp == 1 else ()
-    before = {name: os.environ.get(name) for name in (*ours, *hidden)}
-    for name in hidden:
-        os.environ.pop(name, None)
-    os.environ.update(ours)
+    os.environ.update(_OURS)
+    if generation.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    hidden = {name: os.environ.pop(name) for name in _LAUNCH if tp == 1 and name in os.environ}
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(hidden)
 
 
 def shut(core: EngineCore) -> None:
