@@ -15,6 +15,7 @@ from harness import command, environment, metrics_of
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.data.batch import Ragged
 from distflow.schema.errors import EngineError
@@ -34,6 +35,7 @@ def running(mesh):
 @pytest.fixture
 def vllm(running):
     settings = running.generation
+    running.load(((name, parameter.data) for name, parameter in tiny().named_parameters()), version=0)
     yield running
     running.generation = settings
 
@@ -78,6 +80,14 @@ def test_a_session_that_nobody_holds_costs_nothing(vllm, prompts):
     assert scheduler.get_num_unfinished_requests() == 0
 
 
+def test_kernels_that_do_not_care_for_company_may_be_asked_for(mesh, prompts, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # to be set back afterwards
+    engine = build("vllm", mesh, tiny(), batch_invariant=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    engine.generate(prompts, 1, torch.arange(len(prompts)), key=0)
+    engine.close()
+
+
 def test_what_it_cannot_do_is_said(vllm, mesh):
     row = vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1))[0]
     row.images = Ragged.from_rows([torch.zeros(3)])
@@ -91,6 +101,9 @@ def test_what_it_cannot_do_is_said(vllm, mesh):
                    for part, size in (("q", 64), ("k", 32))], version=1)
     with pytest.raises(EngineError, match="lora"):
         type(vllm).build(tiny(), None, None, mesh, 0, [2], shared=[nn.Parameter(torch.zeros(1))])
+    with pytest.raises(EngineError, match="experts"):
+        build("vllm", mesh, Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=270, hidden_size=64, num_experts=2,
+                                                               num_hidden_layers=1)))
     session = vllm.session(key=0)
     session.add(vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1)))
     with pytest.raises(EngineError, match="under way"):
@@ -98,6 +111,8 @@ def test_what_it_cannot_do_is_said(vllm, mesh):
     session.abort()
     vllm.sleep()
     vllm.wake()
+    with pytest.raises(EngineError, match="since it slept"):
+        session.add(vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1)))
 
 
 def test_a_closed_engine_says_so(mesh):

@@ -38,6 +38,9 @@ class VLLMRollout(Rollout):
         self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if mesh.device_type == "cpu" and any(".experts." in name for name in self.shapes):
+            raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
+                              "replaced. Instead:  rollout: hf")
         self.cached, self.failure, self.numbers = True, "", itertools.count()
         self.sessions: weakref.WeakSet[Sampling] = weakref.WeakSet()
         tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
@@ -90,12 +93,13 @@ class VLLMRollout(Rollout):
             raise EngineError("vLLM cannot sleep while rows are under way: end their turns first, or  abort()")
         with translated("sleep"):
             self.llm.sleep(level=2)
+        self.cached = False
 
     def wake(self) -> None:
         """Caches come back only with the weights, when the trainer's copies may have gone."""
         with translated("wake"):
             self.llm.wake_up(tags=["weights"])
-        self.version, self.cached = -1, False
+        self.version = -1
 
     def check_health(self) -> None:
         if not self.closing.alive:
@@ -141,6 +145,8 @@ class Sampling(Session):
         from workers.engines.vllm_sampling import parameters
 
         self.engine.check_health()
+        if not self.engine.cached:
+            raise EngineError("vLLM has no weights since it slept:  wake()  and  load(…)  come before rows")
         for row in rows:
             if row.images is not None and len(row.images.values):
                 raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")

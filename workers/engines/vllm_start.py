@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation
@@ -62,15 +62,14 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
         config.architectures = [type(model).__name__]
         config.tie_word_embeddings &= not untied(model, device)
         config.save_pretrained(folder)
-        longest = config.get_text_config().max_position_embeddings
         engine = LLMEngine.from_engine_args(EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="dummy", generation_config="vllm",
-            dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32, max_model_len=longest,
-            max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(longest, 8192, generation.batch_rows),
+            dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
+            max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
-            **(_on_cpu(config, generation, dtype, longest) if device == "cpu" else _on_gpu(generation))))
+            **(_on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
     _open.add(id(engine.engine_core.engine_core))
     _unname_shared_memory()
     return engine
@@ -94,37 +93,35 @@ def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
     return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
 
 
-def _on_cpu(config: object, generation: Generation, dtype: torch.dtype, longest: int) -> dict[str, object]:
+def _on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
     text = config.get_text_config()
+    longest = text.max_position_embeddings
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
     room = -(-longest // _CPU_BLOCK) * _CPU_BLOCK * token
-    return {"enforce_eager": True, "block_size": _CPU_BLOCK,
+    return {"enforce_eager": True, "max_model_len": longest, "block_size": _CPU_BLOCK,
             "kv_cache_memory_bytes": max(2 * room, min(room * generation.batch_rows, _CPU_CACHE))}
 
 
 def _on_gpu(generation: Generation) -> dict[str, object]:
-    return {"enforce_eager": False, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
+    """Rows may be as long as the memory allows, and the model."""
+    return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
 
 
 @contextlib.contextmanager
 def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
-    """The environment in which vLLM starts; before its first import, since some of it is read then."""
+    """The environment in which vLLM starts. Its own settings stay, since it reads them at any time, some of them when
+    it is imported."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    ours = {**_OURS, **({"VLLM_BATCH_INVARIANT": "1"} if generation.batch_invariant else {})}
-    hidden = _LAUNCH if tp == 1 else ()
-    before = {name: os.environ.get(name) for name in (*ours, *hidden)}
-    for name in hidden:
-        os.environ.pop(name, None)
-    os.environ.update(ours)
+    os.environ.update(_OURS)
+    if generation.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    hidden = {name: os.environ.pop(name) for name in _LAUNCH if tp == 1 and name in os.environ}
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(hidden)
 
 
 def shut(core: EngineCore) -> None:
