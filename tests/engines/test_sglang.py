@@ -99,7 +99,7 @@ def test_a_flag_that_sglang_does_not_know_is_an_error_with_its_last_words(mesh, 
 def test_a_python_without_sglang_is_named_with_what_to_install(mesh, monkeypatch, tmp_path):
     for python in (tmp_path / "python", Path("/bin/false")):
         monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", str(python))
-        with pytest.raises(EngineError, match=rf"{python} has no SGLang(.|\n)*pip install 'distflow\[sglang\]'"):
+        with pytest.raises(EngineError, match=f"{python} has no SGLang.*pip install sglang"):
             build("sglang", mesh, tiny())
 
 

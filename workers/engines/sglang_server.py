@@ -81,8 +81,9 @@ class SGLangServer:
         try:
             return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise EngineError(f"{self.python} has no SGLang. Instead:  pip install 'distflow[sglang]'   or, if another "
-                              f"environment has it:  export {ROLLOUTS['sglang'].elsewhere}=…/bin/python") from error
+            raise EngineError(f"{self.python} has no SGLang, which needs an environment of its own: it pins another "
+                              "torch. Instead:  python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && "
+                              f"export {ROLLOUTS['sglang'].elsewhere}=$PWD/sglang/bin/python") from error
 
     def wait(self) -> None:
         """Until it answers."""
