@@ -58,7 +58,7 @@ class SGLangRollout(Rollout):
         # What else ends a row is said with each request.
         config.eos_token_id = None
         config.save_pretrained(folder.name)
-        self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device)
+        self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
         self.closing = weakref.finalize(self, self.server.close)
         known = ROLLOUTS["sglang"].tested
         if not self.server.version.startswith(known):

@@ -52,8 +52,8 @@ class SGLangServer:
         EngineError: it cannot start, with the last lines that it said.
     """
 
-    def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str):
-        """`folder` is the server's until it is closed; its log is there."""
+    def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
+        """`folder` is the server's until it is closed; its log is there. The model is split `ranks` ways."""
         self.folder = folder
         self.key, self.log = secrets.token_urlsafe(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
@@ -65,15 +65,17 @@ class SGLangServer:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [self.python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                cwd=self.folder.name, env=self._environment(device), start_new_session=True)
+                cwd=self.folder.name, env=self._environment(device, ranks), start_new_session=True)
         self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
         self.process.stdin.flush()
 
-    def _environment(self, device: str) -> dict[str, str]:
+    def _environment(self, device: str, ranks: int) -> dict[str, str]:
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
         ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
+            if ranks > 1:  # left alone, SGLang wants a NUMA node for each
+                ours.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"0-{os.cpu_count() - 1}"] * ranks))
         return {"OMP_NUM_THREADS": "1", **ours}
 
     def _version(self) -> str:
