@@ -58,7 +58,7 @@ class SGLangServer:
         self.key, self.log = secrets.token_urlsafe(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
         self.version = self._version()
-        self.port, other = _free_ports()
+        self.began, (self.port, other) = time.monotonic(), _free_ports()
         further = shlex.split(os.environ.get("DISTFLOW_SGLANG_FLAGS", ""))
         arguments = [*flags, "--host", "127.0.0.1", "--port", str(self.port), "--nccl-port", str(other), "--api-key",
                      self.key, "--skip-server-warmup", "--log-level-http", "warning", *further]
@@ -87,14 +87,17 @@ class SGLangServer:
                               "torch. Instead:  python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && "
                               f"export {ROLLOUTS['sglang'].elsewhere}=$PWD/sglang/bin/python") from error
 
-    def wait(self) -> None:
-        """Until it answers."""
-        deadline = time.monotonic() + _PATIENCE
+    def wait(self, patience: float) -> bool:
+        """Whether it answers within `patience` seconds. Raises EngineError if it will not any more."""
+        until = time.monotonic() + patience
         while not self._answers():
             self.watch()
-            if time.monotonic() > deadline:
+            if time.monotonic() > self.began + _PATIENCE:
                 raise self.failure(f"has not started in {_PATIENCE:.0f} s")
+            if time.monotonic() > until:
+                return False
             time.sleep(0.1)
+        return True
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException), self._request("/health", None, 5.0) as reply:
