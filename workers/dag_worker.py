@@ -126,10 +126,11 @@ class DagWorker:
 
     @contextlib.contextmanager
     def _speaking_for(self, task: Task) -> Iterator[None]:
-        """What is reported meanwhile is the task's; of the ranks that share its rows, the first one reports."""
+        """What is reported meanwhile is the task's; of the ranks that share its rows, one reports."""
         metrics, layout = current(), task.layout
+        speaks = self.roles[task.role].engine.speaks if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
         metrics.scope = task.node if task.function in self.shared else ""
-        metrics.muted = layout.width > 1 and not layout.leads(self.rank)
+        metrics.muted = layout.width > 1 and not speaks
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distflow.schema.spec import Spec
 
 ALL_LINEAR = "all-linear"
-_NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head")
+_NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
 """Parts of the names of matrices that belong to no inner linear layer."""
 
 Linears = dict[str, int]
@@ -66,7 +66,7 @@ def linears_of(spec: Spec, model: Model | None) -> Linears:
     for file in sorted(folder.glob("*.safetensors")) if folder else ():
         for name, shape in _shapes(file).items():
             layer, _, kind = name.rpartition(".")
-            if kind == "weight" and len(shape) == 2 and not any(part in layer for part in _NOT_ADAPTED):
+            if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
                 found[layer] = sum(shape)
     return found
 
@@ -75,7 +75,9 @@ def _of_embedded(model: Model) -> Linears:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inner = WIDENING * model.hidden
     sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys,
-             "self_attn.o_proj": queries, "mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
+             "self_attn.o_proj": queries}
+    if not model.mixture:  # experts are no linear layers
+        sizes |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
     layers = "model.language_model.layers" if model.sees else "model.layers"
     found = {f"{layers}.{layer}.{name}": model.hidden + size
              for layer in range(model.layers) for name, size in sizes.items()}

@@ -21,7 +21,7 @@ class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
 
     path: str | None = None
-    architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl"] | None = None
+    architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     layers: PositiveInt = 3
     hidden: PositiveInt = 128
     heads: PositiveInt = 4
@@ -29,6 +29,15 @@ class Model(Document):
     head_dim: int = Field(default=32, ge=32, multiple_of=2)
     """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
     max_positions: PositiveInt = 256
+    experts: PositiveInt | None = None
+    """Of each layer of a qwen3_moe (default: 8)."""
+    experts_per_token: PositiveInt | None = None
+    """How many of them compute for a token (default: 2), each with as much less width as makes up for it."""
+
+    @property
+    def mixture(self) -> tuple[int, int] | None:
+        """Experts of a layer, and how many of them a token has; None for a tiny architecture without."""
+        return (self.experts or 8, self.experts_per_token or 2) if self.architecture == "qwen3_moe" else None
 
     @property
     def sees(self) -> bool:
@@ -47,6 +56,10 @@ class Model(Document):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")
+        if (self.experts or self.experts_per_token) and not self.mixture:
+            raise ValueError("`experts` and `experts_per_token` are for  architecture: qwen3_moe")
+        if self.mixture and self.mixture[1] > self.mixture[0]:
+            raise ValueError("a token cannot have {1} of {0} experts; lower experts_per_token".format(*self.mixture))
         return self
 
 
@@ -98,6 +111,14 @@ class RoleRun(Document):
     swap: bool = False
     """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
     back while it trains."""
+    replicas: PositiveInt = 1
+    """How many times training has the model (HSDP): each copy lies in shards on dp / replicas ranks, as a machine's."""
+    offload: bool = False
+    """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
+    recompute: bool = False
+    """Whether a layer's activations are made anew in the backward pass instead of being kept."""
+    compile: bool = False
+    """Whether each layer is compiled (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"

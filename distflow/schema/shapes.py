@@ -82,13 +82,17 @@ def shape_of(config: dict[str, Any]) -> Shape:
     dtype = config.get("dtype") or config.get("torch_dtype")
     parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
     return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
-                 heads=heads, kv_heads=kv_heads, experts=config.get("num_experts") or 0,
+                 heads=heads, kv_heads=kv_heads, experts=_experts(config),
                  split_parameters=parameters - (2 * layers + 1) * hidden)
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return config.get("num_experts") or config.get("num_local_experts") or 0  # transformers writes the latter
 
 
 def _feed_forward(config: dict[str, Any], hidden: int) -> int:
     """Parameters of a layer's feed-forward part: one, or its experts and the router."""
-    experts = config.get("num_experts") or 0
+    experts = _experts(config)
     if not experts:
         return 3 * hidden * config["intermediate_size"]
     return experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
@@ -118,8 +122,18 @@ def shape_of_embedded(model: Model) -> Shape:
     text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
-            "max_position_embeddings": model.max_positions}
+            "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
     return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.sees else text)
+
+
+def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
+    """The experts of a tiny architecture, as its configuration says them: those of a token have the width of a
+    feed-forward part between them."""
+    if not mixture:
+        return {}
+    experts, each = mixture
+    return {"num_experts": experts, "num_experts_per_tok": each, "norm_topk_prob": True,
+            "moe_intermediate_size": WIDENING * hidden // each}
 
 
 def embedded_vision(hidden: int) -> dict[str, Any]:

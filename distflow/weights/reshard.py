@@ -20,7 +20,8 @@ BUCKET_BYTES = 256 * 1024 * 1024
 _LARGE = 1024 * 1024
 """Bytes from which a tensor travels alone: one more message costs less than copying it out of a bucket."""
 _Key = tuple[object, ...]
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Into one tensor; the newer name where torch has it."""
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def _alone(shard: DTensor, dtype: torch.dtype, place: Tensor | None) -> Tensor:
         last = number == len(cuts) - 1
         if dim == 0 and shape[0] % parts == 0:
             whole = place if last and place is not None and place.is_contiguous() else local.new_empty(shape)
-            _all_gather(whole, local.contiguous(), group=group)
+            all_gather(whole, local.contiguous(), group=group)
         else:
             whole = _joined(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
         local = whole
@@ -132,7 +133,7 @@ def _gather(mine: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
     """[parts, *mine.shape]"""
     mine = mine.contiguous()
     everyone = mine.new_empty(parts, *mine.shape)
-    _all_gather(everyone.view(parts * mine.shape[0], *mine.shape[1:]), mine, group=group)
+    all_gather(everyone.view(parts * mine.shape[0], *mine.shape[1:]), mine, group=group)
     return everyone
 
 

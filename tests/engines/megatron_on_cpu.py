@@ -1,8 +1,8 @@
 """Megatron-core without a GPU, for tests: import it before an engine is made. It does nothing where CUDA is available.
 
 Modules of megatron.core get a `torch` of their own in which the current device is the CPU; the real one is untouched,
-so that other libraries work as ever. Only `Tensor.type` is patched, for callers in megatron.core alone: its optimizer
-compares the name of a tensor's type with `torch.cuda.FloatTensor`.
+so that other libraries work as ever. Two methods of tensors are patched, for callers in megatron.core alone: `cuda`,
+and `type`, since its optimizer compares the name of a tensor's type with `torch.cuda.FloatTensor`.
 """
 
 from __future__ import annotations
@@ -83,19 +83,33 @@ def _on_cpu(factory: Any) -> Any:
     return make
 
 
-def _type(tensor: torch.Tensor, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
-    asks = sys._getframe(1).f_globals.get("__name__", "")
-    if dtype is None and asks.startswith("megatron.core"):
-        return _real_type(tensor).replace("torch.", "torch.cuda.", 1)
-    return _real_type(tensor, dtype, *arguments, **options) if dtype is not None else _real_type(tensor)
+def _type(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    result = _real_type(tensor, *arguments, **options)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) and _megatron_asks() else result
 
 
-_real_type = torch.Tensor.type
+def _cuda(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    return tensor if _megatron_asks() else _real_cuda(tensor, *arguments, **options)
+
+
+def _megatron_asks() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+
+
+def _moved(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Megatron's own leaves what is on the CPU already as it is, even where numbers are wanted of it."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_real_type, _real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
 if not torch.cuda.is_available():
+    from megatron.core.transformer.moe import token_dispatcher
+
     import workers.engines.megatron  # noqa: F401 - and with it all modules of megatron.core that it uses
 
-    torch.Tensor.type = _type
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved
+    torch.Tensor.type, torch.Tensor.cuda = _type, _cuda
     seen = Torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:

@@ -36,10 +36,10 @@ class Traits:
 
 
 def _found(name: str) -> bool:
-    from distflow.schema.engines import _elsewhere, _installed
+    from distflow.schema.engines import elsewhere, installed
 
     engine = ROLLOUTS[name]
-    return not engine.packages or bool(_installed(engine) or _elsewhere(engine))
+    return not engine.packages or bool(installed(engine) or elsewhere(engine))
 
 
 def slow_down(engine: Any, seconds: float) -> None:

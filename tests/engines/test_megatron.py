@@ -32,6 +32,7 @@ def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
         assert result["back"], "weights changed on their way in and out"
         assert result["version"] == expected["version"]
         assert np.array_equal(result["logprobs"], by_share[result["share"]]["logprobs"])
+        assert result["losses"] == pytest.approx(by_share[result["share"]]["losses"], rel=1e-6)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
         assert result["weights"].keys() == expected["weights"].keys()
         worst = max(float(np.abs(tensor - expected["weights"][name]).max())
@@ -39,9 +40,9 @@ def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
         assert worst < weights
     logprobs = np.concatenate([by_share[index]["logprobs"] for index in sorted(by_share)])
     assert np.abs(logprobs - expected["logprobs"]).max() < 1e-5
-    lasts = {result["share"]: result for result in results if result["last"]}
-    assert np.sum([result["losses"] for result in lasts.values()], 0) == pytest.approx(expected["losses"], abs=1e-4)
-    assert sum(result["entropy"] for result in lasts.values()) == pytest.approx(expected["entropy"], rel=1e-5)
+    shares = by_share.values()
+    assert np.sum([result["losses"] for result in shares], 0) == pytest.approx(expected["losses"], abs=1e-4)
+    assert sum(result["entropy"] for result in shares) == pytest.approx(expected["entropy"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ways", LAYOUTS, ids=str)
@@ -49,8 +50,19 @@ def test_every_layout_trains_like_one_rank(ways):
     agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3", False), reference("qwen3", False))
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("qwen3", True)])
-def test_every_family_trains_like_one_rank(architecture, tied):
+@pytest.mark.parametrize(("architecture", "tied", "ways"), [
+    ("llama", False, {"tp": 2, "pp": 2}), ("qwen2", True, {"tp": 2, "pp": 2}), ("qwen3", True, {"dp": 2, "pp": 2})])
+def test_every_family_trains_like_one_rank(architecture, tied, ways):
     """With tied embeddings the first and the last stage have a copy each, which have to stay alike."""
-    ways = {"tp": 2, "pp": 2}
     agree(run_ranks(4, ranks.with_megatron, ways, architecture, tied), reference(architecture, tied))
+
+
+@pytest.mark.parametrize("ways", [{"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"dp": 2, "cp": 2}], ids=str)
+def test_sequences_may_be_split_along_their_tokens(ways):
+    agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3", False), reference("qwen3", False))
+
+
+@pytest.mark.parametrize("ways", [{}, {"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2},
+                                  {"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}], ids=str)
+def test_experts_may_be_split(ways):
+    agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3_moe", False), reference("qwen3_moe", False))

@@ -60,19 +60,20 @@ def test_parameters_are_counted_by_hand(tmp_path, lora, counted):
     assert spec_of(tmp_path, lora).adapters == {"actor": counted}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_vl", "qwen3_moe"])
 def test_a_model_folder_tells_its_layers(tmp_path, architecture):
     from workers.engines.embedded import build_model
 
-    model = build_model(270, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    sizes = Model(architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
+    model = build_model(270, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32,
+                        mixture=sizes.mixture)
     model.save_pretrained(tmp_path / "model")
     spec = spec_of(tmp_path, "{rank: 4}")
     read = linears_of(spec, Model(path=str(tmp_path / "model")))
-    sizes = Model(architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
     assert read == linears_of(spec, sizes)
     assert read == {name: module.in_features + module.out_features for name, module in model.named_modules()
                     if name != "lm_head" and hasattr(module, "in_features")}
-    assert len(matched(["layers.1.mlp.up_proj"], read)) == 1
+    assert len(matched(["layers.1.self_attn.q_proj"], read)) == 1
     (tmp_path / "model/model.safetensors").write_bytes(b"torn")
     assert linears_of(spec, Model(path=str(tmp_path / "model"))) == {}
 

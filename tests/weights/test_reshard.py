@@ -124,17 +124,17 @@ def test_a_large_tensor_is_not_copied_twice():
 
 def buckets() -> list[tuple[int, torch.dtype]]:
     """How many elements of what type each gather moved, for buckets of two small parameters."""
-    moved, whole = [], reshard._all_gather
+    moved, whole = [], reshard.all_gather
     mesh = mesh_of(2)
     shards = {name: distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)])
               for name, rows in (("a", 4), ("b", 4), ("big", 40), ("c", 4))}
     shards["half"] = distribute_tensor(torch.ones(4, 2, dtype=torch.bfloat16), mesh, [Shard(0)])
-    reshard._all_gather = lambda everyone, mine, **named: moved.append((2 * mine.numel(), mine.dtype)) or whole(
+    reshard.all_gather = lambda everyone, mine, **named: moved.append((2 * mine.numel(), mine.dtype)) or whole(
         everyone, mine, **named)
     try:
         list(gathered(shards, bucket_bytes=64))
     finally:
-        reshard._all_gather = whole
+        reshard.all_gather = whole
     return moved
 
 

@@ -15,11 +15,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
-from distflow.schema.shapes import embedded_vision
+from distflow.schema.shapes import embedded_vision, mixture_of
 from workers.engines.vision import Sight, give_sight
 
 ARCHITECTURES = {
@@ -27,6 +29,7 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 PAD, BOS, EOS, USER, ASSISTANT = "<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"
 IMAGE = "<|image_pad|>"
@@ -92,6 +95,7 @@ def build_model(
     kv_heads: int = 2,
     head_dim: int = 32,
     intermediate: int | None = None,
+    mixture: tuple[int, int] | None = None,
     max_positions: int = 256,
     pad_token_id: int = 0,
     bos_token_id: int = 1,
@@ -99,9 +103,9 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone.
 
-    `intermediate` is the width of the feed-forward layers (default: 3 x `hidden`); `max_positions` counts tokens of
-    prompt and response together. The global random state is left as it was. Raises ValueError for an unknown
-    architecture, for heads that kv_heads does not divide, and for heads too small for the rollout engines.
+    `intermediate`: the width of the feed-forward layers (default: 3 x `hidden`); `mixture`: experts of a layer in their
+    place, and how many of them a token has; `max_positions`: tokens of prompt and response together. The global random
+    state stays. Raises ValueError for an unknown architecture, heads that kv_heads does not divide, or too small ones.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
@@ -112,7 +116,8 @@ def build_model(
     ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": intermediate or 3 * hidden,
              "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-             "head_dim": head_dim, "max_position_embeddings": max_positions, "initializer_range": INITIAL_DEVIATION}
+             "head_dim": head_dim, "max_position_embeddings": max_positions, **mixture_of(hidden, mixture),
+             "initializer_range": INITIAL_DEVIATION}
     config_class, model_class = ARCHITECTURES[architecture]
     sees = config_class is Qwen3VLConfig
     config = _seeing(sizes, ids) if sees else config_class(**sizes, **ids, tie_word_embeddings=True)

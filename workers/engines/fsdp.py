@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -18,7 +18,9 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
+from workers.engines.context_parallel import Context
 from workers.engines.gradients import clip
+from workers.engines.layers import compiled, recompute
 from workers.engines.meshes import dimension, require_one, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
@@ -32,7 +34,8 @@ HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
 class FSDPEngine(Trainer):
-    """One role's model over all ranks of `mesh`: sharded over `dp`, and cut within the layers by `tp`.
+    """One role's model over all ranks of `mesh`: sharded over `dp` and `cp`, cut within the layers by `tp`, and
+    its rows along their tokens by `cp`.
 
     An unnamed mesh of one dimension is `dp` alone.
 
@@ -43,12 +46,12 @@ class FSDPEngine(Trainer):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
         """`whole`: frozen parameters that stay whole on each rank, where they are."""
-        require_one("fsdp", pp=dimension(mesh, "pp"), cp=dimension(mesh, "cp"), ep=ep)
+        require_one("fsdp", pp=dimension(mesh, "pp"), ep=ep)
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
         self.shares = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
-        self.shard_mesh = shard_mesh(mesh)
+        self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
         self.policy = self._shard(model, HEADS[head], set(whole))
@@ -58,14 +61,32 @@ class FSDPEngine(Trainer):
     def _shard(self, model: PreTrainedModel, head: type[SharedPrompt], whole: set[nn.Parameter]) -> SharedPrompt:
         half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
+        rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
         small = sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
-        if dimension(self.mesh, "tp") > 1:
-            tensor_parallel.split(model, self.mesh["tp"])
-        for layer in () if small else model.get_decoder().layers:
-            fully_shard(layer, mesh=self.shard_mesh, mp_policy=precision, ignored_params=whole)
-        policy = head(model, chunks=4 if small else 1)
-        fully_shard(policy, mesh=self.shard_mesh, mp_policy=precision, ignored_params=whole)
+        layers = model.get_decoder().layers
+        self._split(model)
+        for layer in layers if self.settings.compile else ():
+            compiled(layer)
+        for layer in layers if self.settings.recompute else ():
+            recompute(layer)
+        for layer in () if small else layers:
+            fully_shard(layer, **rule)
+        context = Context(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
+        policy = head(model, chunks=4 if small else 1, context=context)
+        fully_shard(policy, **rule)
         return policy
+
+    def _split(self, model: PreTrainedModel) -> None:
+        tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")
+        if tp > 1 and self.settings.lora:
+            raise EngineError(f"tp: {tp} and `lora` cannot be had together: there is no plan of how adapters are cut. "
+                              "Set  tp: 1 , the base is sharded over dp, or train without `lora`")
+        if cp > 1 and getattr(model, "sight", None):
+            raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
+                              "Set  cp: 1")
+        if tp > 1:
+            tensor_parallel.split(model, self.mesh["tp"])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
@@ -80,7 +101,10 @@ class FSDPEngine(Trainer):
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return gathered(self.shards(), dtype, into)
+        shards = self.shards()
+        if self.settings.offload:  # collectives need them where the mesh is
+            shards = {name: shard.to(self.device) for name, shard in shards.items()}
+        return gathered(shards, dtype, into)
 
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()

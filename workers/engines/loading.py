@@ -41,7 +41,7 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
         _require_end(tokenizer, folder)
         return give_sight(_load_folder(folder, head), Sight.read(folder)), tokenizer
     tokenizer = _tokenizer_of(spec, model.sees)
-    sizes = model.model_dump(exclude={"path"})
+    sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
     return with_value_head(built) if head == "value" else built, tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
+from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
+from workers.engines.vocabulary import score_cut
 
 try:
     from megatron.core.distributed import finalize_model_grads
@@ -30,7 +32,6 @@ from workers.engines.megatron_layout import Layout, groups_of
 from workers.engines.megatron_model import build_stage, config_of
 from workers.engines.megatron_optimizer import Adam, distributed
 from workers.engines.megatron_packing import Packed, of_all, pack
-from workers.engines.megatron_vocabulary import score
 from workers.engines.megatron_weights import check_family, entries, stage_weights
 
 
@@ -53,8 +54,9 @@ class MegatronEngine(Trainer):
         check_family(model.config)
         self.layout.check(model.config)
         self.groups = groups_of(mesh, self.layout)
+        self.last = self.groups.pp.rank() == self.layout.pp - 1
         self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
-        half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
+        half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
         self.optimizer = Adam(self.model, settings, self.groups, self.layout) if trained else None
@@ -66,7 +68,7 @@ class MegatronEngine(Trainer):
         placed = entries(model.config, weights, self.layout)
         biased, normed = (f"model.layers.0.self_attn.{name}" in weights for name in ("q_proj.bias", "q_norm.weight"))
         config = config_of(model.config, self.layout, biased, normed, dtype)
-        config.finalize_model_grads_func = self._finalize
+        config.finalize_model_grads_func = _summed
         stage = build_stage(model.config, config, self.groups).to(self.device, dtype)
         mine = dict(stage.named_parameters())
         ranks = {axis: getattr(self.groups, axis).rank() for axis in ("pp", "tp", "ep")}
@@ -75,15 +77,12 @@ class MegatronEngine(Trainer):
                 mine[name].tensor_model_parallel = split  # Megatron says so only of weights that it draws itself
                 mine.pop(name).copy_(tensor)
         if mine:
-            raise EngineError(f"no weights were found for {sorted(mine)[:4]}; is this a whole {model.config.model_type}?")
+            raise EngineError(f"no weights were found for {sorted(mine)[:4]}: is this all of a "
+                              f"{model.config.model_type}?")
         self.exporter = Exporter(placed, dict(stage.named_parameters()),
                                  {name: tensor.shape for name, tensor in weights.items()}, self.layout, self.groups,
                                  dtype, self.device)
         return stage
-
-    def _finalize(self, model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
-        """Gradients are sums: without the number of tokens Megatron does not divide them."""
-        finalize_model_grads(model, None, **options)
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
         if images is not None:
@@ -91,7 +90,7 @@ class MegatronEngine(Trainer):
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
         with torch.no_grad():
             found = self._passes(self._micro_batches(batch), temperature, None)
-        return responses.with_values(torch.cat(found).cpu()[: len(responses.values)])
+        return responses.with_values(torch.cat(found, 1)[0].cpu()[: len(responses.values)])
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         raise EngineError(_NO_VALUES)
@@ -104,15 +103,20 @@ class MegatronEngine(Trainer):
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         self.optimizer.zero()
-        self._passes(self._micro_batches(batch, together), temperature, loss_of)
+        micros = self._micro_batches(batch, together)
+        found = self._passes(micros, temperature, loss_of)
+        if not self.last:  # what a loss reports of its rows is to be known on every rank of the share
+            for micro, outputs in zip(micros, found):
+                if not is_placeholder(micro):
+                    loss_of(*outputs, micro)
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         norm = self.optimizer.step(rate, f"step {step}")
         self.version += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
-        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone, and the
-        log-probabilities of each on every rank."""
+        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone. Returns of each
+        the log-probabilities and entropies [2, N], on every rank."""
         cp = self.groups.cp
         packs = [pack(micro["prompts"], micro["responses"], self.pad_token, cp.size(), cp.rank(), self.device)
                  for micro in micros]
@@ -125,29 +129,30 @@ class MegatronEngine(Trainer):
         found = self.run(forward_step_func=forward, data_iterator=iter(zip(micros, packs)), model=[self.model],
                          num_microbatches=len(micros), seq_length=1, micro_batch_size=1, forward_only=loss_of is None,
                          p2p_communicator=self.stages, pg_collection=self.groups)
-        return found if loss_of else self._on_all_stages(found, packs)
+        return self._on_all_stages(found, packs)
 
     def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """On the last stage: loss, a number of tokens that nobody divides by, log-probabilities."""
-        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in
-                               score(self.stage, hidden[packed.places, 0], packed.targets, temperature,
-                                     self.vocabulary, self.groups.tp))
+        """On the last stage: the loss, a number of tokens that nobody divides by, log-probabilities and entropies."""
+        head = self.stage.head
+        first = len(head) * self.groups.tp.rank()
+        found = score_cut(hidden[packed.places, 0], head[: self.vocabulary - first], first, packed.targets,
+                          temperature or 1.0, self.groups.tp)
+        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in found)
         if loss_of is None:
             loss = logprobs.new_zeros(())
         else:
             loss = logprobs.sum() * 0.0 if is_placeholder(micro) else loss_of(logprobs, entropies, micro)
-        return loss, torch.zeros((), dtype=torch.int, device=self.device), logprobs.detach()
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack([logprobs.detach(), entropies])
 
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
-        """The last stage's log-probabilities."""
+        """What the last stage has found."""
         if self.layout.pp == 1:
             return found
         counts = [packed.count for packed in packs]
-        last = self.groups.pp.size() - 1
-        values = torch.cat(found) if self.groups.pp.rank() == last else torch.empty(sum(counts), device=self.device)
-        dist.broadcast(values, group=self.groups.pp, group_src=last)
-        return list(values.split(counts))
+        values = torch.cat(found, 1) if self.last else torch.empty(2, sum(counts), device=self.device)
+        dist.broadcast(values, group=self.groups.pp, group_src=self.layout.pp - 1)
+        return list(values.split(counts, 1))
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -160,8 +165,19 @@ class MegatronEngine(Trainer):
         self.optimizer.load_state_dict(state)
         self.version += 1
 
+    def resident(self, weights: bool = True) -> Iterable[Tensor]:
+        if weights:
+            yield from (parameter.detach() for parameter in self.stage.parameters())
+        if self.optimizer is not None:
+            yield from self.optimizer.resident()
+
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
+
+
+def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
+    """Gradients are sums: where the number of tokens is not said, Megatron does not divide by it."""
+    finalize_model_grads(model, None, **options)
 
 
 def _refuse(settings: RoleRun, head: str, whole: bool) -> None:

@@ -24,7 +24,7 @@ _Key = tuple[int, str, torch.dtype]
 
 
 class Exporter:
-    """The way out for the parameters `mine` (by Megatron's names, of this rank's stage); `shapes` are the whole ones."""
+    """The way out for the parameters `mine`, by Megatron's names, of this rank's stage. `shapes` are of whole ones."""
 
     def __init__(self, entries: Sequence[Entry], mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
                  layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, device: torch.device):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
@@ -21,13 +23,22 @@ from workers.engines.megatron_layout import Layout
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that Megatron's model computes, beside none."""
 
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None and, without TransformerEngine, lacks it
+    moe_utils.te_general_gemm = None
+
 
 class Stage(GPTModel):
-    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made from the
-    tokens that count alone, and never of the whole vocabulary (`megatron_vocabulary.score`)."""
+    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made of the
+    tokens that count alone, and never over the whole vocabulary (`vocabulary.score_cut`)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+    @property
+    def head(self) -> Tensor:
+        """[V / tp, D]: this rank's rows of the output weights, on the last stage."""
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
 
 def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,
@@ -88,8 +99,8 @@ def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
         return {"rotary_base": rope["rope_theta"]}
     if rope["rope_type"] == "llama3" and all(rope[name] == value for name, value in _LLAMA3.items()):
         return {"rotary_base": rope["rope_theta"], "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise EngineError(f"the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this model "
-                      f"has {rope}. Train it with  engine: fsdp")
+    raise EngineError("the Megatron engine knows rotary embeddings without scaling and those of Llama 3, and this "
+                      f"model has {rope}. Train it with  engine: fsdp")
 
 
 def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:
@@ -98,8 +109,16 @@ def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: Pro
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
     ways = config.tensor_model_parallel_size
-    return Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
-                 max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
-                 post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
-                 share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
-                 pg_collection=groups, **_rotation(theirs))
+    stage = Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
+                  max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
+                  post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
+                  share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
+                  pg_collection=groups, **_rotation(theirs))
+    if stage.pre_process and theirs.pad_token_id is not None:
+        stage.embedding.word_embeddings.register_forward_hook(functools.partial(_still, theirs.pad_token_id))
+    return stage
+
+
+def _still(pad_token: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """transformers never trains what the padding token means as an input, even where a response has one."""
+    return torch.where((inputs[0] == pad_token)[..., None], output.detach(), output)

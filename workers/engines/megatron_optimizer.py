@@ -8,6 +8,7 @@ parameters share one, which is wrong Adam in silence.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,6 +97,13 @@ class Adam:
                     shards[name] = {"weight": shard.detach(), **part.optimizer.state[shard]}
         return shards
 
+    def resident(self) -> Iterator[Tensor]:
+        """Gradients, Adam's moments and, of bfloat16 weights, the float32 ones; not the weights themselves."""
+        for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
+            yield buffer.grad_data
+        for state in self._shards().values():
+            yield from (state["exp_avg"], state["exp_avg_sq"], *((state["weight"],) if self.model.config.bf16 else ()))
+
     def state_dict(self) -> dict[str, Any]:
         """Under a key that no other rank and no other layout has: torch.distributed.checkpoint takes plain tensors of
         one key for copies of each other."""
@@ -109,9 +117,9 @@ class Adam:
             EngineError: the state is of another layout.
         """
         if self.key not in state:
-            raise EngineError(f"this checkpoint was written by the layout `{', '.join(state)}` and is to be read by "
-                              f"`{self.key}`. Megatron's optimizer state cannot be divided anew: resume with the layout "
-                              "that wrote it, or start from its weights, exported as a model folder")
+            raise EngineError(f"this checkpoint was written by `{', '.join(state)}` and is to be read by `{self.key}`. "
+                              "Megatron's optimizer state cannot be divided anew: resume with the layout that wrote "
+                              "it, or start from its weights, exported as a model folder")
         for name, shard in self._shards().items():
             for kind, tensor in shard.items():
                 tensor.copy_(state[self.key][f"{name}.{kind}"])

@@ -32,7 +32,7 @@ class Packed:
 
 def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:
     """Each prompt with its response, back to back; with context parallelism filled up to a multiple of 2·cp tokens."""
-    unit = 2 * cp if cp > 1 else 1
+    unit, _ = _chunks(cp, rank)
     lengths = prompts.lengths + responses.lengths
     padded = -(-lengths // unit) * unit
     starts = padded.cumsum(0) - padded
@@ -59,25 +59,27 @@ def _places(starts: Tensor, rows: Ragged) -> Tensor:
     return torch.arange(len(rows.values)) + (starts - rows.offsets[:-1])[rows.row_of]
 
 
+def _chunks(cp: int, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Into how many chunks a sequence is cut, and which of them a rank holds: an early and a late one, since a token
+    costs the more attention the later it comes."""
+    return (1, (0,)) if cp == 1 else (2 * cp, (rank, 2 * cp - 1 - rank))
+
+
 def _held(length: int, start: int, cp: int, rank: int) -> Tensor:
-    """Which tokens of a sequence a rank holds: two of 2·cp chunks, so that early and late ones are shared evenly."""
-    if cp == 1:
-        return torch.arange(start, start + length)
-    chunks = torch.arange(start, start + length).chunk(2 * cp)
-    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
+    """Which tokens of a sequence a rank holds."""
+    count, held = _chunks(cp, rank)
+    chunks = torch.arange(start, start + length).unflatten(0, (count, -1))
+    return chunks[list(held)].flatten()
 
 
 def _pieces(lengths: list[int], cp: int, rank: int) -> list[tuple[int, int, int, int]]:
     """See `Sequences.pieces`."""
     pieces, first, start = [], 0, 0
+    count, held = _chunks(cp, rank)
     for length in lengths:
-        if cp == 1:
-            ends = [length]
-        else:
-            ends = [(chunk + 1) * (length // (2 * cp)) for chunk in (rank, 2 * cp - 1 - rank)]
-        width = length // (2 * cp) if cp > 1 else length
-        for end in ends:
-            pieces.append((first, first + width, start, start + end))
+        width = length // count
+        for chunk in held:
+            pieces.append((first, first + width, start, start + (chunk + 1) * width))
             first += width
         start += length
     return pieces

@@ -64,8 +64,8 @@ class Entry:
 
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
-    """Where each parameter of a model goes. Another family that is built like these needs a line of FAMILIES; one that
-    is built otherwise, entries of its own here and its settings in `megatron_model.config_of`.
+    """Where each parameter of a model goes. Another family that is built like these needs its type in FAMILIES; one
+    that is built otherwise, entries of its own here and its settings in `megatron_model.config_of`.
 
     Raises:
         EngineError: the model has parameters that would go nowhere.
@@ -84,9 +84,10 @@ def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layou
     placed = {name for entry in result for name in entry.theirs}
     odd = sorted(set(names) - placed - {"lm_head.weight"})
     if odd:
-        raise EngineError(f"the Megatron engine has no place for these parameters of a {config.model_type}: "
-                          f"{', '.join(odd[:4])}{' …' if len(odd) > 4 else ''}. Train this model with  engine: fsdp  or "
-                          "give them entries in workers/engines/megatron_weights.py")
+        shown = ", ".join(odd[:4]) + (" …" if len(odd) > 4 else "")
+        raise EngineError(f"the Megatron engine has no place for these parameters of a {config.model_type}: {shown}. "
+                          "Train this model with  engine: fsdp  or give them entries in "
+                          "workers/engines/megatron_weights.py")
     return result
 
 

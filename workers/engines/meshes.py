@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -12,7 +13,7 @@ from distflow.schema.plan import Layout
 NAMES = ("dp", "pp", "cp", "tp")
 """The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""
 _INSTEAD = {"pp": "Split its layers over fewer stages:  pp: 1 , and cut them by  tp  instead",
-            "cp": "Set  cp: 1  and a smaller micro_batch_tokens",
+            "cp": "Set  cp: 1",
             "ep": "Set  ep: 1 : its experts are sharded over dp and gathered layer by layer"}
 
 
@@ -27,9 +28,21 @@ def dimension(mesh: DeviceMesh, name: str) -> int:
     return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
 
-def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks between which FSDP divides each parameter: those of dp."""
-    return mesh["dp"] if mesh.mesh_dim_names else mesh
+def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
+    """The ranks between which FSDP divides each parameter: those of dp, and of cp too, which need the same ones.
+
+    With `replicas` it has two dimensions: so many times, and over how many ranks. Collective.
+
+    Raises:
+        EngineError: the ranks cannot be divided so.
+    """
+    ranks = mesh["dp"] if mesh.mesh_dim_names else mesh
+    if dimension(mesh, "cp") > 1:
+        ranks = mesh["dp", "cp"]._flatten("dp_cp")
+    if ranks.size() % replicas:
+        raise EngineError(f"replicas: {replicas} does not divide the {ranks.size()} ranks (dp × cp) with shards of "
+                          f"the model. It may be any divisor, as  replicas: {math.gcd(ranks.size(), replicas)}")
+    return ranks if replicas == 1 else ranks._unflatten(0, (replicas, ranks.size() // replicas), ("replica", "shard"))
 
 
 def require_one(engine: str, **sizes: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
+from workers.engines.context_parallel import Context, read_rows
 from workers.engines.vision import places_of
 from workers.engines.vocabulary import score, scored
 
@@ -26,14 +27,15 @@ class SharedPrompt(nn.Module):
 
     `chunks`: responses are computed in up to so many pieces of similar length, so that short ones are not padded to
     the longest. It must be 1 where the model's layers communicate when called: ranks would call them unequally often.
+    `context`: the ranks that have the columns of these rows with this one.
     """
 
     beyond = 0
     """1 for a head that is also read after the last token of each response."""
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4):
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
         super().__init__()
-        self.model, self.chunks = model, chunks
+        self.model, self.chunks, self.context = model, chunks, context
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         """What the head is made from at each token [B, L, D] (at the last one [B, 1, D]), and the keys and values."""
@@ -58,6 +60,8 @@ class SharedPrompt(nn.Module):
             what `read` returns, for all places of each response back to back: before each of its T tokens, and with
             `beyond` after the last one too.
         """
+        if self.context:
+            return read_rows(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, temperature)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = places_of(self.model, prompts, mask, images or {})
@@ -92,8 +96,8 @@ class SharedPrompt(nn.Module):
 class Policy(SharedPrompt):
     """The vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4):
-        super().__init__(model, chunks)
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
+        super().__init__(model, chunks, context)
         head = model.get_output_embeddings()
         scaled = any(getattr(model.config.get_text_config(), name, None) for name in _SCALES)
         self.by_itself = type(head) is nn.Linear and head.bias is None and not scaled

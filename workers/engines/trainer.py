@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.data.batch import Batch, Ragged
 from distflow.schema.run import RoleRun
@@ -27,6 +28,7 @@ class Trainer(ABC):
     """
 
     settings: RoleRun
+    mesh: DeviceMesh
     device: torch.device
     pad_token: int
     steps: int
@@ -84,6 +86,15 @@ class Trainer(ABC):
     def resident(self, weights: bool = True) -> Iterable[Tensor]:
         """This rank's tensors between two steps: optimizer state, and `weights`; those that another engine shares
         excepted."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports for its share: the last stage of a pipeline is the one that sees losses."""
+        mesh = self.mesh
+        if not mesh.mesh_dim_names:
+            return True
+        at = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
+        return at.get("tp", 0) == at.get("cp", 0) == 0 and at.get("pp", 0) == mesh["pp"].size() - 1
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all shares, on the CPU."""

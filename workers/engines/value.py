@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
 
 from distflow.schema.errors import EngineError
+from workers.engines.context_parallel import Context
 from workers.engines.policy import SharedPrompt, last_states
 
 
@@ -25,8 +26,8 @@ class ValueModel(SharedPrompt):
 
     beyond = 1
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4):
-        super().__init__(model, chunks)
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
+        super().__init__(model, chunks, context)
         if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
             raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
                               "head: value  needs")

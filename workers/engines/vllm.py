@@ -34,6 +34,8 @@ class VLLMRollout(Rollout):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
         self.end_tokens = torch.tensor(end_tokens)
+        # vLLM refuses those that the model cannot say.
+        self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.cached, self.failure, self.numbers = True, "", itertools.count()
@@ -129,7 +131,6 @@ class Sampling(Session):
         """Turns under way, by request."""
         self.ended: list[Row] = []
         """Rows whose turns ended since the last step."""
-        self.ends = engine.end_tokens.tolist()
         weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
 
     @property
@@ -145,7 +146,7 @@ class Sampling(Session):
                 raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")
             settings, first = self.engine.generation, len(row.sequence) - row.prompt
             params = parameters(self.key, self.temperature, settings.top_k, settings.top_p, row.id, first, row.limit,
-                                self.ends)
+                                self.engine.ends)
             request = str(next(self.engine.numbers))
             with translated(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
@@ -174,7 +175,7 @@ class Sampling(Session):
         turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         turn.versions += [self.engine.version] * len(output.new_token_ids)
         if output.finished:
-            self.ended.append(self.turns.pop(output.request_id).end(turn.tokens[-1] in self.ends))
+            self.ended.append(self.turns.pop(output.request_id).end(turn.tokens[-1] in self.engine.ends))
 
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
         chosen = None if rows is None else set(rows)

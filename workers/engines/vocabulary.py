@@ -26,10 +26,18 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     """
     weight = head.weight
     if isinstance(weight, DTensor):
-        return _Scores.apply(hidden, weight.to_local(), tokens, temperature, weight.device_mesh.get_group())
+        group, local = weight.device_mesh.get_group(), weight.to_local()
+        return score_cut(hidden, local, dist.get_rank(group) * len(local), tokens, temperature, group)
     if len(hidden) * len(weight) > PIECE:
-        return _Scores.apply(hidden, weight, tokens, temperature, None)
+        return _Scores.apply(hidden, weight, tokens, temperature, None, 0)
     return scored(head(hidden).float() / temperature, tokens)
+
+
+def score_cut(hidden: Tensor, weight: Tensor, first: int, tokens: Tensor, temperature: float,
+              group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """As `score`, of a head of which this rank has the rows `weight` from `first` on, and the others of `group` the
+    rest. The gradient of `hidden` is the whole one on each of them."""
+    return _Scores.apply(hidden, weight, tokens, temperature, group, first)
 
 
 def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,10 +51,9 @@ def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
-                group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+                group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         normalizers = torch.empty_like(logprobs)
-        first = 0 if group is None else dist.get_rank(group) * len(weight)
         for piece in _pieces(len(hidden), len(weight)):
             logits = _logits(hidden[piece], weight, temperature)
             top = _reduced(logits.amax(-1), dist.ReduceOp.MAX, group)
@@ -85,7 +92,7 @@ class _Scores(torch.autograd.Function):
             elif to_weight is not None:
                 to_weight += table.T @ hidden[piece]  # summed in float32: bfloat16 would lose the last pieces
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return _reduced(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None
+        return _reduced(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None
 
 
 def _pieces(count: int, vocabulary: int) -> Iterator[slice]:

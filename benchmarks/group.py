@@ -1,0 +1,76 @@
+"""Ranks for a benchmark: processes with a gloo group on loopback, which run one function and end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SOON = 0.02
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` gives on rank 0 of `ranks`.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback has been printed.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="group-") as folder:
+        processes = [context.Process(target=_rank, args=(rank, ranks, f"{folder}/store", theirs, function, arguments))
+                     for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        theirs.close()
+        try:
+            result = ours.recv()
+        except EOFError:
+            raise RuntimeError("a rank failed; see above") from None
+        for process in processes:
+            process.join()
+    return result
+
+
+def _rank(rank: int, ranks: int, store: str, line: Connection, function: Callable[..., Any],
+          arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    result = function(*arguments)
+    if rank == 0:
+        line.send(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds until the last rank is done; all begin at one moment."""
+    moment = torch.tensor([time.perf_counter() + _SOON], dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    time.sleep(max(0.0, moment.item() - time.perf_counter()))
+    work()
+    end = torch.tensor([time.perf_counter()], dtype=torch.float64)
+    dist.all_reduce(end, dist.ReduceOp.MAX)
+    return (end - moment).item()
+
+
+def peak_over(work: Callable[[], Any]) -> int:
+    """Bytes by which this process's memory grew at most while it worked (VmHWM, set back before)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _kilobytes("VmRSS")
+    work()
+    return 1024 * (_kilobytes("VmHWM") - before)
+
+
+def _kilobytes(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith(name)).split()[1])

@@ -1,0 +1,172 @@
+"""Weights from a training layout into a generation layout on 4 ranks: memory at the worst moment, what stays, time.
+
+Ours gathers tensor by tensor or in buckets, copies the slices that generation needs, and swaps the shards out. The
+naive way gathers all whole tensors first, then copies, and keeps the shards (MindSpeed RL, Figure 3). The ideal holds
+shards and slices and nothing else. "Copies alone" moves as many bytes between ranks in one flat buffer, and copies as
+many within each rank, without any of the bookkeeping. On a CPU the host memory that shards are swapped to is the same
+memory: it is counted apart, by its size.
+Run by hand:  python -m benchmarks.reshard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from benchmarks.group import on_ranks, peak_over, timed
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
+from distflow.weights.attic import Attic
+from distflow.weights.reshard import all_gather, gathered
+
+RANKS, BUCKET = 4, 32 * 1024**2
+GOAL = 0.7
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Case:
+    """From `source` (dp, tp) to `target` (dp, tp). With `experts` the cut dimension is that of experts: dp shares each
+    have 1 / ep of them."""
+
+    name: str
+    source: tuple[int, int]
+    target: tuple[int, int]
+    experts: bool = False
+
+
+CASES = [Case("dp 4 → whole on each rank", (4, 1), (4, 1)), Case("tp 2 × dp 2 → whole on each rank", (2, 2), (4, 1)),
+         Case("tp 4 → tp 2 × dp 2", (1, 4), (2, 2)), Case("tp 2 × dp 2 → tp 2 × dp 2", (2, 2), (2, 2)),
+         Case("ep 4 → ep 2", (1, 4), (2, 2), experts=True)]
+
+
+def shapes(case: Case, mib: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of about `mib` MiB: matrices of 4 MiB, and norms."""
+    each = (8, 256, 512) if case.experts else (1024, 1024)
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(mib // 4):
+        found |= {f"layers.{layer}.weight": each, f"layers.{layer}.norm": (1024,)}
+    return found
+
+
+class Side:
+    """One rank's shards, and the slices that generation needs."""
+
+    def __init__(self, case: Case, mib: int):
+        dp, tp = case.source
+        self.mesh = init_device_mesh("cpu", (dp, tp))
+        self.part, self.parts = dist.get_rank() % case.target[1], case.target[1]
+        self.shards = {name: self._shard(shape, case) for name, shape in shapes(case, mib).items()}
+        self.slices = {name: torch.zeros(self._sliced(tensor)) for name, tensor in self.shards.items()}
+        self.attic = Attic(lambda: [shard.to_local() for shard in self.shards.values()])
+
+    def _shard(self, shape: tuple[int, ...], case: Case) -> DTensor:
+        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        cut = Shard(0) if len(shape) > 1 else Replicate()
+        placements = [Shard(1) if len(shape) > 1 and not case.experts else Shard(0), cut]
+        if case.experts:
+            placements = [Replicate(), cut]
+        return distribute_tensor(whole, self.mesh, placements)
+
+    def _sliced(self, tensor: Tensor) -> tuple[int, ...]:
+        return (tensor.shape[0] // self.parts if tensor.ndim > 1 else tensor.shape[0], *tensor.shape[1:])
+
+    def place(self, name: str, whole: Tensor) -> None:
+        mine = whole if self.parts == 1 or whole.ndim == 1 else whole.chunk(self.parts)[self.part]
+        if mine.data_ptr() != self.slices[name].data_ptr():
+            self.slices[name].copy_(mine)
+
+    def ours(self) -> None:
+        into = self.slices if self.parts == 1 else None
+        for name, whole in gathered(self.shards, into=into, bucket_bytes=BUCKET):
+            self.place(name, whole)
+        self.attic.out()
+
+    def naive(self) -> None:
+        for name, whole in {name: shard.full_tensor() for name, shard in self.shards.items()}.items():
+            self.place(name, whole)
+
+    def copies(self) -> Callable[[], None]:
+        """The same bytes between flat buffers that are there before."""
+        ranks = dist.get_world_size()
+        mine = torch.cat([shard.to_local().reshape(-1) for shard in self.shards.values()])
+        whole = sum(shard.numel() for shard in self.shards.values())
+        everyone, room = torch.empty(whole // ranks * ranks), torch.empty_like(mine)
+        sent = mine[: len(everyone) // ranks].clone()
+        slices = torch.empty(whole // self.parts if self.parts > 1 else 0)  # else they are gathered in place
+
+        def work() -> None:
+            all_gather(everyone, sent)
+            slices.copy_(everyone[: len(slices)])
+            room.copy_(mine)
+
+        return work
+
+    def verify(self) -> None:
+        for name, tensor in self.slices.items():
+            whole = torch.arange(self.shards[name].numel(), dtype=torch.float32).view(self.shards[name].shape)
+            if not torch.equal(tensor, whole.chunk(self.parts)[self.part] if whole.ndim > 1 else whole):
+                raise SystemExit(f"rank {dist.get_rank()}: {name} did not arrive")
+            tensor.zero_()
+
+
+def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
+    """Bytes and seconds, the worst of all ranks."""
+    side = Side(case, mib)
+    copies = side.copies()
+    for way in (side.ours, side.attic.back, side.naive, copies):  # first use, and what arrives
+        way()
+        if way in (side.ours, side.naive):
+            side.verify()
+    shards, slices = (sum(tensor.nbytes for tensor in tensors) for tensors in (
+        [shard.to_local() for shard in side.shards.values()], side.slices.values()))
+    peaks = {name: shards + slices + peak_over(way) for name, way in (
+        ("ours", lambda: _gather_alone(side)), ("naive", side.naive))}
+    side.ours()
+    left = sum(shard.to_local().untyped_storage().nbytes() for shard in side.shards.values())
+    side.attic.back()
+    pairs = interleaved({"ours": lambda _: _and_back(side), "copies": lambda _: timed(copies)}, repeats)
+    worst = torch.tensor([peaks["ours"], peaks["naive"], left, shards + slices], dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return {"pairs": pairs, **dict(zip(("ours", "naive", "left", "ideal"), worst.tolist()))}
+
+
+def _gather_alone(side: Side) -> None:
+    into = side.slices if side.parts == 1 else None
+    for name, whole in gathered(side.shards, into=into, bucket_bytes=BUCKET):
+        side.place(name, whole)
+
+
+def _and_back(side: Side) -> float:
+    seconds = timed(side.ours)
+    side.attic.back()
+    return seconds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--mib", type=int, help="weights; default 256, with --quick 32")
+    given = parsed(parser, arguments)
+    mib = given.mib or (32 if given.quick else 256)
+    worst: Spread | None = None
+    holds = True
+    for case in CASES[:2] if given.quick else CASES:
+        found = on_ranks(RANKS, measure, case, mib, given.repeats)
+        speed = Spread.of([pair["copies"] / pair["ours"] for pair in found["pairs"]])
+        ours, naive, ideal, left = (found[name] / MIB for name in ("ours", "naive", "ideal", "left"))
+        print(f"{case.name}, {mib} MiB: at the worst moment {ours:.0f} MiB a rank, naive {naive:.0f}, ideal "
+              f"{ideal:.0f}; {left:.0f} MiB of the shards stay; copies alone take {speed} of the time", flush=True)
+        holds &= left == 0 and (ours < naive or given.quick)
+        worst = speed if worst is None or speed.median < worst.median else worst
+    conclude("reshard on 4 ranks: time of the copies alone over ours, the worst case; less memory than the naive way "
+             "and nothing redundant after it", worst, GOAL, holds=holds)
+
+
+if __name__ == "__main__":
+    main()

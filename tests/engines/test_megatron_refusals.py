@@ -1,0 +1,73 @@
+"""What the Megatron engine cannot do is said before anything is built, with what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from engines import megatron_ranks as ranks
+from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+from distflow.schema.errors import EngineError
+from distflow.schema.run import Lora
+from workers.engines import megatron
+from workers.engines.megatron_layout import Layout
+from workers.engines.megatron_model import config_of
+from workers.engines.megatron_weights import check_family, entries
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6,
+         "intermediate_size": 48}
+
+
+@pytest.mark.parametrize(("layout", "said"), [
+    (Layout(1, tp=8), "tp: 8 does not divide the model's 12 attention heads and 4 key-value heads. tp may be 1, 2, 4"),
+    (Layout(1, pp=4), "pp: 4 does not divide the model's 6 layers. pp may be 1, 2, 3, 6"),
+    (Layout(2, ep=2), "has none. Remove ep"),
+])
+def test_a_layout_that_does_not_divide_the_model(layout, said):
+    with pytest.raises(EngineError, match=said):
+        layout.check(LlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize(("layout", "said"), [
+    (Layout(3, ep=3), "ep: 3 does not divide the model's 8 experts. ep may be 1"),
+    (Layout(1, ep=2), "ep: 2 does not divide the model's 1 ranks of dp × cp. ep may be 1"),
+    (Layout(2, tp=2, ep=2), "only together with sequence parallelism"),
+])
+def test_a_layout_that_does_not_divide_the_experts(layout, said):
+    with pytest.raises(EngineError, match=said):
+        layout.check(Qwen3MoeConfig(**SIZES, num_experts=8))
+
+
+def test_a_layout_that_fits_is_not_refused():
+    Layout(2, pp=3, tp=4).check(LlamaConfig(**SIZES))
+    Layout(2, cp=2, ep=4).check(Qwen3MoeConfig(**SIZES, num_experts=8))
+
+
+def test_a_family_that_is_not_known():
+    with pytest.raises(EngineError, match="`gemma`. It knows: llama, qwen2, qwen3, qwen3_moe.*FAMILIES in"):
+        check_family(GemmaConfig())
+
+
+def test_parameters_that_have_no_place():
+    model = ranks.tiny("llama")
+    names = {**model.state_dict(), "model.layers.0.mlp.up_proj.bias": None}
+    with pytest.raises(EngineError, match=r"model\.layers\.0\.mlp\.up_proj\.bias\. Train this model with"):
+        entries(model.config, names, Layout(1))
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"use_sliding_window": True}, "sliding-window"),
+])
+def test_what_its_layers_do_not_compute(changed, said):
+    with pytest.raises(EngineError, match=said):
+        config_of(Qwen2Config(**SIZES, **changed), Layout(1), True, False, ranks.torch.float32)
+
+
+@pytest.mark.parametrize(("given", "said"), [({"head": "value"}, "no  head: value"), ({"whole": True}, "no adapters"),
+                                             ({"settings": ranks.settings(lora=Lora())}, "no adapters")])
+def test_heads_and_adapters(given, said):
+    with pytest.raises(EngineError, match=said):
+        megatron._refuse(**{"settings": ranks.settings(), "head": "lm", "whole": False, **given})

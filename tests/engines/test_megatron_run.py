@@ -1,0 +1,42 @@
+"""A whole run with the Megatron engine does what one rank of FSDP does, and resumes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from harness import ROOT, metrics_of
+
+LAYOUT = ("roles.actor.engine=megatron", "layouts.update.tp=2", "layouts.update.pp=2")
+
+
+@pytest.fixture
+def run(workspace: Path, launch: Callable[..., subprocess.CompletedProcess],
+        monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+    """Metrics of a run by step; the CPU takes the place of a GPU where the DAG imports what tests do for Megatron."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    dag = workspace / "grpo.yaml"
+    dag.write_text(dag.read_text().replace("[brevity]", "[brevity, engines.megatron_on_cpu]"))
+
+    def run(ranks: int, name: str, *given: str) -> dict:
+        sets = [word for line in ("roles.actor.model.heads=4", "roles.actor.model.kv_heads=2", *given)
+                for word in ("--set", line)]
+        launch(ranks, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", name, *sets)
+        return metrics_of(workspace / "runs" / name)
+
+    return run
+
+
+def test_a_run_is_that_of_one_rank(run):
+    expected, found = run(1, "one"), run(4, "split", *LAYOUT)
+    assert found.keys() == expected.keys()
+    for step, line in expected.items():
+        for name in ("loss", "grad_norm", "policy/entropy", "reward/mean", "response/fingerprint", "tokens"):
+            assert found[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-6), (step, name)
+        assert abs(found[step]["mismatch/logprob_max"]) < 1e-4

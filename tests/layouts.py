@@ -1,0 +1,86 @@
+"""One small algorithm in any layout: what its steps report and which weights they leave."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distflow.data.exchange import gather
+from distflow.observe.metrics import current
+from distflow.schema.contract import load_function
+from distflow.schema.spec import load
+from planners import plan as make_plan
+from workers.dag_worker import DagWorker
+from workers.engines.sampling import key_of
+
+DAG = """
+name: small
+imports: [preferring]
+roles:
+  actor: {trained: true}
+  reference: {copy_of: actor}
+nodes:
+  rollout:   {role: actor,     type: MODEL_INFERENCE, function: generate, with: {group_size: 2}}
+  old:       {role: actor,     type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}
+  reference: {role: reference, type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}
+  advantage: {role: actor,     type: COMPUTE, function: "preferring:prefer", dependencies: [rollout]}
+  update:    {role: actor,     type: MODEL_TRAIN, function: policy_update, dependencies: [advantage, old, reference],
+              with: {clip: 0.2, kl: 0.1}}
+"""
+PREFERRING = """
+from distflow import Ragged, node
+from torch import Tensor
+
+@node(writes="advantages")
+def prefer(responses: Ragged) -> Tensor:
+    \"\"\"Even tokens are better than odd ones.\"\"\"
+    liked = (responses.values % 2 == 0).float() - 0.5
+    return liked.new_zeros(len(responses)).index_add(0, responses.row_of, liked)
+"""
+RUN = """
+steps: 2
+roles:
+  actor:
+    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 4, kv_heads: 4, head_dim: 32}
+    learning_rate: 1e-3
+    generation: {max_new_tokens: 6}
+    micro_batch_tokens: 64
+data: {train: data.jsonl, batch: 5, max_prompt_tokens: 12, max_target_tokens: 8}
+"""
+
+
+def write(folder: Path) -> None:
+    """The files of the algorithm."""
+    (folder / "dag.yaml").write_text(DAG)
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "preferring.py").write_text(PREFERRING)
+    lines = ['{"question": "%s", "answer": "no"}' % ("why " * (1 + row % 3) + str(row)) for row in range(11)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+
+
+def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """What each step reports, and the weights after the last one; for `run_ranks`."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    torch.manual_seed(0)
+    spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", overrides)
+    plan = make_plan(spec, dist.get_world_size())
+    functions = {task.node: load_function(task.function) for task in plan.tasks}
+    current().collect(gather)
+    silent = SimpleNamespace(now=lambda doing: None)
+    worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
+    reports = []
+    for step in range(spec.run.steps):
+        torch.manual_seed(key_of(spec.run.seed, step))
+        for role in worker.roles.values():
+            role.step = step
+        for task in worker.tasks():
+            worker.buffer.put(task, *worker.execute(task, worker.buffer.take(task)))
+        reports.append(current().collect(gather))
+    weights = {name: weight.clone() for name, weight in worker.roles["actor"].engine.export()}
+    return reports, weights if dist.get_rank() == 0 else {}

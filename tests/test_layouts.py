@@ -1,0 +1,60 @@
+"""Any layout of four ranks computes what one rank computes: samples, losses, gradients and weights."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from layouts import run_steps, write
+from ranks import run_ranks
+
+SPLITS = {"dp4": {}, "dp2-tp2": {"tp": 2}, "tp4": {"tp": 4}}
+REPORTED = {"loss": 1e-6, "grad_norm": 1e-4, "policy/ratio": 1e-5, "policy/kl_reference": 1e-6,
+            "mismatch/logprob_mean": 1e-5, "tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    write(folder)
+    sys.path.insert(0, str(folder))
+    yield str(folder)
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one rank computes."""
+    return run_ranks(1, run_steps, folder, [])[0]
+
+
+def overrides(**layouts: dict[str, int]) -> list[str]:
+    return [f"layouts.{node}.{size}={count}" for node, split in layouts.items() for size, count in split.items()]
+
+
+@pytest.mark.parametrize("reference", SPLITS)
+@pytest.mark.parametrize("update", SPLITS)
+def test_every_pair_of_layouts_equals_one_rank(folder, alone, update, reference):
+    split = SPLITS[reference] or {"tp": 1}  # named, so that it does not follow the actor's
+    reports, weights = run_ranks(4, run_steps, folder, overrides(update=SPLITS[update], reference=split))[0]
+    for step, (report, expected) in enumerate(zip(reports, alone[0], strict=True)):
+        assert report["response/fingerprint"] == expected["response/fingerprint"], step
+        for name, tolerance in REPORTED.items():
+            assert report[name] == pytest.approx(expected[name], rel=1e-4, abs=tolerance), (step, name)
+    assert weights.keys() == alone[1].keys()
+    for name, weight in weights.items():
+        apart = (weight - alone[1][name]).abs()
+        assert apart.mean() < 1e-6, name  # a step moves a weight by 1e-3
+        assert apart.max() < 2e-4, name  # Adam makes much of gradients that are next to nothing
+
+
+def test_the_algorithm_learns_something(alone):
+    """Else all layouts would agree on nothing."""
+    assert all(report["grad_norm"] > 1e-2 for report in alone[0])
+    assert alone[0][0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6) != alone[0][1]["policy/kl_reference"]
+
+
+def test_fewer_shares_than_ranks_infer_the_same(folder, alone):
+    reports, _ = run_ranks(4, run_steps, folder, ["layouts.reference.dp=1", "layouts.reference.tp=2"])[0]
+    assert reports[0]["response/fingerprint"] == alone[0][0]["response/fingerprint"]
+    assert reports[0]["loss"] == pytest.approx(alone[0][0]["loss"], abs=1e-6)

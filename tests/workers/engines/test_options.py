@@ -1,0 +1,83 @@
+"""What saves memory or time in training changes nothing else."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.tensor import Replicate, Shard
+from training import Trained, engine_of, joined, named_mesh, plain_training, share_of, training
+
+from distflow.schema.errors import EngineError
+
+
+def optional_training(layout, settings, small) -> Trained:
+    return training(layout, {}, small, settings)
+
+
+@pytest.mark.parametrize(("layout", "settings", "small"), [
+    ({"dp": 2}, {"recompute": True}, 0),
+    ({"dp": 2}, {"recompute": True}, 64_000_000),
+    ({"tp": 2}, {"recompute": True}, 0),
+    ({"cp": 2}, {"recompute": True}, 0),
+    ({"dp": 2}, {"offload": True}, 0),
+    ({"dp": 2}, {"replicas": 2}, 0),
+    ({"dp": 4}, {"replicas": 2}, 0),
+    ({"dp": 2, "tp": 2}, {"replicas": 2, "recompute": True}, 64_000_000),
+    ({"dp": 1, "cp": 2}, {"replicas": 2}, 0),
+], ids=str)
+def test_an_option_equals_the_plain_model(layout, settings, small):
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
+    results = run_ranks(ranks, optional_training, layout, settings, small)
+    joined(results, layout.get("tp", 1) * layout.get("cp", 1)).equals(plain_training())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_equals_the_plain_one():
+    joined(run_ranks(1, optional_training, {}, {"compile": True, "recompute": True}, 0), 1).equals(plain_training())
+
+
+def placements(replicas: int) -> list:
+    engine = engine_of(named_mesh(dp=4), replicas=replicas)
+    shard = engine.shards()["model.layers.0.mlp.up_proj.weight"]
+    return [shard.placements, shard.to_local().shape]
+
+
+def test_replicas_have_whole_copies_between_them():
+    for found, shape in run_ranks(4, placements, 2):
+        assert found == (Replicate(), Shard(0))
+        assert shape == (96, 64)
+
+
+def refusal() -> str:
+    with pytest.raises(EngineError) as caught:
+        engine_of(named_mesh(dp=2), replicas=3)
+    return str(caught.value)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused():
+    assert "replicas: 3 does not divide the 2 ranks" in run_ranks(2, refusal)[0]
+
+
+def kept(recompute: bool) -> int:
+    """Bytes that the graph of one forward keeps for the backward pass, weights apart."""
+    mesh = named_mesh()
+    engine = engine_of(mesh, {"layers": 4}, 64_000_000, recompute=recompute)
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = engine._forward(share_of(mesh), 1.0)
+    outputs[0].sum().backward()
+    return sum(sizes.values())
+
+
+def test_recomputed_layers_keep_little():
+    (without,), (with_it,) = run_ranks(1, kept, False), run_ranks(1, kept, True)
+    assert with_it < without / 2

@@ -1,0 +1,106 @@
+"""Log-probabilities over a vocabulary, piece by piece, are those of all logits at once, and take less memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from workers.engines import vocabulary
+from workers.engines.vocabulary import score, scored
+
+TOKENS, WIDTH, MANY = 1024, 32, 150_000
+
+
+def drawn(vocabulary_size: int, dtype: torch.dtype = torch.float32):
+    """Hidden states, a head, tokens and what each log-probability counts."""
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(WIDTH, vocabulary_size, bias=False).to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocabulary_size, WIDTH, generator=generator))
+    hidden = torch.randn(50, WIDTH, generator=generator).to(dtype).requires_grad_()
+    return hidden, head, torch.randint(vocabulary_size, (50,), generator=generator), torch.linspace(-1, 1, 50)
+
+
+def results(hidden, head, tokens, counts, of=score) -> list[torch.Tensor]:
+    """Log-probabilities, entropies and the gradients of a weighted sum."""
+    logprobs, entropies = of(hidden, head, tokens, 0.7)
+    assert not entropies.requires_grad
+    gradients = torch.autograd.grad((logprobs * counts).sum(), [hidden, head.weight])
+    return [logprobs.detach(), entropies, *gradients]
+
+
+def at_once(hidden, head, tokens, temperature):
+    return scored(head(hidden).float() / temperature, tokens)
+
+
+@pytest.mark.parametrize("piece", [1, 300 * 7, 300 * 50 - 1])
+def test_pieces_change_nothing(monkeypatch, piece):
+    expected = results(*drawn(300), of=at_once)
+    monkeypatch.setattr(vocabulary, "PIECE", piece)
+    for one, other in zip(results(*drawn(300)), expected):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_gradients_of_pieces_are_summed_in_float32(monkeypatch):
+    exact = results(*drawn(300), of=at_once)[3]
+    monkeypatch.setattr(vocabulary, "PIECE", 300)
+    gradient = results(*drawn(300, torch.bfloat16))[3]
+    assert gradient.dtype == torch.bfloat16
+    assert (gradient.float() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_vocabulary_of_which_all_logits_fit_takes_the_short_way(monkeypatch):
+    monkeypatch.setattr(vocabulary, "_Scores", None)
+    assert torch.equal(results(*drawn(300))[0], results(*drawn(300), of=at_once)[0])
+
+
+def over_ranks() -> list[torch.Tensor]:
+    vocabulary.PIECE = 1000  # several pieces
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, head, tokens, counts = drawn(300)
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
+    *found, gradient = results(hidden, head, tokens, counts)
+    return [*(part.numpy() for part in found), gradient.full_tensor().numpy()]
+
+
+def test_a_vocabulary_that_is_cut_over_ranks_gives_the_same():
+    expected = results(*drawn(300), of=at_once)
+    for found in run_ranks(2, over_ranks):
+        for one, other in zip(found, expected):
+            assert torch.allclose(torch.from_numpy(one), other, atol=1e-5)
+
+
+def peak(way: str) -> int:
+    """MiB that a forward and a backward need beside the weights, in a process of their own."""
+    done = subprocess.run([sys.executable, __file__, way], capture_output=True, text=True, timeout=300, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    return int(done.stdout)
+
+
+def measure(way: str) -> None:
+    head = nn.Linear(WIDTH, MANY, bias=False)
+    hidden, tokens = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randint(MANY, (TOKENS,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    {"pieces": score, "at once": at_once}[way](hidden, head, tokens, 1.0)[0].sum().backward()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+
+
+def test_a_large_vocabulary_does_not_own_the_memory():
+    plain, pieces = peak("at once"), peak("pieces")
+    table = TOKENS * MANY * 4 // 2**20
+    assert plain > 3 * table  # as much as it is worth
+    assert pieces < plain / 4
+    assert pieces < table
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])
