@@ -15,6 +15,7 @@ from harness import command, environment, metrics_of
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.data.batch import Ragged
 from distflow.schema.errors import EngineError
@@ -91,6 +92,9 @@ def test_what_it_cannot_do_is_said(vllm, mesh):
                    for part, size in (("q", 64), ("k", 32))], version=1)
     with pytest.raises(EngineError, match="lora"):
         type(vllm).build(tiny(), None, None, mesh, 0, [2], shared=[nn.Parameter(torch.zeros(1))])
+    with pytest.raises(EngineError, match="experts"):
+        build("vllm", mesh, Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=270, hidden_size=64, num_experts=2,
+                                                               num_hidden_layers=1)))
     session = vllm.session(key=0)
     session.add(vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1)))
     with pytest.raises(EngineError, match="under way"):

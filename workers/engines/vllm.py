@@ -38,6 +38,9 @@ class VLLMRollout(Rollout):
         self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if mesh.device_type == "cpu" and any(".experts." in name for name in self.shapes):
+            raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
+                              "replaced. Instead:  rollout: hf")
         self.cached, self.failure, self.numbers = True, "", itertools.count()
         self.sessions: weakref.WeakSet[Sampling] = weakref.WeakSet()
         tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
