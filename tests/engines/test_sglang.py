@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from engines.rollouts import LIMIT, TRAITS, build, slow_down, tiny
 from engines.test_rollout_contract import changed, greedy_of, lasting, require_greedy, until_done, weights
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
@@ -265,9 +265,10 @@ def _sample_together(texts):
         engine.close()
 
 
-def test_two_ranks_that_split_the_model_get_the_same(prompts):
+def test_two_ranks_that_split_the_model_get_the_same(prompts, monkeypatch):
+    monkeypatch.setattr(ranks, "_LIMIT", 10 * SOON)
     texts = [prompt.tolist() for prompt in prompts.rows]
-    (leads, told), (follows, heard) = run_ranks(2, _sample_together, texts)
+    (leads, told), (follows, heard) = ranks.run_ranks(2, _sample_together, texts)
     assert leads
     assert not follows
     assert told == heard
