@@ -62,6 +62,14 @@ def memory_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
+def left_by(leader: int, folder: str) -> set[Path]:
+    """The files of a server: its folder, and the shared memory that its processes have open."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in group_of(leader)]
+    found = {Path(name) for text in maps for name in re.findall(r"/dev/shm/sgl\S+", text)}
+    assert found
+    return {*found, Path(folder)}
+
+
 def require_gone(leader: int) -> None:
     deadline = time.monotonic() + SOON
     while group_of(leader):
@@ -161,26 +169,29 @@ def _own_a_server(line):
     line.recv()
 
 
-def test_no_process_outlives_its_owner():
+def test_nothing_outlives_its_owner():
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     owner = context.Process(target=_own_a_server, args=(theirs,), daemon=True)
     owner.start()
     assert ours.poll(10 * SOON)
-    leader, _ = ours.recv()
+    leader, folder = ours.recv()
     assert len(group_of(leader)) > 1
+    files = left_by(leader, folder)
     os.kill(owner.pid, signal.SIGKILL)
     owner.join()
     require_gone(leader)
+    assert not [path for path in files if path.exists()]
 
 
 def test_nothing_is_left_of_a_closed_engine(fresh):
-    leader, folder = fresh.server.process.pid, Path(fresh.server.folder.name)
+    leader = fresh.server.process.pid
+    files = left_by(leader, fresh.server.folder.name)
     assert len(group_of(leader)) > 1
-    assert folder.exists()
+    assert all(path.exists() for path in files)
     fresh.close()
-    assert not group_of(leader)
-    assert not folder.exists()
+    require_gone(leader)
+    assert not [path for path in files if path.exists()]
     for use in (fresh.check_health, fresh.pause, fresh.sleep):
         with pytest.raises(EngineError, match="closed"):
             use()

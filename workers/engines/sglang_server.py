@@ -24,22 +24,32 @@ from distflow.schema.errors import EngineError
 
 _PATIENCE = 900.0
 """Seconds that a server may take to start, and any call but `/generate` to be answered."""
-_FAREWELL = 2.0
-"""Seconds that a server may take to end after its connections broke off: that is often seen first."""
+_FAREWELL = 10.0
+"""Seconds that a server may take to end when it is told to, or after its connections broke off, which is often seen
+first."""
 _LAST_LINES = 25
 """Of the log, in the error."""
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says of the run; the server must not take itself for a part of it."""
 _PROGRAM = """
-import json, os, runpy, signal, sys, threading
+import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
 def outlive_nobody():
     os.read(0, 1)  # ends when the owner closes the pipe, or is dead
+    for maps in glob.glob("/proc/[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.split("/")[2])) == os.getpgrp():
+                for line in open(maps):
+                    name = line.split()[-1]
+                    if name.startswith("/dev/shm/sgl") and os.path.exists(name):
+                        os.unlink(name)
+    shutil.rmtree(os.getcwd(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=outlive_nobody, daemon=True).start()
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody."""
+"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody. Shared memory
+that SGLang has a name for is removed by nobody else when its processes are killed, which is how SGLang itself ends."""
 
 
 class SGLangServer:
@@ -174,9 +184,11 @@ class SGLangServer:
         """End it, with its children."""
         if self.process.stdin.closed:
             return
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_FAREWELL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stdin.close()
         self.process.wait()
         self.folder.cleanup()
 
