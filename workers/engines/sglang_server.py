@@ -65,7 +65,7 @@ class SGLangServer:
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
         """`folder` is the server's until it is closed; its log is there. The model is split `ranks` ways."""
         self.folder = folder
-        self.key, self.log = secrets.token_urlsafe(32), Path(self.folder.name, "server.log")
+        self.key, self.log = secrets.token_hex(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
         self.version = self._version()
         self.began, (self.port, other) = time.monotonic(), _free_ports()
