@@ -88,9 +88,9 @@ def _told(fails: bool):
         return []
 
     try:
-        return share.leads, turns, share.tell(ask)
+        return share.leads, [Turn(*turn) for turn in turns], share.tell(ask)
     except EngineError as error:
-        return share.leads, turns, str(error)
+        return share.leads, [Turn(*turn) for turn in turns], str(error)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -29,6 +29,8 @@ _CPU_CACHE = 4 << 30
 """Bytes at most for keys and values where there is no GPU."""
 _PULSE = 60.0
 """Seconds in which a server that is well samples a token."""
+_BEAT = 10.0
+"""Seconds after which the other ranks hear that the server is still starting: no collective waits for long."""
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
@@ -49,27 +51,27 @@ class SGLangRollout(Rollout):
         self.numbers = itertools.count()
         self.sessions: weakref.WeakSet[Requests] = weakref.WeakSet()
         self.server: SGLangServer | None = None
-        self.share.tell(lambda: self._start(model, seed))
+        try:
+            self.share.tell(lambda: self._start(model, seed))
+            while not self.share.tell(lambda: self.server.wait(_BEAT)):
+                continue
+        except EngineError:
+            self.close()
+            raise
 
-    def _start(self, model: PreTrainedModel, seed: int) -> list:
+    def _start(self, model: PreTrainedModel, seed: int) -> None:
         folder = tempfile.TemporaryDirectory(prefix="sglang-")
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         # What else ends a row is said with each request.
         config.eos_token_id = None
         config.save_pretrained(folder.name)
-        self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device)
+        self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
         self.closing = weakref.finalize(self, self.server.close)
         known = ROLLOUTS["sglang"].tested
         if not self.server.version.startswith(known):
             warnings.warn(f"SGLang {self.server.version}; distflow was tested with "
                           f"{', '.join(f'{each}*' for each in known)}", stacklevel=2)
-        try:
-            self.server.wait()
-        except EngineError:
-            self.close()
-            raise
-        return []
 
     def _flags(self, config: object, folder: str, seed: int) -> list[str]:
         settings, special = self.generation, _on_gpu if self.device == "cuda" else _on_cpu
@@ -174,11 +176,10 @@ class SGLangRollout(Rollout):
     def check_health(self) -> None:
         self.share.tell(self._feel)
 
-    def _feel(self) -> list:
+    def _feel(self) -> None:
         self.server.watch()
         if self.cached and not self.paused:  # else it answers, but cannot sample
             self.server.call("/health_generate", patience=_PULSE)
-        return []
 
     def close(self) -> None:
         if self.server:

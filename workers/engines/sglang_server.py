@@ -24,22 +24,32 @@ from distflow.schema.errors import EngineError
 
 _PATIENCE = 900.0
 """Seconds that a server may take to start, and any call but `/generate` to be answered."""
-_FAREWELL = 2.0
-"""Seconds that a server may take to end after its connections broke off: that is often seen first."""
+_FAREWELL = 10.0
+"""Seconds that a server may take to end when it is told to, or after its connections broke off, which is often seen
+first."""
 _LAST_LINES = 25
 """Of the log, in the error."""
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says of the run; the server must not take itself for a part of it."""
 _PROGRAM = """
-import json, os, runpy, signal, sys, threading
+import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
 def outlive_nobody():
     os.read(0, 1)  # ends when the owner closes the pipe, or is dead
+    for maps in glob.glob("/proc/[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.split("/")[2])) == os.getpgrp():
+                for line in open(maps):
+                    name = line.split()[-1]
+                    if name.startswith("/dev/shm/sgl") and os.path.exists(name):
+                        os.unlink(name)
+    shutil.rmtree(os.getcwd(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=outlive_nobody, daemon=True).start()
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody."""
+"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody. Shared memory
+that SGLang has a name for is removed by nobody else when its processes are killed, which is how SGLang itself ends."""
 
 
 class SGLangServer:
@@ -52,28 +62,30 @@ class SGLangServer:
         EngineError: it cannot start, with the last lines that it said.
     """
 
-    def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str):
-        """`folder` is the server's until it is closed; its log is there."""
+    def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
+        """`folder` is the server's until it is closed; its log is there. The model is split `ranks` ways."""
         self.folder = folder
-        self.key, self.log = secrets.token_urlsafe(32), Path(self.folder.name, "server.log")
+        self.key, self.log = secrets.token_hex(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
         self.version = self._version()
-        self.port, other = _free_ports()
+        self.began, (self.port, other) = time.monotonic(), _free_ports()
         further = shlex.split(os.environ.get("DISTFLOW_SGLANG_FLAGS", ""))
         arguments = [*flags, "--host", "127.0.0.1", "--port", str(self.port), "--nccl-port", str(other), "--api-key",
                      self.key, "--skip-server-warmup", "--log-level-http", "warning", *further]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [self.python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                cwd=self.folder.name, env=self._environment(device), start_new_session=True)
+                cwd=self.folder.name, env=self._environment(device, ranks), start_new_session=True)
         self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
         self.process.stdin.flush()
 
-    def _environment(self, device: str) -> dict[str, str]:
+    def _environment(self, device: str, ranks: int) -> dict[str, str]:
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
         ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
+            if ranks > 1:  # left alone, SGLang wants a NUMA node for each
+                ours.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"0-{os.cpu_count() - 1}"] * ranks))
         return {"OMP_NUM_THREADS": "1", **ours}
 
     def _version(self) -> str:
@@ -81,17 +93,21 @@ class SGLangServer:
         try:
             return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise EngineError(f"{self.python} has no SGLang. Instead:  pip install 'distflow[sglang]'   or, if another "
-                              f"environment has it:  export {ROLLOUTS['sglang'].elsewhere}=…/bin/python") from error
+            raise EngineError(f"{self.python} has no SGLang, which needs an environment of its own: it pins another "
+                              "torch. Instead:  python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && "
+                              f"export {ROLLOUTS['sglang'].elsewhere}=$PWD/sglang/bin/python") from error
 
-    def wait(self) -> None:
-        """Until it answers."""
-        deadline = time.monotonic() + _PATIENCE
+    def wait(self, patience: float) -> bool:
+        """Whether it answers within `patience` seconds. Raises EngineError if it will not any more."""
+        until = time.monotonic() + patience
         while not self._answers():
             self.watch()
-            if time.monotonic() > deadline:
+            if time.monotonic() > self.began + _PATIENCE:
                 raise self.failure(f"has not started in {_PATIENCE:.0f} s")
+            if time.monotonic() > until:
+                return False
             time.sleep(0.1)
+        return True
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException), self._request("/health", None, 5.0) as reply:
@@ -168,9 +184,11 @@ class SGLangServer:
         """End it, with its children."""
         if self.process.stdin.closed:
             return
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_FAREWELL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stdin.close()
         self.process.wait()
         self.folder.cleanup()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import weakref
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class Requests(Session):
     def _take(self, turns: list[Turn]) -> list[Row]:
         """Those that were aborted; the others wait for the next step."""
         aborted = []
-        for turn in turns:
+        for turn in itertools.starmap(Turn, turns):
             row = self.turns.pop(turn.request)
             row.end(torch.tensor(turn.tokens, dtype=torch.int64), torch.tensor(turn.logprobs, dtype=torch.float32),
                     torch.tensor(turn.versions, dtype=torch.int32), bool(turn.tokens) and turn.tokens[-1] in self.ends)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.schema.errors import EngineError
-from workers.engines.sglang_session import Turn
 
 
 class Share:
@@ -23,19 +23,19 @@ class Share:
         self.device = mesh.device_type
         self.leads = self.group is None or dist.get_rank(self.group) == 0
 
-    def tell(self, ask: Callable[[], list[Turn]]) -> list[Turn]:
-        """What `ask` returns on the first rank; collective. Its EngineError is every rank's."""
+    def tell(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` returns on the first rank, as JSON can say it; collective. Its EngineError is every rank's."""
         if self.group is None:
             return ask()
-        said: dict = {}
+        said: dict[str, Any] = {}
         try:
-            said["turns"] = ask() if self.leads else []
+            said["answer"] = ask() if self.leads else None
         except EngineError as error:
             said["error"] = str(error)
         told = json.loads(self._bytes(json.dumps(said).encode()))
         if "error" in told:
             raise EngineError(told["error"])
-        return [Turn(*turn) for turn in told["turns"]]
+        return told["answer"]
 
     def _bytes(self, own: bytes) -> bytes:
         """The first rank's."""
