@@ -1,14 +1,15 @@
-# make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of vLLM and Megatron.
+# make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of the other engines.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINES := .venv-engines
+SGLANG := .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-engines lint gpu clean
+.PHONY: install demo test test-engines sglang-env lint gpu clean
 
 install: $(VENV)/installed
 
@@ -25,8 +26,8 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
-test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/python -m pytest tests/engines
+test-engines: $(ENGINES)/installed sglang-env
+	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
 
 # torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
 $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt
@@ -40,5 +41,15 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 gpu: install
 	$(BIN)/python -m pytest -m gpu
 
+# SGLang's packages and vLLM's do not fit together.
+sglang-env: $(SGLANG)/installed
+
+$(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 xgrammar==0.2.8
+	echo $(CURDIR)/$(<D) > `$(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/on_cpu.pth
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(ENGINES) build *.egg-info
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info

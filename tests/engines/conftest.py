@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from engines.rollouts import TRAITS, build, engines, tiny
+from engines.rollouts import HALFWAY, TRAITS, build, engines, tiny
 from torch.distributed.device_mesh import init_device_mesh
 
 from workers.engines.meshes import NAMES
@@ -50,8 +50,12 @@ def engine(started, name, request):
         pytest.skip(f"{name}: {reason}")
     engine, model = started
     engine.load(((each, parameter.data) for each, parameter in model.named_parameters()), version=0)
-    settings = engine.generation
+    settings, slow = engine.generation, TRAITS[name].slow if request.function.__name__ in HALFWAY else None
+    if slow:
+        slow(engine, 0.2)
     yield engine
+    if slow:
+        slow(engine, 0.0)
     engine.generation, engine.paused = settings, False
     gc.collect()
 

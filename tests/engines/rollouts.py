@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ from workers.engines.rollout import Rollout
 VOCABULARY = 270
 ENDS = [2, *range(3, VOCABULARY, 9)]
 LIMIT = 24
+HALFWAY = {"test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been",
+           "test_versions_say_which_weights_sampled_each_token"}
+"""Tests that meet rows after a few steps, and before their ends."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +27,30 @@ class Traits:
     """What differs between libraries."""
 
     installed: bool = True
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Settings without which it cannot do what the contract asks."""
     exempt: dict[str, str] = field(default_factory=dict)
     """Tests of the contract by name, and why this engine cannot pass them."""
+    slow: Callable[[Any, float], None] | None = None
+    """Makes an engine that goes on by itself between two steps wait some seconds before each token."""
 
 
 def _found(name: str) -> bool:
-    from distflow.schema.engines import _elsewhere, _installed
+    from distflow.schema.engines import elsewhere, installed
 
     engine = ROLLOUTS[name]
-    return not engine.packages or bool(_installed(engine) or _elsewhere(engine))
+    return not engine.packages or bool(installed(engine) or elsewhere(engine))
+
+
+def slow_down(engine: Any, seconds: float) -> None:
+    """SGLang's server has a call for it."""
+    engine.server.call("/slow_down", {"forward_sleep_time": seconds})
 
 
 TRAITS: dict[str, Traits] = {
     "hf": Traits(),
     "vllm": Traits(_found("vllm")),
+    "sglang": Traits(_found("sglang"), {"batch_invariant": True}, slow=slow_down),  # it has no seeds otherwise
 }
 
 
@@ -53,6 +67,7 @@ def tiny(architecture: str = "qwen3", kv_heads: int = 1) -> Any:
 def build(name: str, mesh: Any, model: Any, dtype: str = "float32", **generation: Any) -> Rollout:
     """The engine `name` with the weights of `model`; `ENDS` end its rows."""
     settings = RoleRun(rollout=name, dtype=dtype, generation=Generation(**{"max_new_tokens": LIMIT, "batch_rows": 64,
+                                                                           **TRAITS[name].generation,
                                                                            **generation}))
     tokenizer = build_tokenizer(["one two three"], vocab_size=VOCABULARY)
     return engine_class(ROLLOUTS[name]).build(model, tokenizer, settings, mesh, 0, ENDS)

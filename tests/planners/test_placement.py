@@ -45,7 +45,7 @@ def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> Non
 
 
 def test_sizes_multiply(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.16.1")
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
     plan = plan_of(JUDGED, ranks=8, roles=actor(engine="megatron"), layouts={"learn": {"tp": 2, "pp": 4}})
     assert plan.layout_of("actor", samples=False) == Layout(1, tp=2, pp=4)
 
@@ -76,7 +76,7 @@ def test_ranks_of_a_share_stand_together() -> None:
 ])
 def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
                                                     remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.16.1")
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, ranks=4, roles=actor(**settings), layouts=layouts)
     mistake, = caught.value.mistakes
@@ -92,7 +92,7 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
 ])
 def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: None)
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: None)
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, roles=actor(**{key: name}))
     mistake, = caught.value.mistakes
@@ -101,10 +101,10 @@ def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: s
 
 
 def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "9.9.1" if engine.packages else None)
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "9.9.1" if engine.packages else None)
     plan = plan_of(JUDGED, roles=actor(rollout="vllm"))
     note, = (note for note in plan.notes if "9.9.1" in note)
-    assert note == "role `actor` uses vllm 9.9.1; distflow was tested with 0.32.*, 0.33.*"
+    assert note == "role `actor` uses vllm 9.9.1; distflow was tested with 0.32.*"
 
 
 @pytest.mark.parametrize(("key", "settings", "message"), [
@@ -113,7 +113,7 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
 ])
 def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines._installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, roles=actor(**settings))
     mistake, = caught.value.mistakes

@@ -79,9 +79,12 @@ class FSDPEngine(Trainer):
 
     def _split(self, model: PreTrainedModel) -> None:
         tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")
-        if tp > 1 and self.settings.lora:
+        if tp > 1 and any(".lora_" in name for name, _ in model.named_parameters()):
             raise EngineError(f"tp: {tp} and `lora` cannot be had together: there is no plan of how adapters are cut. "
                               "Set  tp: 1 , the base is sharded over dp, or train without `lora`")
+        if tp > 1 and self.settings.compile:
+            raise EngineError(f"tp: {tp} and `compile` cannot be had together: torch does not compile layers that are "
+                              "cut over ranks reliably. Set  compile: false")
         if cp > 1 and getattr(model, "sight", None):
             raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
                               "Set  cp: 1")
@@ -145,6 +148,7 @@ class FSDPEngine(Trainer):
             (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
         norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
         if not math.isfinite(norm):
+            self.optimizer.zero_grad()
             raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
                               "the rewards and log-probabilities of this step, or lower learning_rate.")
         rate = self._set_rate(step)

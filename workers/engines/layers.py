@@ -34,5 +34,11 @@ def _recomputed(forward: Callable, number: int, *inputs: Any, past_key_values: C
 
 
 def compiled(layer: nn.Module) -> None:
-    """By torch.compile, for inputs of any length."""
-    layer.forward = torch.compile(layer.forward, dynamic=True)
+    """What the layer has beside attention, by torch.compile, for inputs of any length.
+
+    Attention adds to a cache by the number of its layer, so that each layer would be compiled anew; it is one kernel
+    already. The rest is the same code in all of them. Experts stay too: which tokens they get is not known beforehand.
+    """
+    for name, part in layer.named_children():
+        if name != "self_attn" and not hasattr(part, "experts"):
+            part.forward = torch.compile(part.forward, dynamic=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
+from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.trainer import schedule
@@ -69,6 +70,16 @@ def test_zero_rows_take_part_and_change_nothing(model, mesh, batch):
     assert len(one.logprobs(empty["prompts"], empty["responses"], 1.0).values) == 0
     for name, shard in one.shards().items():
         assert torch.equal(before[name], shard.full_tensor()), name
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace(model, mesh, batch):
+    one = engine(model, mesh)
+    before = {name: shard.full_tensor().clone() for name, shard in one.shards().items()}
+    with pytest.raises(EngineError, match="gradient norm of step 0 is nan"):
+        one.update(batch, lambda logprobs, entropy, micro: plain(logprobs, entropy, micro) * torch.nan, 1.0, 0)
+    for name, shard in one.shards().items():
+        assert torch.equal(before[name], shard.full_tensor()), name
+    assert one.update(batch, plain, 1.0, 0)["grad_norm"] > 0
 
 
 def test_a_frozen_role_refuses_to_train(model, mesh, batch):

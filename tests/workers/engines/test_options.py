@@ -8,9 +8,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
-from training import Trained, engine_of, joined, named_mesh, plain_training, share_of, training
+from training import Trained, built, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
 
 from distflow.schema.errors import EngineError
+from distflow.schema.run import Lora, RoleRun
+from workers.engines.adapters import attach
+from workers.engines.fsdp import FSDPEngine
 
 
 def optional_training(layout, settings, small) -> Trained:
@@ -39,6 +42,24 @@ def test_a_compiled_model_equals_the_plain_one():
     joined(run_ranks(1, optional_training, {}, {"compile": True, "recompute": True}, 0), 1).equals(plain_training())
 
 
+def compilations() -> tuple[int, int]:
+    """Graphs that three updates and an inference need, in a model of two layers and in one of five."""
+    found = []
+    for layers in (2, 5):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        mesh = named_mesh()
+        trained_by(engine_of(mesh, {"layers": layers}, compile=True), share_of(mesh))
+        found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return tuple(found)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_layers_share_what_is_compiled():
+    ((few, many),) = run_ranks(1, compilations)
+    assert 0 < many <= few
+
+
 def placements(replicas: int) -> list:
     engine = engine_of(named_mesh(dp=4), replicas=replicas)
     shard = engine.shards()["model.layers.0.mlp.up_proj.weight"]
@@ -51,14 +72,21 @@ def test_replicas_have_whole_copies_between_them():
         assert shape == (96, 64)
 
 
-def refusal() -> str:
+def refusal(layout, settings) -> str:
+    model = built()
+    if "lora" in settings:
+        attach(model, Lora(**settings["lora"]), 0)
     with pytest.raises(EngineError) as caught:
-        engine_of(named_mesh(dp=2), replicas=3)
+        FSDPEngine(model, RoleRun(**settings), named_mesh(**layout), 0, 1, trained=True)
     return str(caught.value)
 
 
-def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    assert "replicas: 3 does not divide the 2 ranks" in run_ranks(2, refusal)[0]
+@pytest.mark.parametrize(("layout", "settings", "says"), [
+    ({"dp": 2}, {"replicas": 3}, "replicas: 3 does not divide the 2 ranks"),
+    ({"tp": 2}, {"compile": True}, "Set  compile: false"),
+    ({"tp": 2}, {"lora": {"rank": 4}}, "tp: 2 and `lora` cannot be had together")], ids=str)
+def test_options_that_do_not_fit_the_layout_are_refused(layout, settings, says):
+    assert says in run_ranks(2, refusal, layout, settings)[0]
 
 
 def kept(recompute: bool) -> int:

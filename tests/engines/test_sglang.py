@@ -1,0 +1,280 @@
+"""What SGLang's server alone can do wrong: it is another process, in another environment, reached by a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import multiprocessing
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines.rollouts import LIMIT, TRAITS, build, slow_down, tiny
+from engines.test_rollout_contract import changed, greedy_of, lasting, require_greedy, until_done, weights
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
+from workers.engines import sglang_weights
+from workers.engines.meshes import NAMES
+from workers.engines.rollout import Row
+from workers.engines.sglang import SGLangRollout
+from workers.engines.sglang_server import SGLangServer
+
+if not TRAITS["sglang"].installed:
+    pytest.skip("no environment with SGLang is named", allow_module_level=True)
+SOON = 60.0
+"""Seconds within which what must happen has happened; far from what it takes."""
+
+
+@pytest.fixture(scope="module")
+def name():
+    return "sglang"
+
+
+@pytest.fixture
+def fresh(mesh):
+    """A server that the test may kill."""
+    engine = build("sglang", mesh, tiny())
+    yield engine
+    engine.close()
+
+
+def group_of(leader: int) -> set[int]:
+    """The processes of a server: all that are in its group and not dead."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = status.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.add(int(status.parent.name))
+    return found
+
+
+def memory_of(pid: int) -> int:
+    """Its pages in memory: that child has most which holds the model."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+def require_gone(leader: int) -> None:
+    deadline = time.monotonic() + SOON
+    while group_of(leader):
+        assert time.monotonic() < deadline, f"these are left: {group_of(leader)}"
+        time.sleep(0.05)
+
+
+def go_on(session) -> None:
+    """Until it fails, or too long."""
+    began = time.monotonic()
+    while session.busy and time.monotonic() - began < SOON:
+        session.step()
+
+
+def sampling(engine, prompts, limit: int = 190):
+    """A session with rows that go on for long."""
+    slow_down(engine, 0.05)
+    session = engine.session(key=1, temperature=0.0)
+    session.ends = {0}
+    rows = engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=limit)
+    for row in rows:
+        session.add([row])
+    assert session.step() == []
+    return session, rows
+
+
+def test_a_flag_that_sglang_does_not_know_is_an_error_with_its_last_words(mesh, monkeypatch):
+    monkeypatch.setenv("DISTFLOW_SGLANG_FLAGS", "--no-such-flag 3")
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"ended with status 2(.|\n)*unrecognized arguments: --no-such-flag 3"):
+        build("sglang", mesh, tiny())
+    assert time.monotonic() - began < SOON
+
+
+def test_a_python_without_sglang_is_named_with_what_to_install(mesh, monkeypatch, tmp_path):
+    for python in (tmp_path / "python", Path("/bin/false")):
+        monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", str(python))
+        with pytest.raises(EngineError, match=rf"{python} has no SGLang(.|\n)*pip install 'distflow\[sglang\]'"):
+            build("sglang", mesh, tiny())
+
+
+def test_an_unknown_version_is_named_with_those_that_were_tested(mesh, monkeypatch):
+    monkeypatch.setattr(SGLangServer, "_version", lambda server: "7.1")
+    monkeypatch.setenv("DISTFLOW_SGLANG_FLAGS", "--no-such-flag")
+    with pytest.warns(UserWarning, match=r"SGLang 7\.1; distflow was tested with 0\.5\.\*"), pytest.raises(EngineError):
+        build("sglang", mesh, tiny())
+
+
+def test_adapters_cannot_share_their_base(mesh):
+    model = tiny()
+    with pytest.raises(EngineError, match="rollout: hf"):
+        SGLangRollout.build(model, None, None, mesh, 0, [], shared=model.parameters())
+
+
+@pytest.mark.parametrize(("path", "method"), [("/server_info", "GET"), ("/generate", "POST"),
+                                              ("/update_weights_from_tensor", "POST"), ("/pause_generation", "POST"),
+                                              ("/abort_request", "POST"), ("/release_memory_occupation", "POST")])
+@pytest.mark.parametrize("key", [None, "Bearer wrong"])
+def test_nobody_else_may_use_the_server(engine, path, method, key):
+    connection = http.client.HTTPConnection("127.0.0.1", engine.server.port, timeout=SOON)
+    headers = {"Content-Type": "application/json", **({"Authorization": key} if key else {})}
+    connection.request(method, path, b"{}" if method == "POST" else None, headers)
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_the_key_is_on_no_command_line_and_the_server_listens_on_the_loopback_alone(engine):
+    pids = group_of(engine.server.process.pid)
+    assert len(pids) > 1
+    for pid in pids:
+        assert engine.server.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    port = f"{engine.server.port:04X}"
+    listening = re.findall(rf"^ *\d+: ([0-9A-F]+):{port} \S+ 0A", Path("/proc/net/tcp").read_text(), re.MULTILINE)
+    assert listening == ["0100007F"]
+
+
+@pytest.mark.parametrize("victim", ["leader", "child"])
+def test_a_server_that_dies_while_it_samples_is_an_error_and_no_hang(fresh, prompts, victim):
+    leader = fresh.server.process.pid
+    session, _ = sampling(fresh, prompts)
+    children = sorted(group_of(leader) - {leader}, key=memory_of)
+    os.kill(leader if victim == "leader" else children[-1], signal.SIGKILL)
+    with pytest.raises(EngineError, match="SGLang"):
+        go_on(session)
+    with pytest.raises(EngineError, match="ended with signal"):
+        fresh.check_health()
+    fresh.close()
+    require_gone(leader)
+
+
+def _own_a_server(line):
+    """In a process of its own: it is killed while it waits."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    engine = build("sglang", init_device_mesh("cpu", (1,) * len(NAMES), mesh_dim_names=NAMES), tiny())
+    line.send((engine.server.process.pid, engine.server.folder.name))
+    line.recv()
+
+
+def test_no_process_outlives_its_owner():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=_own_a_server, args=(theirs,), daemon=True)
+    owner.start()
+    assert ours.poll(10 * SOON)
+    leader, _ = ours.recv()
+    assert len(group_of(leader)) > 1
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.join()
+    require_gone(leader)
+
+
+def test_nothing_is_left_of_a_closed_engine(fresh):
+    leader, folder = fresh.server.process.pid, Path(fresh.server.folder.name)
+    assert len(group_of(leader)) > 1
+    assert folder.exists()
+    fresh.close()
+    assert not group_of(leader)
+    assert not folder.exists()
+    for use in (fresh.check_health, fresh.pause, fresh.sleep):
+        with pytest.raises(EngineError, match="closed"):
+            use()
+
+
+def test_rows_may_be_aborted_while_the_engine_is_paused(engine, model, prompts):
+    prompts = lasting(model, prompts)
+    rows = engine.rows(prompts, 1, torch.arange(len(prompts)))
+    session = engine.session(key=1, temperature=0.0)
+    for row in rows:
+        session.add([row])
+    slow_down(engine, 0.1)
+    session.step()
+    engine.pause()
+    assert session.abort(rows[:1]) == rows[:1]
+    assert len(rows[0].tokens) < LIMIT
+    assert session.step() == []
+    slow_down(engine, 0.0)
+    engine.resume()
+    until_done(session, rows[1:])
+    for row in rows:
+        assert row.tokens.tolist() == greedy_of(model, row.sequence)[: len(row.tokens)]
+
+
+def test_new_weights_may_come_while_the_engine_is_paused(engine, model, prompts):
+    session, rows = sampling(engine, prompts, limit=60)
+    engine.pause()
+    slow_down(engine, 0.0)
+    engine.load(weights(changed(model)), version=5)
+    assert session.step() == []
+    engine.resume()
+    until_done(session, rows)
+    for row in rows:
+        versions = row.versions.tolist()
+        assert set(versions) == {0, 5}
+        assert len(versions) == 60
+
+
+def test_weights_come_in_several_buckets(engine, model, prompts, monkeypatch):
+    monkeypatch.setattr(sglang_weights, "BUCKET", 20_000)
+    sizes = []
+    seal = sglang_weights.sealed
+    monkeypatch.setattr(sglang_weights, "sealed", lambda named: sizes.append(len(named)) or seal(named))
+    engine.load(weights(changed(model)), version=1)
+    assert len(sizes) > 3
+    assert max(sizes) > 1
+    require_greedy(engine, model, prompts)
+
+
+def test_a_prompt_that_is_too_long_is_an_error(engine):
+    session = engine.session(key=1)
+    session.add([Row(0, torch.full((300,), 7), 300, 5)])
+    with pytest.raises(EngineError, match=r"(?i)long|length|context"):
+        go_on(session)
+
+
+def test_images_are_refused(engine):
+    row = Row(0, torch.tensor([5, 6]), 2, 5, images=Ragged.from_rows([torch.zeros(3)]))
+    with pytest.raises(EngineError, match="rollout: hf"):
+        engine.session(key=1).add([row])
+
+
+def _sample_together(texts):
+    """On each of two ranks that have one server."""
+    prompts = Ragged.from_rows([torch.tensor(text) for text in texts])
+    engine = build("sglang", init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES), tiny())
+    try:
+        model, results = tiny(), []
+        for version in range(2):
+            for temperature in (0.0, 0.8):
+                samples = engine.generate(prompts, 2, torch.arange(2 * len(prompts)), 3, temperature)
+                results.append([samples.tokens.values.tolist(), samples.logprobs.values.tolist()])
+            size = engine.load(weights(changed(model)), version + 1)
+            assert size == sum(each.nbytes for _, each in weights(model))
+        session = engine.session(key=1)
+        session.add(engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=150))
+        session.step()
+        results.append([row.tokens.tolist() for row in session.abort()])
+        engine.check_health()
+        return engine.share.leads, results
+    finally:
+        engine.close()
+
+
+def test_two_ranks_that_split_the_model_get_the_same(prompts):
+    texts = [prompt.tolist() for prompt in prompts.rows]
+    (leads, told), (follows, heard) = run_ranks(2, _sample_together, texts)
+    assert leads
+    assert not follows
+    assert told == heard
+    model = tiny()
+    first = [greedy_of(model, prompt) for prompt in prompts.rows]
+    changed(model)
+    second = [greedy_of(model, prompt) for prompt in prompts.rows]
+    assert first != second
+    for greedy, (tokens, _) in zip((first, second), told[::2]):
+        assert tokens == [token for row in greedy for _ in range(2) for token in row]

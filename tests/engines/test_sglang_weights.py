@@ -1,0 +1,100 @@
+"""What can be said of SGLang's engine without SGLang: how weights are handed over, and how ranks are told."""
+
+from __future__ import annotations
+
+import base64
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from distflow.schema.errors import EngineError
+from workers.engines import sglang_weights
+from workers.engines.meshes import NAMES
+from workers.engines.sglang_session import Turn
+from workers.engines.sglang_share import Share
+from workers.engines.sglang_weights import Buckets, apart
+
+SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}
+
+
+def _opened(line) -> None:
+    """What another process finds in each bucket, as SGLang's server does."""
+    while bucket := line.recv():
+        line.send([(name, tensor.tolist(), str(tensor.dtype)) for name, tensor in pickle.loads(
+            base64.b64decode(bucket))])
+
+
+@pytest.mark.parametrize("room", [1, 100, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_process_finds_the_weights_though_they_go_through_one_buffer(monkeypatch, room, dtype):
+    monkeypatch.setattr(sglang_weights, "BUCKET", room)
+    values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    buffer = torch.empty(400)
+
+    def arriving():
+        for name, tensor in values.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            buffer.fill_(torch.nan)
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_opened, args=(theirs,))
+    reader.start()
+    buckets, found, count = Buckets(arriving(), SHAPES, dtype, "cpu"), [], 0
+    for bucket in buckets:
+        ours.send(bucket)
+        assert ours.poll(60.0)
+        found += ours.recv()
+        count += 1
+    ours.send("")
+    reader.join()
+    assert found == [(name, tensor.to(dtype).tolist(), str(dtype)) for name, tensor in values.items()]
+    assert buckets.size == sum(shape.numel() for shape in SHAPES.values()) * dtype.itemsize
+    assert count == {1: 4, 100: 3}.get(room, 1)
+
+
+@pytest.mark.parametrize(("name", "shape", "says"), [("a", [5, 3], r"`a` \[5, 3\].*\[3, 5\]"),
+                                                     ("e", [2], "`e`.*not known")])
+def test_what_is_not_the_models_is_refused(name, shape, says):
+    with pytest.raises(EngineError, match=says):
+        list(Buckets([(name, torch.zeros(shape))], SHAPES, torch.float32, "cpu"))
+
+
+def test_experts_are_named_as_in_a_checkpoint(tmp_path):
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_experts=3,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    named = dict(part for name, tensor in model.named_parameters() for part in apart(name, tensor))
+    assert named.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in named.items())
+
+
+def _told(fails: bool):
+    """What each rank hears of two calls; the first rank's second one may fail."""
+    share = Share(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
+    turns = share.tell(lambda: [Turn("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
+
+    def ask():
+        if fails:
+            raise EngineError("it has ended")
+        return []
+
+    try:
+        return share.leads, turns, share.tell(ask)
+    except EngineError as error:
+        return share.leads, turns, str(error)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_rank_tells_the_others(fails):
+    results = run_ranks(2, _told, fails)
+    turn = Turn("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)
+    assert results == [(leads, [turn], "it has ended" if fails else []) for leads in (True, False)]

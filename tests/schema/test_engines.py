@@ -1,0 +1,28 @@
+"""The table of engines: what it names exists, and the list that users see is the one that is enforced."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.schema.engines import ROLLOUTS, TRAINERS
+
+
+@pytest.mark.parametrize("engine", [*TRAINERS.values(), *ROLLOUTS.values()], ids=lambda engine: engine.home)
+def test_the_home_of_each_engine_is_there(engine):
+    module, _, name = engine.home.partition(":")
+    source = Path(importlib.util.find_spec(module).origin)
+    assert f"class {name}(" in source.read_text()  # its library may not be installed
+
+
+def test_everything_that_is_refused_is_listed(capsys):
+    assert main(["engines"]) == 0
+    said = capsys.readouterr().out
+    for key, table in (("engine", TRAINERS), ("rollout", ROLLOUTS)):
+        for name, engine in table.items():
+            part = said.partition(f"{key}: {name}\n")[2].partition("\n\n")[0]
+            assert all(reason in part for reason in engine.cannot.values())
+            assert all(package in part for package in engine.packages)

@@ -1,0 +1,74 @@
+"""What the planner says that weights and optimizer take, and what they take on each of four ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import write
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.schema.contract import load_function
+from distflow.schema.spec import load
+from planners import plan as make_plan
+from workers.dag_worker import DagWorker
+
+SIZES = ["roles.actor.model.hidden=128", "roles.actor.model.layers=4"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return str(tmp_path)
+
+
+def held(tensors) -> int:
+    """Bytes of the storages of tensors, or of this rank's parts of them."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local}.values())
+
+
+def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
+    """(planned, measured) bytes of the actor's tenants on this rank, at an update and while it samples."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", SIZES + overrides)
+    plan = make_plan(spec, dist.get_world_size())
+    functions = {task.node: load_function(task.function) for task in plan.tasks}
+    worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(now=print), writes=False)
+    actor, found = worker.roles["actor"], {}
+    trainer, rollout = actor.engine, actor.rollout
+    parameters = list(trainer.shards().values())
+
+    def look(*_):
+        found["training state"] = held(trainer.resident()) + held(weight.grad for weight in parameters)
+
+    one = Ragged(torch.arange(5, 11), torch.tensor([6]))
+    batch = Batch(torch.arange(1), {"prompts": one, "responses": one})
+    for _ in range(2):  # the optimizer makes its state in its first step
+        handle = trainer.optimizer.register_step_pre_hook(look)
+        actor.update(batch, lambda logprobs, *_: -logprobs.sum())
+        handle.remove()
+    with actor.handover.sampling():
+        found["rollout weights"] = held(rollout.model.parameters())
+        found["while sampling"] = found["rollout weights"] + held(trainer.resident())
+    planned = {tenant.name.partition(": ")[2]: tenant.bytes for tenant in plan.memory if tenant.name[:6] == "actor:"}
+    planned["while sampling"] = planned["rollout weights"] + (
+        0 if spec.run.roles["actor"].swap else planned["training state"] * 3 // 4)  # gradients are not there
+    return {name: (planned[name], size) for name, size in found.items()}
+
+
+@pytest.mark.parametrize("layout", [[], ["layouts.update.tp=2"], ["layouts.update.tp=4"]], ids=["dp4", "tp2", "tp4"])
+@pytest.mark.parametrize("swap", [False, True], ids=["stays", "swaps"])
+def test_the_estimate_is_within_a_tenth(folder, layout, swap):
+    for rank, found in enumerate(run_ranks(4, measured, folder, [*layout, f"roles.actor.swap={str(swap).lower()}"])):
+        assert set(found) == {"training state", "rollout weights", "while sampling"}
+        for name, (planned, size) in found.items():
+            assert size == pytest.approx(planned, rel=0.1), (rank, name)

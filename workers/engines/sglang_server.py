@@ -1,0 +1,186 @@
+"""SGLang's server: started in its own environment, watched, called over the loopback, and gone when we are."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from distflow.schema.engines import ROLLOUTS
+from distflow.schema.errors import EngineError
+
+_PATIENCE = 900.0
+"""Seconds that a server may take to start, and any call but `/generate` to be answered."""
+_FAREWELL = 2.0
+"""Seconds that a server may take to end after its connections broke off: that is often seen first."""
+_LAST_LINES = 25
+"""Of the log, in the error."""
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says of the run; the server must not take itself for a part of it."""
+_PROGRAM = """
+import json, os, runpy, signal, sys, threading
+sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
+def outlive_nobody():
+    os.read(0, 1)  # ends when the owner closes the pipe, or is dead
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=outlive_nobody, daemon=True).start()
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody."""
+
+
+class SGLangServer:
+    """A server process with its children, which nobody but its owner can use.
+
+    `DISTFLOW_SGLANG_PYTHON` names the Python of the environment that has SGLang (default: this one), and
+    `DISTFLOW_SGLANG_FLAGS` has further flags for the server.
+
+    Raises:
+        EngineError: it cannot start, with the last lines that it said.
+    """
+
+    def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str):
+        """`folder` is the server's until it is closed; its log is there."""
+        self.folder = folder
+        self.key, self.log = secrets.token_urlsafe(32), Path(self.folder.name, "server.log")
+        self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
+        self.version = self._version()
+        self.port, other = _free_ports()
+        further = shlex.split(os.environ.get("DISTFLOW_SGLANG_FLAGS", ""))
+        arguments = [*flags, "--host", "127.0.0.1", "--port", str(self.port), "--nccl-port", str(other), "--api-key",
+                     self.key, "--skip-server-warmup", "--log-level-http", "warning", *further]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [self.python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                cwd=self.folder.name, env=self._environment(device), start_new_session=True)
+        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def _environment(self, device: str) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+        ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
+        if device == "cpu":
+            ours["SGLANG_USE_CPU_ENGINE"] = "1"
+        return {"OMP_NUM_THREADS": "1", **ours}
+
+    def _version(self) -> str:
+        asked = [self.python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        try:
+            return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise EngineError(f"{self.python} has no SGLang. Instead:  pip install 'distflow[sglang]'   or, if another "
+                              f"environment has it:  export {ROLLOUTS['sglang'].elsewhere}=…/bin/python") from error
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + _PATIENCE
+        while not self._answers():
+            self.watch()
+            if time.monotonic() > deadline:
+                raise self.failure(f"has not started in {_PATIENCE:.0f} s")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException), self._request("/health", None, 5.0) as reply:
+            return reply.status == 200
+        return False
+
+    def watch(self, patience: float = 0.0) -> None:
+        """Raises EngineError if it has died, or does so within `patience` seconds."""
+        if self.process.stdin.closed:
+            raise EngineError("this SGLang server was closed")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise self.failure(f"has ended with {_ending(self.process.wait(patience))}")
+
+    def failure(self, what: str) -> EngineError:
+        """With the last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        said = "\n".join(f"    {line[:500]}" for line in lines[-_LAST_LINES:])
+        return EngineError(f"SGLang's server {what}. It said last:\n\n{said}\n")
+
+    def call(self, path: str, body: dict[str, Any] | None = None, patience: float = _PATIENCE) -> bytes:
+        """POST `body` (None: GET); what it answers."""
+        try:
+            with self._request(path, body, patience) as reply:
+                answer = reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.watch(_FAREWELL)
+            raise self.failure(f"does not answer {path}: {type(error).__name__}: {error}") from error
+        if reply.status != 200:
+            raise EngineError(f"SGLang refuses {path} ({reply.status}): {answer[:2000].decode(errors='replace')}")
+        return answer
+
+    @contextlib.contextmanager
+    def _request(self, path: str, body: dict[str, Any] | None, patience: float | None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience)
+        try:
+            headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", path,
+                               None if body is None else json.dumps(body), headers)
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+    def generate(self, body: dict[str, Any], events: queue.SimpleQueue) -> None:
+        """Ask for several rows at once; what is said of each comes to `events`, and so does an EngineError."""
+        threading.Thread(target=self._follow, args=(body, events), daemon=True).start()
+
+    def _follow(self, body: dict[str, Any], events: queue.SimpleQueue) -> None:
+        left = set(body["rid"])
+        try:
+            with self._request("/generate", {**body, "stream": True}, None) as reply:
+                if reply.status != 200:
+                    events.put(EngineError(f"SGLang refuses rows ({reply.status}): {reply.read(2000).decode()}"))
+                    return
+                for line in reply:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line.removeprefix(b"data: "))
+                        if event.get("meta_info", {}).get("finish_reason"):
+                            left.discard(event["meta_info"]["id"])
+                        events.put(event)
+        except (OSError, http.client.HTTPException) as error:
+            events.put(self._broken_off(f"{type(error).__name__}: {error}"))
+            return
+        if left:
+            events.put(self._broken_off(f"nothing more was said of {len(left)} rows"))
+
+    def _broken_off(self, how: str) -> EngineError:
+        try:
+            self.watch(_FAREWELL)
+        except EngineError as error:
+            return error
+        return self.failure(f"broke off its answer ({how})")
+
+    def close(self) -> None:
+        """End it, with its children."""
+        if self.process.stdin.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _ending(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

@@ -1,0 +1,47 @@
+"""The ranks over which one model is spread: the first of them has the server, and tells the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow.schema.errors import EngineError
+from workers.engines.sglang_session import Turn
+
+
+class Share:
+    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone."""
+
+    def __init__(self, mesh: DeviceMesh):
+        tensor = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+        self.size = tensor.size() if tensor else 1
+        self.group = tensor.get_group() if self.size > 1 else None
+        self.device = mesh.device_type
+        self.leads = self.group is None or dist.get_rank(self.group) == 0
+
+    def tell(self, ask: Callable[[], list[Turn]]) -> list[Turn]:
+        """What `ask` returns on the first rank; collective. Its EngineError is every rank's."""
+        if self.group is None:
+            return ask()
+        said: dict = {}
+        try:
+            said["turns"] = ask() if self.leads else []
+        except EngineError as error:
+            said["error"] = str(error)
+        told = json.loads(self._bytes(json.dumps(said).encode()))
+        if "error" in told:
+            raise EngineError(told["error"])
+        return [Turn(*turn) for turn in told["turns"]]
+
+    def _bytes(self, own: bytes) -> bytes:
+        """The first rank's."""
+        size = torch.tensor([len(own)], device=self.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.leads else torch.empty(0, dtype=torch.uint8)
+        text = text.to(self.device) if self.leads else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(text, group=self.group, group_src=0)
+        return bytes(text.cpu().numpy())
