@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -40,9 +39,9 @@ def tiny(architecture: str = "qwen3", tied: bool = False, vocabulary: int = 271,
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    if tied:
-        model.config.tie_word_embeddings = True
-        model.lm_head.weight = model.model.embed_tokens.weight
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(0.06 * torch.randn(vocabulary, SIZES["hidden"], generator=generator))
     return model
 
 
@@ -71,7 +70,7 @@ def share(batch: Batch, index: int, count: int) -> Batch:
     return batch.slice(cut[index], cut[index + 1])
 
 
-def train(engine: Any, batch: Batch, updates: int) -> dict[str, Any]:
+def train(engine: Any, batch: Batch, updates: int = 3) -> dict[str, Any]:
     """Log-probabilities before, the loss and norm of each update, and the weights after."""
     before = engine.logprobs(batch["prompts"], batch["responses"], 0.7)
     losses, norms, entropy = [], [], 0.0
@@ -104,20 +103,19 @@ def megatron(model: PreTrainedModel, ways: dict[str, int], trained: bool = True,
     return MegatronEngine(model, settings(**given), mesh_of(**ways), 0, 10, trained, ep=ep)
 
 
-def with_megatron(ways: dict[str, int], architecture: str, tied: bool, updates: int = 3, **given: Any) -> dict:
+def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: int = 2, dtype: str = "auto") -> dict:
     """This rank's results, whether the weights came back as they went in, and which rows it had."""
-    model = tiny(architecture, tied)
-    engine = megatron(model, ways, **given)
+    model = tiny(architecture, tied, layers=layers)
+    engine = megatron(model, ways, dtype=dtype)
     whole = model.state_dict()
     out = dict(engine.export())
     back = set(out) == set(dict(model.named_parameters())) and all(torch.equal(out[name], whole[name]) for name in out)
     index = engine.shares.rank()
-    result = train(engine, share(rows(), index, engine.shares.size()), updates)
+    result = train(engine, share(rows(), index, engine.shares.size()))
     return {**result, "back": back, "share": index}
 
 
-def with_fsdp(architecture: str, tied: bool, updates: int = 3, **given: Any) -> dict:
+def with_fsdp(architecture: str, tied: bool, layers: int = 2) -> dict:
     """All rows on one rank."""
-    engine = FSDPEngine(copy.deepcopy(tiny(architecture, tied)), settings(**given), init_device_mesh("cpu", (1,)), 0,
-                        10, True)
-    return train(engine, rows(), updates)
+    engine = FSDPEngine(tiny(architecture, tied, layers=layers), settings(), init_device_mesh("cpu", (1,)), 0, 10, True)
+    return train(engine, rows())

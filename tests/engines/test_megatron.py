@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
 from engines import megatron_ranks as ranks
 from ranks import run_ranks
+
+from distflow.schema.errors import EngineError
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}]
 
@@ -21,8 +24,8 @@ def count(ways: dict[str, int]) -> int:
 
 
 @functools.cache
-def reference(architecture: str, tied: bool, updates: int = 3) -> dict[str, Any]:
-    return run_ranks(1, ranks.with_fsdp, architecture, tied, updates)[0]
+def reference(architecture: str, tied: bool, layers: int = 2) -> dict[str, Any]:
+    return run_ranks(1, ranks.with_fsdp, architecture, tied, layers)[0]
 
 
 def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
@@ -57,6 +60,10 @@ def test_every_family_trains_like_one_rank(architecture, tied, ways):
     agree(run_ranks(4, ranks.with_megatron, ways, architecture, tied), reference(architecture, tied))
 
 
+def test_stages_that_have_no_embeddings():
+    agree(run_ranks(4, ranks.with_megatron, {"pp": 4}, "qwen3", True, 4), reference("qwen3", True, 4))
+
+
 @pytest.mark.parametrize("ways", [{"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_sequences_may_be_split_along_their_tokens(ways):
     agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3", False), reference("qwen3", False))
@@ -66,3 +73,37 @@ def test_sequences_may_be_split_along_their_tokens(ways):
                                   {"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}], ids=str)
 def test_experts_may_be_split(ways):
     agree(run_ranks(count(ways), ranks.with_megatron, ways, "qwen3_moe", False), reference("qwen3_moe", False))
+
+
+def by_buckets(ways: dict[str, int], architecture: str) -> dict[str, bool]:
+    """Weights in another type and in small buckets, into places that are given."""
+    model = ranks.tiny(architecture)
+    engine, whole = ranks.megatron(model, ways), model.state_dict()
+    places = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in whole.items()}
+    came = [(name, tensor.clone(), tensor.data_ptr() == places[name].data_ptr())
+            for name, tensor in engine.exporter.export(torch.bfloat16, places, bucket_bytes=20_000)]
+    wrong = {"model.norm.weight": torch.zeros(3)}
+    with pytest.raises(EngineError, match=r"`model.norm.weight` has shape \[64\] in training and \[3\]"):
+        next(engine.export(into=wrong))
+    return {"equal": all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor, _ in came),
+            "all": sorted(name for name, *_ in came) == sorted(whole),
+            "placed": all(placed for name, _, placed in came if name.endswith(("o_proj.weight", "down_proj")))}
+
+
+@pytest.mark.parametrize(("ways", "architecture"), [({"tp": 2, "pp": 2}, "qwen2"),
+                                                    ({"dp": 2, "pp": 2, "ep": 2}, "qwen3_moe")])
+def test_weights_come_whole_in_small_buckets(ways, architecture):
+    """And straight to where they are wanted, those that have to be joined."""
+    for result in run_ranks(4, by_buckets, ways, architecture):
+        assert result["equal"]
+        assert result["all"]
+    assert architecture == "qwen3_moe" or result["placed"]
+
+
+def test_half_precision_is_near():
+    """Weights, forward and backward in bfloat16; Adam's own weights, and sums of gradients, in float32."""
+    expected = reference("qwen3", False)
+    for result in run_ranks(4, ranks.with_megatron, {"tp": 2, "pp": 2}, "qwen3", False, 2, "bfloat16"):
+        difference = np.abs(result["logprobs"] - expected["logprobs"])
+        assert 1e-4 < difference.max() < 0.1
+        assert result["norms"] == pytest.approx(expected["norms"], rel=0.05)

@@ -47,7 +47,7 @@ class MegatronEngine(Trainer):
             EngineError: Megatron cannot train this model, or not in this layout.
         """
         _refuse(settings, head, bool(whole))
-        self.settings, self.pad_token, self.steps = settings, pad_token, steps
+        self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
         self.layout = Layout.of(mesh, ep)
