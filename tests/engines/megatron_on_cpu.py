@@ -106,7 +106,7 @@ _real_type, _real_cuda = torch.Tensor.type, torch.Tensor.cuda
 if not torch.cuda.is_available():
     from megatron.core.transformer.moe import token_dispatcher
 
-    import workers.engines.megatron  # noqa: F401 - and with it all modules of megatron.core that it uses
+    import workers.engines.megatron.engine  # noqa: F401 - and with it all modules of megatron.core that it uses
 
     token_dispatcher.maybe_move_tensor_to_cpu = _moved
     torch.Tensor.type, torch.Tensor.cuda = _type, _cuda

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.schema.run import RoleRun
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
-from workers.engines.megatron import MegatronEngine
+from workers.engines.megatron.engine import MegatronEngine
 
 AXES = ("dp", "pp", "cp", "tp")
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}

@@ -12,9 +12,9 @@ from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Lora
 from workers.engines import megatron
-from workers.engines.megatron_layout import Layout
-from workers.engines.megatron_model import config_of
-from workers.engines.megatron_weights import check_family, entries
+from workers.engines.megatron.layout import Layout
+from workers.engines.megatron.model import config_of
+from workers.engines.megatron.weights import check_family, entries
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6,
          "intermediate_size": 48}

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
 from distflow.schema.errors import EngineError
-from workers.engines import sglang_weights
 from workers.engines.meshes import NAMES
 from workers.engines.rollout import Row
-from workers.engines.sglang import SGLangRollout
-from workers.engines.sglang_server import SGLangServer
+from workers.engines.sglang import weights as arrival
+from workers.engines.sglang.engine import SGLangRollout
+from workers.engines.sglang.server import SGLangServer
 
 if not TRAITS["sglang"].installed:
     pytest.skip("no environment with SGLang is named", allow_module_level=True)
@@ -231,10 +231,10 @@ def test_new_weights_may_come_while_the_engine_is_paused(engine, model, prompts)
 
 
 def test_weights_come_in_several_buckets(engine, model, prompts, monkeypatch):
-    monkeypatch.setattr(sglang_weights, "BUCKET", 20_000)
+    monkeypatch.setattr(arrival, "BUCKET", 20_000)
     sizes = []
-    seal = sglang_weights.sealed
-    monkeypatch.setattr(sglang_weights, "sealed", lambda named: sizes.append(len(named)) or seal(named))
+    seal = arrival.sealed
+    monkeypatch.setattr(arrival, "sealed", lambda named: sizes.append(len(named)) or seal(named))
     engine.load(weights(changed(model)), version=1)
     assert len(sizes) > 3
     assert max(sizes) > 1

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.schema.errors import EngineError
-from workers.engines import sglang_weights
 from workers.engines.meshes import NAMES
-from workers.engines.sglang_session import Turn
-from workers.engines.sglang_share import Share
-from workers.engines.sglang_weights import Buckets, apart
+from workers.engines.sglang import weights as arrival
+from workers.engines.sglang.session import Turn
+from workers.engines.sglang.share import Share
+from workers.engines.sglang.weights import Buckets, apart
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}
 
@@ -33,7 +33,7 @@ def _opened(line) -> None:
 @pytest.mark.parametrize("room", [1, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_process_finds_the_weights_though_they_go_through_one_buffer(monkeypatch, room, dtype):
-    monkeypatch.setattr(sglang_weights, "BUCKET", room)
+    monkeypatch.setattr(arrival, "BUCKET", room)
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     buffer = torch.empty(400)
 

@@ -131,10 +131,10 @@ def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypat
     assert shape.expert_parameters == 2 * 4 * 3 * 64 * (3 * 64 // 2)
     dense = shape.parameters - shape.expert_parameters
     fsdp, megatron = (tenants(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
-                                      layouts={"learn": {"tp": 2, **more}}))["actor: training state"]
-                      for engine, more in (("fsdp", {}), ("megatron", {"ep": 2})))
+                                      layouts={"learn": split}))["actor: training state"]
+                      for engine, split in (("fsdp", {"tp": 2}), ("megatron", {"ep": 2})))
     assert fsdp == (dense // 2 + shape.expert_parameters) * 16 // 2
-    assert megatron == (dense // 2 + shape.expert_parameters // 4) * (8 + 8 // 2)
+    assert megatron == (dense + shape.expert_parameters // 2) * (8 + 8 // 4)
 
 
 def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:

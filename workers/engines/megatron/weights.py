@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from distflow.schema.errors import EngineError, listing
-from workers.engines.megatron_layout import Layout
+from workers.engines.megatron.layout import Layout
 
 Fuse = Callable[[list[Tensor]], list[Tensor]]
 
@@ -65,7 +65,7 @@ class Entry:
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
     """Where each parameter of a model goes. Another family that is built like these needs its type in FAMILIES; one
-    that is built otherwise, entries of its own here and its settings in `megatron_model.config_of`.
+    that is built otherwise, entries of its own here and its settings in `model.config_of`.
 
     Raises:
         EngineError: the model has parameters that would go nowhere.
@@ -87,7 +87,7 @@ def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layou
         shown = ", ".join(odd[:4]) + (" …" if len(odd) > 4 else "")
         raise EngineError(f"the Megatron engine has no place for these parameters of a {config.model_type}: {shown}. "
                           "Train this model with  engine: fsdp  or give them entries in "
-                          "workers/engines/megatron_weights.py")
+                          "workers/engines/megatron/weights.py")
     return result
 
 
@@ -167,7 +167,7 @@ def check_family(config: PretrainedConfig) -> None:
     if config.model_type not in FAMILIES:
         raise EngineError(f"the Megatron engine does not know models of type `{config.model_type}`. "
                           f"{listing(FAMILIES, 'It knows')} Train it with  engine: fsdp  or, if it is built like one "
-                          "of these, add its type to FAMILIES in workers/engines/megatron_weights.py and run "
+                          "of these, add its type to FAMILIES in workers/engines/megatron/weights.py and run "
                           "tests/engines/test_megatron.py with it")
 
 

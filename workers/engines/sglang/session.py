@@ -17,8 +17,8 @@ from workers.engines.rollout import Row, Session
 from workers.engines.sampling import key_of
 
 if TYPE_CHECKING:
-    from workers.engines.sglang import SGLangRollout
-    from workers.engines.sglang_server import SGLangServer
+    from workers.engines.sglang.engine import SGLangRollout
+    from workers.engines.sglang.server import SGLangServer
 
 _MOMENT, _FIRST = 0.1, 1.0
 """Seconds that a step waits for a row to end, and for the first tokens of new rows."""

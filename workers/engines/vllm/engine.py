@@ -16,8 +16,8 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 from workers.engines.precision import is_half
 from workers.engines.rollout import Rollout, Row, Session
-from workers.engines.vllm_start import shut, start, translated, untied
-from workers.engines.vllm_weights import Arrivals
+from workers.engines.vllm.start import shut, start, translated, untied
+from workers.engines.vllm.weights import Arrivals
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -142,7 +142,7 @@ class Sampling(Session):
         return bool(self.turns or self.ended)
 
     def add(self, rows: list[Row]) -> None:
-        from workers.engines.vllm_sampling import parameters
+        from workers.engines.vllm.sampling import parameters
 
         self.engine.check_health()
         if not self.engine.cached:

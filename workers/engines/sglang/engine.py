@@ -20,10 +20,10 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 from workers.engines.precision import is_half
 from workers.engines.rollout import Rollout
-from workers.engines.sglang_server import SGLangServer
-from workers.engines.sglang_session import Requests
-from workers.engines.sglang_share import Share
-from workers.engines.sglang_weights import Buckets, checked
+from workers.engines.sglang.server import SGLangServer
+from workers.engines.sglang.session import Requests
+from workers.engines.sglang.share import Share
+from workers.engines.sglang.weights import Buckets, checked
 
 _CPU_CACHE = 4 << 30
 """Bytes at most for keys and values where there is no GPU."""

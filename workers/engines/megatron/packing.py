@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Ragged
-from workers.engines.megatron_attention import Sequences
+from workers.engines.megatron.attention import Sequences
 
 
 @dataclass

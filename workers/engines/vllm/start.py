@@ -56,7 +56,7 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     with translated("start"), _surroundings(generation, tp), tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
-        from workers.engines.vllm_sampling import MODE, Drawing
+        from workers.engines.vllm.sampling import MODE, Drawing
 
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]

@@ -27,12 +27,12 @@ except ModuleNotFoundError as error:
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from workers.engines.megatron_export import Exporter
-from workers.engines.megatron_layout import Layout, groups_of
-from workers.engines.megatron_model import build_stage, config_of
-from workers.engines.megatron_optimizer import Adam, distributed
-from workers.engines.megatron_packing import Packed, of_all, pack
-from workers.engines.megatron_weights import check_family, entries, stage_weights
+from workers.engines.megatron.export import Exporter
+from workers.engines.megatron.layout import Layout, groups_of
+from workers.engines.megatron.model import build_stage, config_of
+from workers.engines.megatron.optimizer import Adam, distributed
+from workers.engines.megatron.packing import Packed, of_all, pack
+from workers.engines.megatron.weights import check_family, entries, stage_weights
 
 
 class MegatronEngine(Trainer):

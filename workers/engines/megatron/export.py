@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distflow.schema.errors import EngineError
 from distflow.weights.reshard import BUCKET_BYTES
-from workers.engines.megatron_layout import Layout
-from workers.engines.megatron_weights import Entry
+from workers.engines.megatron.layout import Layout
+from workers.engines.megatron.weights import Entry
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _Key = tuple[int, str, torch.dtype]

@@ -1,0 +1,1 @@
+"""Sampling by SGLang's server, in an environment of its own perhaps."""
