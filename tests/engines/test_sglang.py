@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from engines.rollouts import LIMIT, TRAITS, build, slow_down, tiny
 from engines.test_rollout_contract import changed, greedy_of, lasting, require_greedy, until_done, weights
+from harness import metrics_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
@@ -290,3 +291,13 @@ def test_two_ranks_that_split_the_model_get_the_same(prompts, monkeypatch):
     assert first != second
     for greedy, (tokens, _) in zip((first, second), told[::2]):
         assert tokens == [token for row in greedy for _ in range(2) for token in row]
+
+
+def test_a_run_by_torchrun_samples_what_it_trains(launch, workspace):
+    """Two ranks with a server each, which know nothing of torchrun's group."""
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "run", "--set", "steps=2", "--set",
+           "checkpoint.every=0", "--set", "roles.actor.rollout=sglang", "--set",
+           "roles.actor.generation.batch_invariant=true")
+    for line in metrics_of(workspace / "runs/run").values():
+        assert line["grad_norm"] > 0
+        assert line["mismatch/logprob_max"] < 2e-5

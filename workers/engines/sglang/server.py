@@ -29,8 +29,8 @@ _FAREWELL = 10.0
 first."""
 _LAST_LINES = 25
 """Of the log, in the error."""
-_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun says of the run; the server must not take itself for a part of it."""
+_LAUNCH = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How the names begin of what torchrun says of the run; the server must not take itself for a part of it."""
 _PROGRAM = """
 import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
@@ -80,7 +80,7 @@ class SGLangServer:
         self.process.stdin.flush()
 
     def _environment(self, device: str, ranks: int) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH)}
         ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
