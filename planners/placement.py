@@ -55,7 +55,7 @@ def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout]
             found = check_split(spec, wish.node, wish.engine, split)
         layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
-        found = found or _check_dp(spec, wish, layout, ranks, shares)
+        found = found or _check_dp(spec, wish, layout, ranks, shares) + _check_environment(spec, wish, layout)
         layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
         mistakes += found
     return layouts, mistakes + _check_replicas(spec, wishes, layouts, ranks)
@@ -142,6 +142,15 @@ def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) 
         remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
         return [Mistake(what, where, remedy)]
     return []
+
+
+def _check_environment(spec: Spec, wish: _Wish, layout: Layout) -> list[Mistake]:
+    if layout.width == 1 or wish.node not in spec.environments:
+        return []
+    what = (f"node `{wish.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
+            "would have an environment of its own, which may answer otherwise")
+    where = spec.run_source.spot(("layouts", wish.node))
+    return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{tp: 1}}}}")]
 
 
 def _said(split: dict[str, int]) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import yaml
 from harness import ROOT, metrics_of
 
+from distflow.schema.engines import ROLLOUTS, TRAINERS
+from distflow.schema.run import Parallel, RoleRun
 from distflow.schema.spec import load
 from planners import plan
 
@@ -40,6 +43,15 @@ def test_the_run_file_is_right_but_for_its_paths(workspace):
     text = re.sub(r"path/to/\S+?\.jsonl", str(workspace / "train.jsonl"), text)
     (workspace / "my_run.yaml").write_text(text)
     assert plan(load("grpo", str(workspace / "my_run.yaml")), 8).ranks == 8
+
+
+def test_the_lines_about_engines_are_a_run_files(workspace):
+    said = yaml.safe_load(block("yaml", "rollout: vllm"))
+    role = RoleRun(**said["roles"]["actor"])
+    assert (role.engine, role.rollout, role.swap) == ("fsdp", "vllm", True)
+    assert {name: Parallel(**split).tp for name, split in said["layouts"].items()} == {"update": 2, "rollout": 2}
+    named = set(re.findall(r"^\| `(?:engine|rollout): (\w+)` ", TEXT, re.MULTILINE))
+    assert named == {*TRAINERS, *ROLLOUTS}
 
 
 def test_every_file_of_the_map_is_there():

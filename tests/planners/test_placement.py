@@ -9,6 +9,8 @@ from planning import DIAMOND, node
 
 from distflow.schema.errors import InvalidInput
 from distflow.schema.plan import Layout
+from distflow.schema.spec import load
+from planners import plan
 
 JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
 MODEL = {"architecture": "qwen3", "layers": 4, "heads": 4, "kv_heads": 2}
@@ -126,3 +128,11 @@ def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: s
     mistake, = caught.value.mistakes
     assert message in mistake.what
     assert mistake.hint == f"Instead:  {key}: {'hf' if key == 'rollout' else 'fsdp'}"
+
+
+def test_a_conversation_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    with pytest.raises(InvalidInput) as caught:
+        plan(load("grpo_tools.yaml", None, ["roles.actor.rollout=vllm", "layouts.rollout.tp=2"]), 2)
+    mistake, = caught.value.mistakes
+    assert "node `rollout` talks with an environment, and its model is split over 2 ranks" in mistake.what
