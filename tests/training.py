@@ -18,6 +18,7 @@ from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
+from workers.engines.value import with_value_head
 
 STEPS = 3
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "micro_batch_tokens": 20}
@@ -145,3 +146,20 @@ def _logprobs(model, batch: Batch) -> torch.Tensor:
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         found.append(torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1))
     return torch.cat(found)
+
+
+def valued(layout) -> list[float]:
+    """Gradient norms of a value model, then the values and scores of this rank's rows."""
+    mesh = named_mesh(**layout)
+    model = with_value_head(built())
+    with torch.no_grad():
+        model.score.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
+    engine = fsdp.FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, trained=True, head="value")
+    mine = share_of(mesh)
+
+    def squared(values, scores, micro):
+        return values.square().sum() / 22 + (scores - 0.5).square().sum() / 7
+
+    norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
+    return [*norms, *engine.values(mine["prompts"], mine["responses"]).values.tolist(),
+            *engine.scores(mine["prompts"], mine["responses"]).tolist()]

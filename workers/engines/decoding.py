@@ -54,7 +54,7 @@ class Decoding(Session):
         self.unread.append(rows)
 
     def extend(self, row: Row, observation: Tensor, limit: int) -> None:
-        row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
+        row.extend(observation, limit)
         self.unread.appendleft([row])
         self.away.discard(row)
 

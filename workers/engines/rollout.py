@@ -40,6 +40,10 @@ class Row:
     past: Any = None
     """What its engine keeps of it between turns."""
 
+    def extend(self, observation: Tensor, limit: int) -> None:
+        """It gets another turn, after `observation`."""
+        self.sequence, self.limit = torch.cat([self.sequence, self.tokens, observation]), limit
+
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
         """Its turn is over: what it got in it."""
         self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
@@ -81,13 +85,14 @@ class Session(ABC):
     def add(self, rows: list[Row]) -> None:
         """Samples of one prompt, which is read once for all of them."""
 
-    @abstractmethod
     def extend(self, row: Row, observation: Tensor, limit: int) -> None:
         """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
+        row.extend(observation, limit)
+        self.add([row])
 
-    @abstractmethod
     def forget(self, row: Row) -> None:
-        """The row has had its last turn."""
+        """The row has had its last turn: nothing that was kept of it is needed."""
+        row.past = None
 
     @abstractmethod
     def step(self) -> list[Row]:

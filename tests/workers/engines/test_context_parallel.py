@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from ranks import run_ranks
-from training import SETTINGS, STEPS, Trained, built, joined, named_mesh, plain_training, share_of, training
+from training import Trained, joined, plain_training, training, valued
 
-from distflow.schema.run import RoleRun
 from workers.engines.context_parallel import Context
-from workers.engines.fsdp import FSDPEngine
-from workers.engines.value import with_value_head
 
 
 def divided_training(layout, model, small) -> Trained:
@@ -29,22 +25,6 @@ def test_any_layout_equals_the_plain_model(layout, model, small):
     joined(results, stride).equals(plain_training(model))
     for rank, result in enumerate(results):
         assert result.logprobs == results[rank - rank % stride].logprobs
-
-
-def valued(layout) -> list[float]:
-    """Gradient norms of a value model, then values and scores."""
-    mesh, model = named_mesh(**layout), with_value_head(built())
-    with torch.no_grad():
-        model.score.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, trained=True, head="value")
-    mine = share_of(mesh)
-
-    def squared(values, scores, micro):
-        return values.square().sum() / 22 + (scores - 0.5).square().sum() / 7
-
-    norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
-    return [*norms, *engine.values(mine["prompts"], mine["responses"]).values.tolist(),
-            *engine.scores(mine["prompts"], mine["responses"]).tolist()]
 
 
 def test_a_value_head_works_with_it():

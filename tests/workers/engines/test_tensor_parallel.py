@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from ranks import run_ranks
 from training import (
     SETTINGS,
-    STEPS,
     Trained,
     built,
     engine_of,
@@ -22,6 +20,7 @@ from training import (
     share_of,
     trained_by,
     training,
+    valued,
 )
 
 from distflow.robust.checkpoint import Checkpoints
@@ -29,7 +28,6 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from workers.engines import tensor_parallel
 from workers.engines.fsdp import FSDPEngine
-from workers.engines.value import with_value_head
 
 FOUR_KEYS = {"kv_heads": 4}
 
@@ -87,23 +85,6 @@ def own_family() -> Trained:
 
 def test_a_plan_can_be_added():
     joined(run_ranks(2, own_family), 2).equals(plain_training())
-
-
-def valued(layout) -> list[float]:
-    """Gradient norms of a value model, then the values and scores of this rank's rows."""
-    mesh = named_mesh(**layout)
-    model = with_value_head(built())
-    with torch.no_grad():
-        model.score.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    engine = FSDPEngine(model, RoleRun(**SETTINGS), mesh, 0, 10, trained=True, head="value")
-    mine = share_of(mesh)
-
-    def squared(values, scores, micro):
-        return values.square().sum() / 22 + (scores - 0.5).square().sum() / 7
-
-    norms = [engine.update(mine, squared, 1.0, step)["grad_norm"] for step in range(STEPS)]
-    return [*norms, *engine.values(mine["prompts"], mine["responses"]).values.tolist(),
-            *engine.scores(mine["prompts"], mine["responses"]).tolist()]
 
 
 def test_a_value_head_works_with_it():

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from distflow.schema.errors import EngineError
 from workers.engines.rollout import Row, Session
@@ -60,13 +59,6 @@ class Requests(Session):
             if row.images is not None and len(row.images.values):
                 raise EngineError("SGLang is not given images here; transformers is. Instead:  rollout: hf")
             self.fresh[f"{next(self.engine.numbers)}."] = row  # the dot: SGLang aborts all that begin alike
-
-    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
-        row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
-        self.add([row])
-
-    def forget(self, row: Row) -> None:
-        """Nothing is kept of a row that has ended but what the server may find again by its tokens."""
 
     def step(self) -> list[Row]:
         if self.engine.paused:

@@ -159,13 +159,6 @@ class Sampling(Session):
                     request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
             self.turns[request] = _Turn(row)
 
-    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
-        row.sequence, row.limit = torch.cat([row.sequence, row.tokens, observation]), limit
-        self.add([row])
-
-    def forget(self, row: Row) -> None:
-        """Nothing is kept of a row that has ended but what vLLM may find again by its tokens."""
-
     def step(self) -> list[Row]:
         if self.engine.paused:
             return []
