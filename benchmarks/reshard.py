@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from benchmarks.group import on_ranks, peak_over, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
 from distflow.weights.attic import Attic
-from distflow.weights.reshard import all_gather, gathered
+from distflow.weights.collectives import all_gather
+from distflow.weights.reshard import gathered
 
 RANKS, BUCKET = 4, 32 * 1024**2
 GOAL = 0.7

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.schema.errors import EngineError
+from distflow.weights.collectives import all_gather
 
 BUCKET_BYTES = 256 * 1024 * 1024
 _LARGE = 1024 * 1024
 """Bytes from which a tensor travels alone: one more message costs less than copying it out of a bucket."""
 _Key = tuple[object, ...]
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Into one tensor; the newer name where torch has it."""
 
 
 @torch.no_grad()

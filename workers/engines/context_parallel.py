@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.weights.collectives import all_gather, reduce_scatter
+
 if TYPE_CHECKING:
     from workers.engines.policy import SharedPrompt
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         summed = gradient.new_empty(gradient.shape[1:])
-        _reduce_scatter(summed.flatten(), gradient.contiguous().flatten(), group=ctx.group)
+        reduce_scatter(summed.flatten(), gradient.contiguous().flatten(), group=ctx.group)
         return summed, None
 
 
@@ -77,7 +77,7 @@ class _Joined(torch.autograd.Function):
 
 def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = mine.new_empty(group.size(), *mine.shape)
-    _all_gather(everyone.flatten(), mine.contiguous().flatten(), group=group)
+    all_gather(everyone.flatten(), mine.contiguous().flatten(), group=group)
     return everyone
 
 

@@ -15,11 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from distflow.schema.errors import EngineError
+from distflow.weights.collectives import all_gather
 from distflow.weights.reshard import BUCKET_BYTES
 from workers.engines.megatron.layout import Layout
 from workers.engines.megatron.weights import Entry
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _Key = tuple[int, str, torch.dtype]
 
 
@@ -67,7 +67,7 @@ class Exporter:
             slices = [part for entry in bucket for part in entry.part([self.mine[name] for name in entry.ours])]
             flat = torch.cat([part.reshape(-1).to(dtype) for part in slices])
             if ways > 1:
-                _all_gather(pieces.view(-1), flat, group=getattr(self.groups, split))
+                all_gather(pieces.view(-1), flat, group=getattr(self.groups, split))
             else:
                 pieces[0] = flat
         if self.layout.pp > 1:
