@@ -124,7 +124,9 @@ def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mist
     if wish.split and (ranks // width * wish.split["cp"]) % wish.split["ep"]:
         what = (f"node `{wish.node}` cuts the experts {wish.split['ep']} ways (ep) over {ranks // width} shares × cp "
                 f"{wish.split['cp']}, which {wish.split['ep']} does not divide")
-        return [Mistake(what, where, f"Instead:  ep: {ranks // width * wish.split['cp']}")]
+        shape, over = spec.shape_of(wish.role), ranks // width * wish.split["cp"]
+        fitting = [str(ep) for ep in range(1, over + 1) if not over % ep and not (shape.experts if shape else ep) % ep]
+        return [Mistake(what, where, f"One of  ep: {', '.join(fitting)}")]
     return []
 
 

@@ -74,6 +74,7 @@ class Role:
         self._trainer = engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, whole,
             meshes.experts)
+        self.split = meshes.rollout.size() > meshes.rollout.size(0)
         self.handover = self.rollout and Handover(self._trainer, self.rollout, settings.swap and trained)
 
     @property
@@ -85,7 +86,7 @@ class Role:
 
     @property
     def version(self) -> int:
-        """Of the weights: how many optimizer steps they have made since the start or the last restore."""
+        """Of the weights: see `Trainer.version`."""
         return self._trainer.version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
@@ -103,7 +104,13 @@ class Role:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
 
         Only its beginning is collective; what happens in the session concerns this rank alone.
+
+        Raises:
+            EngineError: the model that samples is split over ranks, which would have to be told the same.
         """
+        if self.split:
+            raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
+                              "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
         with self._sampling() as rollout:
             yield rollout.session(self._key(), keeps=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
 
@@ -111,7 +118,7 @@ class Role:
         return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
     def _sampling(self) -> contextlib.AbstractContextManager[Rollout]:
-        if self.handover is None:
+        if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         return self.handover.sampling()
 

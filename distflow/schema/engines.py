@@ -81,7 +81,19 @@ def check_engines(spec: Spec) -> list[Mistake]:
                 what = f"role `{role}` wants `{key}: {name}` and {_WISHES[wish]}, which it cannot do: " \
                        f"{engine.cannot[wish]}"
                 mistakes.append(Mistake(what, where, f"Instead:  {key}: {_default(key)}"))
-    return mistakes
+    return mistakes + _at_odds(spec)
+
+
+def _at_odds(spec: Spec) -> list[Mistake]:
+    """vLLM has one setting for all engines of a process."""
+    wished = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
+              if settings.rollout == "vllm" and role in spec.dag.roles}
+    if len(set(wished.values())) < 2:
+        return []
+    role = next(role for role, wish in wished.items() if not wish)
+    what = f"roles {' and '.join(wished)} sample by vLLM, which is batch-invariant for all of a process or for none"
+    return [Mistake(what, spec.run_source.spot(("roles", role), key=True),
+                    f"Instead:  {role}: {{…, generation: {{batch_invariant: true}}}}")]
 
 
 def untested(spec: Spec) -> Iterator[str]:

@@ -32,15 +32,20 @@ class Attic:
 
     @torch.no_grad()
     def out(self) -> None:
-        """Their memory is free afterwards. Those that are out already stay so."""
+        """Their memory is free afterwards, for other processes too. Those that are out already stay so."""
         self.ready()
-        leaving = [(tensor, self._room(tensor)) for tensor in _storages(self.tensors()) if len(tensor)]
+        there = _storages(self.tensors())
+        known = {tensor.untyped_storage()._cdata for tensor in there}
+        self._host = {key: host for key, host in self._host.items() if key in known}
+        leaving = [(tensor, self._room(tensor)) for tensor in there if len(tensor)]
         for tensor, host in leaving:
             host.copy_(tensor, non_blocking=True)
         if leaving and leaving[0][0].is_cuda:
             torch.cuda.current_stream().synchronize()
         for tensor, _ in leaving:
             tensor.untyped_storage().resize_(0)
+        if leaving and leaving[0][0].is_cuda:
+            torch.cuda.empty_cache()  # torch would keep it for itself
         self._out += leaving
 
     @torch.no_grad()

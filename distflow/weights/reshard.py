@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from distflow.schema.errors import EngineError
 from distflow.weights.collectives import all_gather
@@ -29,8 +29,8 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
     """Each tensor whole, by name. Collective; a tensor may be overwritten as soon as the next one is asked for.
 
     Args:
-        shards: DTensors of any mesh whose dimensions cut tensor dimensions, those of FSDP before those of tensor
-            parallelism; or plain tensors, which come as they are.
+        shards: DTensors that one dimension of their mesh cuts, or FSDP what tensor parallelism has cut evenly, with
+            its dimension before the other's; or plain tensors, which come as they are.
         dtype: in which they travel and come; None: each in its own.
         into: whole, contiguous tensors of the same names, of `dtype`, that are filled in place where that saves a copy.
         bucket_bytes: what is gathered at a time, but at least one tensor.
@@ -64,9 +64,19 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
 
 
 def _check(name: str, shard: DTensor) -> None:
-    if any(placement.is_partial() for placement in shard.placements):
+    """That the order and the sizes of its cuts can be undone."""
+    cuts = [(size, place) for size, place in zip(shard.device_mesh.shape, shard.placements) if not place.is_replicate()]
+    if any(place.is_partial() for _, place in cuts):
         raise EngineError(f"parameter `{name}` is placed as {shard.placements}: only cut or repeated tensors can be "
                           "gathered")
+    size, last = cuts[-1] if len(cuts) > 1 else (1, None)
+    if last is not None and shard.shape[last.dim] % size:
+        raise EngineError(f"parameter `{name}` {list(shard.shape)} is cut {size} ways along dimension {last.dim}, "
+                          f"which they do not divide, and by another mesh dimension too ({shard.placements}); such a "
+                          "tensor cannot be gathered. Leave it whole in the tensor-parallel plan")
+    if any(place.dim == last.dim and type(place) is Shard for _, place in cuts[:-1]):
+        raise EngineError(f"parameter `{name}` is cut twice along dimension {last.dim} ({shard.placements}), but not "
+                          "by FSDP after tensor parallelism; such a tensor cannot be gathered")
 
 
 def _cuts(shard: DTensor) -> list[tuple[int, int]]:

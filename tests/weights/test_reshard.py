@@ -101,13 +101,28 @@ def refused() -> None:
     partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
     with pytest.raises(EngineError, match="`odd` is placed as"):
         list(gathered({"odd": partial}))
+    plane = mesh_of(2, 1)
+    with pytest.raises(EngineError, match="cut twice along dimension 0"):
+        list(gathered({"odd": distribute_tensor(torch.ones(4, 4), plane, [Shard(0), Shard(0)])}))
     good = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     with pytest.raises(EngineError, match=r"`a` has shape \[4, 4\] in training and \[4, 5\] in generation"):
         list(gathered({"a": good}, into={"a": torch.zeros(4, 5)}))
 
 
+def refused_on_a_plane() -> None:
+    """Uneven tensor parallelism behind FSDP: nothing says any more which rows a rank has."""
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(EngineError, match="cut 2 ways along dimension 1, which they do not divide"):
+        list(gathered({"odd": distribute_tensor(torch.ones(4, 5), named, [Shard(0), Shard(1)])}))
+    odd = nn.Linear(10, 5, bias=False)
+    parallelize_module(odd, named["tp"], ColwiseParallel())
+    with pytest.raises(EngineError, match="Leave it whole in the tensor-parallel plan"):
+        list(gathered({"odd": fully_shard(odd, mesh=named["dp"]).weight}))
+
+
 def test_what_cannot_be_gathered_is_refused():
     run_ranks(2, refused)
+    run_ranks(4, refused_on_a_plane)
 
 
 def straight() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from distflow.weights.collectives import all_gather, reduce_scatter
 
@@ -45,6 +46,14 @@ class Context:
         """[B, w] of this rank's columns → [B, W]. Its gradient is not summed: all ranks compute one loss alike."""
         columns = _Joined.apply(mine, self.group).movedim(0, 1).flatten(1)
         return columns[:, torch.argsort(self.pieces(columns.shape[1]).flatten()).to(columns.device)]
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether some layers attend to the last tokens only, of which the mask here knows nothing."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return any(kind != "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is not None
 
 
 class _Gathered(torch.autograd.Function):

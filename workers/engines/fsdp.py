@@ -18,11 +18,12 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
-from workers.engines.context_parallel import Context
+from workers.engines.context_parallel import Context, has_windows
 from workers.engines.gradients import clip
 from workers.engines.layers import compiled, recompute
 from workers.engines.meshes import dimension, require_one, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
+from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
 from workers.engines.vision import alike, shown, with_a_glance
@@ -59,7 +60,7 @@ class FSDPEngine(Trainer):
         self.version = 0
 
     def _shard(self, model: PreTrainedModel, head: type[SharedPrompt], whole: set[nn.Parameter]) -> SharedPrompt:
-        half = self.settings.dtype == "bfloat16" or (self.settings.dtype == "auto" and self.device.type == "cuda")
+        half = is_half(self.settings, self.device.type)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
@@ -88,6 +89,8 @@ class FSDPEngine(Trainer):
         if cp > 1 and getattr(model, "sight", None):
             raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
                               "Set  cp: 1")
+        if cp > 1 and has_windows(model.config.get_text_config()):
+            raise EngineError(f"cp: {cp} cannot divide rows of a model with sliding windows. Set  cp: 1")
         if tp > 1:
             tensor_parallel.split(model, self.mesh["tp"])
 

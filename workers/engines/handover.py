@@ -14,9 +14,9 @@ from workers.engines.trainer import Trainer
 class Handover:
     """Lets the rollout sample with the trainer's newest weights.
 
-    With `swap` only one of the two has its memory at a time: before the weights are gathered the optimizer's state
-    leaves for host memory, and after it the shards themselves; when the rollout is done it sleeps and both come back,
-    while other roles may compute.
+    With `swap` only one of the two has its memory at a time, except while weights are handed over: then there are the
+    shards, a bucket, and the rollout's weights. The optimizer's state leaves for host memory before that, the shards
+    after it; when the rollout is done it sleeps and both come back, while other roles may compute.
     """
 
     def __init__(self, trainer: Trainer, rollout: Rollout, swap: bool):
@@ -24,29 +24,35 @@ class Handover:
         self.optimizer = Attic(lambda: trainer.resident(weights=False))
         self.everything = Attic(trainer.resident)
         self.asleep = False
+        if swap:
+            self._sleep()
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[Rollout]:
         """The rollout, awake and with the newest weights. Collective to enter; whatever happens inside, the trainer has
         its memory again afterwards."""
-        if self.swap:
+        if not self.swap:
+            self._load()
+            yield self.rollout
+            return
+        try:
             self.ready()
             self.optimizer.out()
             if self.asleep:
                 self.rollout.wake()
                 self.asleep = False
-        self._load()
-        if self.swap:
+            self._load()
             self.everything.out()
             current().maximum("weights/swapped_bytes", self.optimizer.bytes + self.everything.bytes)
-        try:
             yield self.rollout
+            self._sleep()  # not after an error: rows may be under way
         finally:
-            if self.swap:
-                self.rollout.sleep()
-                self.asleep = True
-                self.everything.back()
-                self.optimizer.back()
+            self.everything.back()
+            self.optimizer.back()
+
+    def _sleep(self) -> None:
+        self.rollout.sleep()
+        self.asleep = True
 
     def ready(self) -> None:
         """The trainer may compute from here on."""

@@ -33,7 +33,7 @@ class Trainer(ABC):
     pad_token: int
     steps: int
     version: int
-    """Of the weights: how many optimizer steps they have made since the start or the last restore."""
+    """Of the weights: how often they have changed since this engine was made, by optimizer steps and restores."""
     shares: dist.ProcessGroup
     """The ranks that have one row each between them: one of each share, this one among them."""
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from training import Trained, joined, plain_training, training, valued
+from training import Trained, joined, named_mesh, plain_training, training, valued
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen3Config
 
-from workers.engines.context_parallel import Context
+from distflow.schema.errors import EngineError
+from distflow.schema.run import RoleRun
+from workers.engines.context_parallel import Context, has_windows
+from workers.engines.fsdp import FSDPEngine
 
 
 def divided_training(layout, model, small) -> Trained:
@@ -43,3 +47,22 @@ def test_all_ranks_attend_to_as_much():
     pieces = Context(Four()).pieces(16)
     assert pieces.tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     assert len(set((pieces + 1).sum(1).tolist())) == 1
+
+
+@pytest.mark.parametrize(("config", "windows"), [
+    (MistralConfig(sliding_window=4), True), (MistralConfig(sliding_window=None), False), (Qwen2Config(), False),
+    (Qwen2Config(use_sliding_window=True, max_window_layers=1, num_hidden_layers=2), True), (Qwen3Config(), False),
+])
+def test_windows_are_known_and_refused(config, windows):
+    assert has_windows(config) == windows
+
+
+def windowed() -> None:
+    model = MistralForCausalLM(MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                             num_attention_heads=2, num_key_value_heads=2, sliding_window=4))
+    with pytest.raises(EngineError, match="cannot divide rows of a model with sliding windows"):
+        FSDPEngine(model, RoleRun(), named_mesh(cp=2), 0, 1, trained=False)
+
+
+def test_an_engine_with_windows_is_not_made():
+    run_ranks(2, windowed)

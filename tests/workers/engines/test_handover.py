@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Batch, Ragged
+from distflow.schema.errors import EngineError
 from distflow.schema.run import Lora, RoleRun
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.roles import Meshes, Role
@@ -79,9 +80,33 @@ def test_only_one_engine_has_its_memory(ranks):
     run_ranks(ranks, one_at_a_time)
 
 
-def test_the_trainer_has_its_memory_again_when_sampling_fails(mesh):
+def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monkeypatch):
+    """Also where the rollout could not sleep: rows are under way."""
     role = role_of(True, None)
+    steps(role)
+
+    def refuses():
+        raise EngineError("rows are under way")
+
+    monkeypatch.setattr(role.rollout, "sleep", refuses)
+    ours = held(role.engine.resident())
     with pytest.raises(KeyError), role.handover.sampling():
         raise KeyError
+    assert held(role.engine.resident()) == ours > 0
+    monkeypatch.undo()
+    role.update(Batch(torch.arange(1), {name: Ragged(torch.tensor([5, 6]), torch.tensor([2]))
+                                        for name in ("prompts", "responses")}), lambda logprobs, *_: -logprobs.sum())
+
+    def loses(*_):
+        raise EngineError("the library died")
+
+    monkeypatch.setattr(role.rollout, "load", loses)
+    with pytest.raises(EngineError, match="the library died"), role.handover.sampling():
+        pass
+    assert held(role.engine.resident()) == ours
+
+
+def test_the_rollout_sleeps_from_the_start(mesh):
+    role = role_of(True, None)
+    assert held(role.rollout.model.parameters()) == 0
     assert held(role.engine.resident()) > 0
-    steps(role)
