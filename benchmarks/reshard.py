@@ -4,7 +4,8 @@ Ours gathers tensor by tensor or in buckets, copies the slices that generation n
 naive way gathers all whole tensors first, then copies, and keeps the shards (MindSpeed RL, Figure 3). The ideal holds
 shards and slices and nothing else. "Copies alone" moves as many bytes between ranks in one flat buffer, and copies as
 many within each rank, without any of the bookkeeping. On a CPU the host memory that shards are swapped to is the same
-memory: it is counted apart, by its size.
+memory: it is counted apart, by its size. Shards are made as by the engine that trains: matrices cut by columns and by
+rows in turn over tp, then everything over dp by FSDP.
 Run by hand:  python -m benchmarks.reshard
 """
 
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.group import on_ranks, peak_over, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
@@ -56,24 +59,44 @@ def shapes(case: Case, mib: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def cut(wholes: dict[str, Tensor], dp: int, tp: int) -> dict[str, DTensor]:
+    """As FSDPEngine: by the module's plan, and what is left of each tensor over dp."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    layers = nn.ModuleList(_layer(wholes[f"layers.{index}.weight"], wholes[f"layers.{index}.norm"])
+                           for index in range(len(wholes) // 2))
+    model = nn.ModuleDict({"layers": layers})
+    for index, layer in enumerate(layers):
+        if tp > 1:
+            parallelize_module(layer[0], mesh["tp"], RowwiseParallel() if index % 2 else ColwiseParallel(),
+                               src_data_rank=None)
+        fully_shard(layer, mesh=mesh["dp"])
+    return {name.replace("0.weight", "weight").replace("1.weight", "norm"): shard
+            for name, shard in model.named_parameters()}
+
+
+def cut_experts(wholes: dict[str, Tensor], dp: int, ep: int) -> dict[str, DTensor]:
+    """Experts over ep alone, the rest whole on each rank."""
+    mesh = init_device_mesh("cpu", (dp, ep))
+    return {name: distribute_tensor(whole, mesh, [Replicate(), Shard(0) if whole.ndim > 1 else Replicate()])
+            for name, whole in wholes.items()}
+
+
+def _layer(weight: Tensor, norm: Tensor) -> nn.Sequential:
+    linear, scale = nn.Linear(*reversed(weight.shape), bias=False), nn.RMSNorm(norm.shape)
+    linear.weight, scale.weight = nn.Parameter(weight), nn.Parameter(norm)
+    return nn.Sequential(linear, scale)
+
+
 class Side:
     """One rank's shards, and the slices that generation needs."""
 
     def __init__(self, case: Case, mib: int):
-        dp, tp = case.source
-        self.mesh = init_device_mesh("cpu", (dp, tp))
         self.part, self.parts = dist.get_rank() % case.target[1], case.target[1]
-        self.shards = {name: self._shard(shape, case) for name, shape in shapes(case, mib).items()}
+        wholes = {name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+                  for name, shape in shapes(case, mib).items()}
+        self.shards = (cut_experts if case.experts else cut)(wholes, *case.source)
         self.slices = {name: torch.zeros(self._sliced(tensor)) for name, tensor in self.shards.items()}
         self.attic = Attic(lambda: [shard.to_local() for shard in self.shards.values()])
-
-    def _shard(self, shape: tuple[int, ...], case: Case) -> DTensor:
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-        cut = Shard(0) if len(shape) > 1 else Replicate()
-        placements = [Shard(1) if len(shape) > 1 and not case.experts else Shard(0), cut]
-        if case.experts:
-            placements = [Replicate(), cut]
-        return distribute_tensor(whole, self.mesh, placements)
 
     def _sliced(self, tensor: Tensor) -> tuple[int, ...]:
         return (tensor.shape[0] // self.parts if tensor.ndim > 1 else tensor.shape[0], *tensor.shape[1:])
@@ -83,10 +106,13 @@ class Side:
         if mine.data_ptr() != self.slices[name].data_ptr():
             self.slices[name].copy_(mine)
 
-    def ours(self) -> None:
+    def gather(self) -> None:
         into = self.slices if self.parts == 1 else None
         for name, whole in gathered(self.shards, into=into, bucket_bytes=BUCKET):
             self.place(name, whole)
+
+    def ours(self) -> None:
+        self.gather()
         self.attic.out()
 
     def naive(self) -> None:
@@ -117,6 +143,7 @@ class Side:
             tensor.zero_()
 
 
+@torch.no_grad()
 def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
     """Bytes and seconds, the worst of all ranks."""
     side = Side(case, mib)
@@ -128,20 +155,15 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
     shards, slices = (sum(tensor.nbytes for tensor in tensors) for tensors in (
         [shard.to_local() for shard in side.shards.values()], side.slices.values()))
     peaks = {name: shards + slices + peak_over(way) for name, way in (
-        ("ours", lambda: _gather_alone(side)), ("naive", side.naive))}
+        ("ours", side.gather), ("naive", side.naive))}
     side.ours()
     left = sum(shard.to_local().untyped_storage().nbytes() for shard in side.shards.values())
+    swapped = side.attic.bytes
     side.attic.back()
     pairs = interleaved({"ours": lambda _: _and_back(side), "copies": lambda _: timed(copies)}, repeats)
-    worst = torch.tensor([peaks["ours"], peaks["naive"], left, shards + slices], dtype=torch.float64)
+    worst = torch.tensor([peaks["ours"], peaks["naive"], left, shards + slices, swapped], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return {"pairs": pairs, **dict(zip(("ours", "naive", "left", "ideal"), worst.tolist()))}
-
-
-def _gather_alone(side: Side) -> None:
-    into = side.slices if side.parts == 1 else None
-    for name, whole in gathered(side.shards, into=into, bucket_bytes=BUCKET):
-        side.place(name, whole)
+    return {"pairs": pairs, **dict(zip(("ours", "naive", "left", "ideal", "swapped"), worst.tolist()))}
 
 
 def _and_back(side: Side) -> float:
@@ -160,9 +182,11 @@ def main(arguments: list[str] | None = None) -> None:
     for case in CASES[:2] if given.quick else CASES:
         found = on_ranks(RANKS, measure, case, mib, given.repeats)
         speed = Spread.of([pair["copies"] / pair["ours"] for pair in found["pairs"]])
-        ours, naive, ideal, left = (found[name] / MIB for name in ("ours", "naive", "ideal", "left"))
+        ours, naive, ideal, left, swapped = (found[name] / MIB
+                                             for name in ("ours", "naive", "ideal", "left", "swapped"))
         print(f"{case.name}, {mib} MiB: at the worst moment {ours:.0f} MiB a rank, naive {naive:.0f}, ideal "
-              f"{ideal:.0f}; {left:.0f} MiB of the shards stay; copies alone take {speed} of the time", flush=True)
+              f"{ideal:.0f}; {left:.0f} MiB of the shards stay, {swapped:.0f} MiB are in host memory; copies alone "
+              f"take {speed} of the time", flush=True)
         holds &= left == 0 and (ours < naive or given.quick)
         worst = speed if worst is None or speed.median < worst.median else worst
     conclude("reshard on 4 ranks: time of the copies alone over ours, the worst case; less memory than the naive way "

@@ -19,7 +19,7 @@ from benchmarks.group import on_ranks
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
 from distflow.data.batch import Ragged
 from distflow.schema.engines import ROLLOUTS
-from distflow.schema.run import RoleRun
+from distflow.schema.run import Generation, RoleRun
 from workers.engines import attention, engine_class
 from workers.engines.embedded import build_model, build_tokenizer
 
@@ -49,7 +49,7 @@ def bare_transformers(model: PreTrainedModel, prompts: list[list[int]], samples:
 
 
 def bare_vllm(engine: Any, prompts: list[list[int]], samples: int, length: int) -> Callable[[], int]:
-    """`LLM.generate` of an engine of its own, with the settings that distflow starts it with."""
+    """`LLM.generate` of an engine of its own, as `_bare_engine` starts it."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": row} for row in prompts]
@@ -80,17 +80,25 @@ def measure(name: str, sizes: dict[str, int], count: int, samples: int, length: 
 
 
 def _bare_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """With the cache, blocks, lengths and batches that ours has on a CPU. Ours differs in what it adds: its own draws,
+    log-probabilities, and weights that arrive after the start."""
     import os
     import tempfile
 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                   "VLLM_CPU_KVCACHE_SPACE": "1"}
+                   "VLLM_USE_V2_MODEL_RUNNER": "0"}
     from vllm import LLM
+
+    from workers.engines.vllm.start import on_cpu
+
+    generation = Generation()
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=512, seed=0)
+        return LLM(model=folder, dtype="float32", seed=0, generation_config="vllm", enable_prefix_caching=True,
+                   max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
+                   async_scheduling=False, disable_log_stats=True, **on_cpu(model.config, generation, torch.float32))
 
 
 def _speed(work: Callable[[int], int], key: int, wanted: int) -> float:

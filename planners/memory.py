@@ -18,6 +18,10 @@ parallelism the experts. Megatron's distributed optimizer divides only Adam's st
 data-parallel size, not gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
 the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time. Offloaded states count for nothing. A role that swaps
 (MindSpeed RL §3.2) has either what it trains with or what it samples with.
+
+vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
+together, and rows that find no page wait. So the cache of all rows at their longest is no need of theirs, and where
+`memory_gib` is not known only their weights are counted, for want of what to take the share of.
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ _ACTIVATIONS = 17
 _LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**25
 _HALVES = ("bfloat16", "float16")
+_PAGED = ("vllm", "sglang")
+"""What samples with a cache in pages, within a share of the GPU."""
+_SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
+"""Ends of names."""
 Layouts = dict[tuple[str, bool], Layout]
 """How all ranks hold the model of a role's engine, by role and whether it is the one that samples."""
 
@@ -65,16 +73,36 @@ def needed(tenants: Iterable[Tenant]) -> int:
 
 
 def refuse_overflow(spec: Spec, tenants: tuple[Tenant, ...]) -> list[Mistake]:
-    """A mistake if the tenants do not fit the cluster's ranks; names the largest."""
+    """A mistake if the tenants do not fit the cluster's ranks; names the largest. One more for each engine whose
+    weights alone are larger than its share of a rank."""
     limit = spec.cluster.memory_gib
     total = needed(tenants)
-    if limit is None or not tenants or total <= limit * GIB:
+    if limit is None or not tenants:
         return []
+    mistakes = [_beyond_share(spec, tenant, limit) for tenant in tenants if _has_share(spec, tenant)]
+    if total <= limit * GIB:
+        return mistakes
     largest = tenants[0]
     what = (f"a rank needs {_gib(total)} and has {limit:g} GiB. The largest tenant is `{largest.name}` with "
             f"{_gib(largest.bytes)} = {largest.formula}")
     where = spec.cluster_source.spot(("memory_gib",)) if spec.cluster_source else Spot("cluster")
-    return [Mistake(what, where, _remedy(spec, tenants, limit * GIB))]
+    return [*mistakes, Mistake(what, where, _remedy(spec, tenants, limit * GIB))]
+
+
+def _has_share(spec: Spec, tenant: Tenant) -> bool:
+    """Whether these are weights of an engine that has a share for them: they stand alone only if they do not fit."""
+    role, _, kind = tenant.name.partition(": ")
+    return kind == "rollout weights" and spec.settings_of(role).rollout in _PAGED
+
+
+def _beyond_share(spec: Spec, weights: Tenant, limit: float) -> Mistake:
+    role = weights.name.partition(":")[0]
+    settings = spec.settings_of(role)
+    what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: {settings.rollout}` "
+            f"may take {settings.generation.memory_share:g} of {limit:g} GiB (roles.{role}.generation.memory_share)")
+    where = spec.run_source.spot(("roles", role, "generation", "memory_share"))
+    larger = f"Raise  roles.{role}.generation.memory_share  , or s" if weights.bytes < limit * GIB else "S"
+    return Mistake(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
 
 
 def _gib(count: int) -> str:
@@ -82,7 +110,7 @@ def _gib(count: int) -> str:
 
 
 def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
-    for role in {tenant.name.partition(":")[0] for tenant in tenants if tenant.name.endswith("rollout weights")}:
+    for role in {tenant.name.partition(":")[0] for tenant in tenants if tenant.name.endswith(_SAMPLING_WEIGHTS)}:
         phased = tuple(_in_phase(tenant) if tenant.name.startswith(f"{role}:") else tenant for tenant in tenants)
         if spec.dag.roles[role].trained and needed(phased) <= limit < needed(tenants):
             return f"Let it have one engine's memory at a time:  roles.{role}.swap: true"
@@ -91,6 +119,8 @@ def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
         return f"Lower  roles.{role}.generation.batch_rows  or  roles.{role}.generation.max_new_tokens"
+    if kind == "rollout engine":
+        return f"Lower  roles.{role}.generation.memory_share"
     if kind in ("training state", "weights"):
         return "Use more ranks, which divide it, or a smaller model."
     return "Use a smaller model, or  dtype: bfloat16"
@@ -110,22 +140,33 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
     width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
     own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None
-    if adapted(spec, role):
+    has_adapters = adapted(spec, role)
+    if has_adapters:
         tenants = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
     else:
         tenants = [] if shared else _weights(spec, role, shape, own, width)
-        if generates:
-            tenants.append(Tenant(f"{role}: rollout weights", -(-shape.parameters * width // sampling.tp),
-                                  f"{shape.parameters:,} × {width} B{_by(tp=sampling.tp)}"))
     tenants.append(_activations(role, settings, shape, trained, own, width, outputs))
     if generates:
-        length = settings.generation.max_new_tokens + spec.run.data.max_prompt_tokens
-        rows = settings.generation.batch_rows
-        per_token = 2 * shape.kv_width * width
-        tenants.append(Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token // sampling.tp,
-                              f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
-                              f"{_by(tp=sampling.tp)}"))
+        tenants += _rollout(spec, role, shape, sampling.tp, width, has_adapters)
     return [_in_phase(tenant) for tenant in tenants] if settings.swap and generates and trained else tenants
+
+
+def _rollout(spec: Spec, role: str, shape: Shape, tp: int, width: int, has_adapters: bool) -> list[Tenant]:
+    """Weights and cache; with adapters, the weights are those that it trains with."""
+    generation, limit = spec.settings_of(role).generation, spec.cluster.memory_gib
+    weights = [] if has_adapters else [Tenant(f"{role}: rollout weights", -(-shape.parameters * width // tp),
+                                              f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
+    if spec.settings_of(role).rollout in _PAGED:
+        share = int(generation.memory_share * (limit or 0) * GIB)
+        if limit is None or sum(tenant.bytes for tenant in weights) > share:
+            return weights
+        return [Tenant(f"{role}: rollout engine", share,
+                       f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
+    length = generation.max_new_tokens + spec.run.data.max_prompt_tokens
+    rows, per_token = generation.batch_rows, 2 * shape.kv_width * width
+    return [*weights, Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token // tp,
+                             f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
+                             f"{_by(tp=tp)}")]
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -73,7 +74,11 @@ def check_engines(spec: Spec) -> list[Mistake]:
     mistakes = []
     for role, key, name, engine in _asked(spec):
         where = spec.run_source.spot(("roles", role, key))
-        if engine.packages and not elsewhere(engine) and not installed(engine):
+        if elsewhere(engine) and not shutil.which(elsewhere(engine)):
+            what = (f"role `{role}` wants `{key}: {name}`, and {engine.elsewhere} names `{elsewhere(engine)}`, "
+                    "which is no executable file")
+            mistakes.append(Mistake(what, where, engine.pip))
+        elif engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
             mistakes.append(Mistake(what, where, engine.pip))
         for wish in _wishes(spec, role):
@@ -130,9 +135,9 @@ def _default(key: str) -> str:
     return "fsdp" if key == "engine" else "hf"
 
 
-def elsewhere(engine: Engine) -> bool:
-    """Whether the user has named another environment that has it."""
-    return bool(engine.elsewhere and os.environ.get(engine.elsewhere))
+def elsewhere(engine: Engine) -> str:
+    """The Python of another environment that the user says has it; empty if none is named."""
+    return os.environ.get(engine.elsewhere, "") if engine.elsewhere else ""
 
 
 def installed(engine: Engine) -> str | None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from planning import DIAMOND
 
+from distflow.schema.cluster import Cluster
+from distflow.schema.errors import InvalidInput
 from distflow.schema.run import Model
 from distflow.schema.shapes import Shape, shape_of, shape_of_embedded
-from planners.memory import LOGITS_AT_ONCE, needed
+from planners import plan
+from planners.memory import GIB, LOGITS_AT_ONCE, needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
@@ -155,3 +158,61 @@ def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
     assert needed(plain.memory) == sum(tenants(plain).values())
     sampling = sum(count for name, count in tenants(plain).items() if ": rollout" in name)
     assert needed(swapped.memory) == max(sampling, needed(plain.memory) - sampling)
+
+
+@pytest.fixture
+def paged(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """`paged(rollout, memory_gib, generation, layouts, **model)`: the plan of 2 ranks where every engine is there."""
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+
+    def make(rollout: str, memory_gib: float | None, generation: dict, layouts: dict | None = None, **model):
+        actor = {"model": {"architecture": "qwen3", **model}, "rollout": rollout, "micro_batch_tokens": 100,
+                 "generation": {"batch_rows": 1024, "max_new_tokens": 8192, **generation}}
+        spec = spec_of(DIAMOND, roles={"actor": actor}, layouts=layouts or {})
+        spec.cluster = Cluster(memory_gib=memory_gib)
+        return plan(spec, 2)
+
+    return make
+
+
+@pytest.mark.parametrize("rollout", ["vllm", "sglang"])
+def test_a_cache_in_pages_has_a_share_of_the_memory(paged: Callable, rollout: str) -> None:
+    found = paged(rollout, 4, {"memory_share": 0.25})
+    assert tenants(found)["actor: rollout engine"] == GIB
+    assert not {"actor: rollout weights", "actor: rollout cache"} & set(tenants(found))
+    assert any(tenant.formula == "memory_share 0.25 × 4 GiB, weights and cache" for tenant in found.memory)
+    with pytest.raises(InvalidInput, match="actor: rollout cache"):
+        paged("hf", 4, {})
+
+
+def test_without_a_clusters_memory_there_is_no_share(paged: Callable) -> None:
+    parameters = shape_of_embedded(Model(architecture="qwen3")).parameters
+    found = tenants(paged("vllm", None, {}))
+    assert found["actor: rollout weights"] == parameters * 4
+    assert not {"actor: rollout engine", "actor: rollout cache"} & set(found)
+
+
+def test_weights_beyond_their_share_are_told_with_it(paged: Callable) -> None:
+    weights = shape_of_embedded(Model(architecture="qwen3", hidden=1024)).parameters * 4
+    enough, little = {"memory_share": 0.75}, {"memory_share": 0.6 * weights / GIB}
+    with pytest.raises(InvalidInput) as caught:
+        paged("vllm", 1, little, hidden=1024)
+    mistake, = caught.value.mistakes
+    assert mistake.what.startswith("the `actor: rollout weights` are ")
+    assert "(roles.actor.generation.memory_share)" in mistake.what
+    assert mistake.hint.startswith("Raise  roles.actor.generation.memory_share  , or split the model over more ranks")
+    assert mistake.where.file.endswith("run.yaml")
+    assert "actor: rollout engine" in tenants(paged("vllm", 2, enough, hidden=1024))
+    assert "actor: rollout engine" in tenants(paged("vllm", 1, little, {"sample": {"tp": 2}}, hidden=1024))
+
+
+@pytest.mark.parametrize(("mib", "remedy"), [
+    (20, "roles.actor.swap: true"),  # the 11 MiB of training fit when the engine is out
+    (10, "Lower  roles.actor.generation.memory_share"),
+])
+def test_an_engine_that_fills_a_rank_has_remedies(paged: Callable, mib: int, remedy: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        paged("vllm", mib / 1024, {"memory_share": 0.9})
+    mistake, = caught.value.mistakes
+    assert "The largest tenant is `actor: rollout engine`" in mistake.what
+    assert remedy in mistake.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from planning import DIAMOND, node
@@ -101,11 +102,34 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
 def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: None)
+    monkeypatch.delenv("DISTFLOW_SGLANG_PYTHON", raising=False)
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, roles=actor(**{key: name}))
     mistake, = caught.value.mistakes
     assert f"role `actor` wants `{key}: {name}`, and {package} is not installed" in mistake.what
     assert line in mistake.hint
+
+
+@pytest.mark.parametrize("made", ["nothing", "a file", "a folder", "an executable"])
+def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Path, made: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    if made == "a folder":
+        python.mkdir()
+    elif made != "nothing":
+        python.touch(mode=0o755 if made == "an executable" else 0o644)
+    monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", str(python))
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: None)
+    settings = actor(rollout="sglang", generation={"batch_invariant": True})
+    if made == "an executable":
+        assert plan_of(JUDGED, roles=settings)
+        return
+    with pytest.raises(InvalidInput) as caught:
+        plan_of(JUDGED, roles=settings)
+    mistake, = caught.value.mistakes
+    assert mistake.what == ("role `actor` wants `rollout: sglang`, and DISTFLOW_SGLANG_PYTHON names "
+                            f"`{python}`, which is no executable file")
+    assert "export DISTFLOW_SGLANG_PYTHON=" in mistake.hint
 
 
 def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

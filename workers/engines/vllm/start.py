@@ -69,7 +69,7 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
-            **(_on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
+            **(on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
     _open.add(id(engine.engine_core.engine_core))
     _unname_shared_memory()
     return engine
@@ -93,7 +93,8 @@ def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
     return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
 
 
-def _on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
+def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
+    """Arguments where there is no GPU."""
     text = config.get_text_config()
     longest = text.max_position_embeddings
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
