@@ -169,6 +169,9 @@ class MegatronEngine(Trainer):
         if self.optimizer is not None:
             yield from self.optimizer.resident()
 
+    def scratch(self) -> Iterable[Tensor]:
+        return () if self.optimizer is None else self.optimizer.gradients()
+
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
 
