@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,10 +78,10 @@ class Checkpoints:
         for name, engine in sharded.items():
             state = {name: engine.state_dict()}
             try:
-                dcp.load(state, checkpoint_id=newest)
+                dcp.load(state, checkpoint_id=newest, planner=_Exact())
             except CheckpointException as error:
-                raise CheckpointError(f"{newest} cannot be loaded into role `{name}`: {_first(error)}. Was the model "
-                                      "or the DAG changed since?") from error
+                raise CheckpointError(f"{newest} cannot be loaded into role `{name}`: {_first(error)}. Was the model, "
+                                      "its engine or the DAG changed since?") from error
             engine.load_state_dict(state[name])
         progress = read_progress(newest)
         del progress[FILES]
@@ -97,6 +97,38 @@ class Checkpoints:
         if not found:
             raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
         return found[-1]
+
+
+class _Exact(dcp.DefaultLoadPlanner):
+    """Refuses a checkpoint of something else. The default reads what is asked for, and so takes the first layers of a
+    deeper model for the whole of a shallower one."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """
+        Raises:
+            CheckpointError: under what this rank asks for, the checkpoint has other tensors.
+        """
+        heads = {path[:2] for path in self.mappings.values()}
+        saved, asked = self.metadata.planner_data, set(self.mappings)
+        written = {path[:2] for path in saved.values() if path[0] in self.original_state_dict}
+        if written and heads and written.isdisjoint(heads):
+            raise CheckpointError(f"it was written as {_some(_joined(written))}, and this rank reads "
+                                  f"{_some(_joined(heads))}. Set `engine:` and `layouts:` as they were then")
+        there = {key for key, path in saved.items() if path[:2] in heads}
+        odd = [f"only {where} has {_some(keys)}" for where, keys in
+               (("the checkpoint", there - asked), ("the run", asked - there)) if keys]
+        if odd:
+            raise CheckpointError(", ".join(odd))
+        return super().create_local_plan()
+
+
+def _joined(paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    return (".".join(path) for path in paths)
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *more = sorted(names)
+    return ", ".join(f"`{name}`" for name in (first, *more[:2])) + (f" and {len(more) - 2} more" if more[2:] else "")
 
 
 def _write_parts(folder: Path, parts: Mapping[str, Callable[[Path], Any]]) -> None:
@@ -133,4 +165,4 @@ def _first(error: CheckpointException) -> str:
     """What the lowest rank that failed says."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
-    return f"{type(cause).__name__} on rank {rank}: {cause}"
+    return str(cause) if isinstance(cause, DistflowError) else f"{type(cause).__name__} on rank {rank}: {cause}"

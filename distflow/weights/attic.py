@@ -15,20 +15,21 @@ class Attic:
     GPU, and kept for the next time; there the way back overlaps with other work until `ready` waits for it.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
-        """`tensors`: those to be stored, called anew each time: an optimizer makes its state in its first step."""
-        self.tensors = tensors
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], scratch: Callable[[], Iterable[Tensor]] = tuple):
+        """`tensors`: those to be stored, called anew each time: an optimizer makes its state in its first step.
+        `scratch`: those whose memory is given back too, but not what is in it: they are zeros afterwards."""
+        self.tensors, self.scratch = tensors, scratch
         self._host: dict[int, Tensor] = {}
         """By storage: room of its size."""
-        self._out: list[tuple[Tensor, Tensor]] = []
-        """What is out, and where it is meanwhile."""
+        self._out: list[tuple[Tensor, Tensor | None]] = []
+        """What is out, and where it is meanwhile; scratch is nowhere."""
         self._stream: torch.cuda.Stream | None = None
         self._coming = False
 
     @property
     def bytes(self) -> int:
-        """What is out at the moment."""
-        return sum(host.nbytes for _, host in self._out)
+        """What is in host memory at the moment."""
+        return sum(host.nbytes for _, host in self._out if host is not None)
 
     @torch.no_grad()
     def out(self) -> None:
@@ -37,9 +38,11 @@ class Attic:
         there = _storages(self.tensors())
         known = {tensor.untyped_storage()._cdata for tensor in there}
         self._host = {key: host for key, host in self._host.items() if key in known}
-        leaving = [(tensor, self._room(tensor)) for tensor in there if len(tensor)]
-        for tensor, host in leaving:
-            host.copy_(tensor, non_blocking=True)
+        leaving: list[tuple[Tensor, Tensor | None]] = [(tensor, None) for tensor in _storages(self.scratch())
+                                                       if len(tensor)]
+        for tensor in there:
+            if len(tensor):
+                leaving.append((tensor, self._room(tensor).copy_(tensor, non_blocking=True)))
         if leaving and leaving[0][0].is_cuda:
             torch.cuda.current_stream().synchronize()
         for tensor, _ in leaving:
@@ -59,7 +62,7 @@ class Attic:
             self._stream.wait_stream(torch.cuda.current_stream())  # the memory may have been somebody else's just now
         with torch.cuda.stream(self._stream):
             for tensor, host in self._out:
-                tensor.copy_(host, non_blocking=True)
+                tensor.zero_() if host is None else tensor.copy_(host, non_blocking=True)
         self._coming, self._out = bool(self._out), []
 
     def _room(self, tensor: Tensor) -> Tensor:

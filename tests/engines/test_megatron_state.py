@@ -68,7 +68,23 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path):
     for direct, by_file in run_ranks(2, of_another_layout, str(tmp_path)):
         assert "resume with the layout that wrote it" in direct
         assert "tp=2" in direct
-        assert "dp=2" in by_file
+        assert "written as `actor.dp=1 pp=1 cp=1 tp=2 ep=1 rank=0`" in by_file
+        assert "this rank reads `actor.dp=2 pp=1 cp=1 tp=1 ep=1" in by_file
+        assert "Set `engine:` and `layouts:` as they were" in by_file
+
+
+def of_another_depth(folder: str) -> str:
+    one, other = (ranks.megatron(ranks.tiny(layers=layers), {"tp": 2}) for layers in (2, 1))
+    Checkpoints(Path(folder), 1).save(1, {"actor": one}, {})
+    with pytest.raises(CheckpointError) as error:
+        Checkpoints(Path(folder), 1).load({"actor": other})
+    return str(error.value)
+
+
+def test_a_checkpoint_of_a_deeper_model_is_refused(tmp_path):
+    for said in run_ranks(2, of_another_depth, str(tmp_path)):
+        assert "only the checkpoint has `actor.dp=1" in said
+        assert "layers.1." in said
 
 
 def not_finite(ways: dict[str, int]) -> tuple[str, bool, int]:
@@ -126,17 +142,21 @@ def swapped(ways: dict[str, int], dtype: str) -> bool:
     rows = ranks.share(ranks.rows(), one.shares.rank(), one.shares.size())
     for engine in (one, other):
         engine.update(rows, ranks.policy_gradient, 1.0, 0)
-    optimizer, everything = Attic(lambda: other.resident(weights=False)), Attic(other.resident)
+    optimizer = Attic(lambda: other.resident(weights=False), other.scratch)
+    everything = Attic(other.resident)
+    moments = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in other.optimizer._shards().values())
     optimizer.out()
+    lean = optimizer.bytes == moments * (1.5 if dtype == "bfloat16" else 1)  # with float32 weights; no gradients
     readable = alike(ranks.exported(one), ranks.exported(other))
     everything.out()
-    left = sum(tensor.untyped_storage().nbytes() for tensor in other.resident())
+    left = sum(tensor.untyped_storage().nbytes() for tensor in (*other.resident(), *other.scratch()))
     everything.back()
     optimizer.back()
     optimizer.ready()
     everything.ready()
     reports = [engine.update(rows, ranks.policy_gradient, 1.0, 1) for engine in (one, other)]
-    return readable and left == 0 and reports[0] == reports[1] and alike(ranks.exported(one), ranks.exported(other))
+    same = reports[0] == reports[1] and alike(ranks.exported(one), ranks.exported(other))
+    return readable and lean and left == 0 and same
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -25,9 +25,10 @@ from distflow.schema.errors import CheckpointError, Disagreement
 class Engine:
     """A small model with Adam, sharded over all ranks; every rank trains on the same rows."""
 
-    def __init__(self, seed: int, width: int = 5):
+    def __init__(self, seed: int, width: int = 5, layers: int = 2):
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+        modules = [torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 1), torch.nn.Linear(1, 1)]
+        self.model = torch.nn.Sequential(*modules[: layers + 1])
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
@@ -166,7 +167,8 @@ def test_a_kill_while_saving_leaves_the_older_one_whole(tmp_path, where, ranks):
 
 
 def refused(folder: Path, kind: str) -> str:
-    engines: dict[str, Any] = {"other": Engine(0)} if kind == "role" else {"actor": Engine(0, width=6)}
+    shapes = {"shape": {"width": 6}, "shallower": {"layers": 1}, "deeper": {"layers": 3}}
+    engines: dict[str, Any] = {"other" if kind == "role" else "actor": Engine(0, **shapes.get(kind, {}))}
     if kind == "another place":
         folder = folder / str(dist.get_rank())
     with pytest.raises((CheckpointError, Disagreement)) as error:
@@ -179,11 +181,20 @@ def test_what_cannot_be_loaded_says_why(tmp_path, saved):
     for ranks in (1, 2):
         shape = run_ranks(ranks, refused, saved, "shape")[0]
         assert "cannot be loaded into role `actor`" in shape
-        assert "Was the model or the DAG changed since?" in shape
+        assert "Was the model, its engine or the DAG changed since?" in shape
     assert "cannot be loaded into role `other`" in run_ranks(1, refused, saved, "role")[0]
     (tmp_path / "1").symlink_to(saved)
     for error in run_ranks(2, refused, tmp_path, "another place"):
         assert "rank 0: none, rank 1: step-00000002" in error
+
+
+@pytest.mark.parametrize(("kind", "side"), [("shallower", "the checkpoint"), ("deeper", "the run")])
+def test_a_model_of_another_depth_is_refused_by_name(saved, kind, side):
+    """A shallower one too, though the checkpoint has all that it asks for."""
+    bias = {"shallower": "actor.model.2.bias", "deeper": "actor.model.3.bias"}[kind]
+    for error in run_ranks(2, refused, saved, kind):
+        assert f"cannot be loaded into role `actor`: only {side} has `{bias}`" in error
+        assert "more. Was the model" in error
 
 
 def write_where_it_cannot(folder: Path) -> str:

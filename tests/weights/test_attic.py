@@ -22,6 +22,19 @@ def test_views_of_one_storage_leave_once_and_come_back():
     assert attic.bytes == 0
 
 
+def test_scratch_gives_its_memory_back_and_is_not_stored():
+    kept, scratch = torch.ones(3), torch.full((1000,), 7.0)
+    attic = Attic(lambda: [kept], lambda: [scratch])
+    attic.out()
+    assert scratch.untyped_storage().nbytes() == 0
+    assert attic.bytes == kept.nbytes
+    attic.out()
+    attic.back()
+    attic.ready()
+    assert torch.equal(scratch, torch.zeros(1000))
+    assert torch.equal(kept, torch.ones(3))
+
+
 def test_what_is_new_leaves_too_and_what_changed_leaves_as_it_is():
     tensors = [torch.zeros(5)]
     attic = Attic(lambda: tensors)

@@ -21,7 +21,7 @@ class Handover:
 
     def __init__(self, trainer: Trainer, rollout: Rollout, swap: bool):
         self.trainer, self.rollout, self.swap = trainer, rollout, swap
-        self.optimizer = Attic(lambda: trainer.resident(weights=False))
+        self.optimizer = Attic(lambda: trainer.resident(weights=False), trainer.scratch)
         self.everything = Attic(trainer.resident)
         self.asleep = False
         if swap:

@@ -87,6 +87,10 @@ class Trainer(ABC):
         """This rank's tensors between two steps: optimizer state, and `weights`; those that another engine shares
         excepted."""
 
+    def scratch(self) -> Iterable[Tensor]:
+        """This rank's tensors that it keeps between two steps, though nothing of what is in them is needed."""
+        return ()
+
     @property
     def speaks(self) -> bool:
         """Whether this rank reports for its share: the last stage of a pipeline is the one that sees losses."""

@@ -26,18 +26,20 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     """
     weight = head.weight
     if isinstance(weight, DTensor):
-        group, local = weight.device_mesh.get_group(), weight.to_local()
-        return score_cut(hidden, local, dist.get_rank(group) * len(local), tokens, temperature, group)
+        return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
     if len(hidden) * len(weight) > PIECE:
-        return _Scores.apply(hidden, weight, tokens, temperature, None, 0)
+        return _Scores.apply(hidden, weight, tokens, temperature, None, 0, len(weight))
     return scored(head(hidden).float() / temperature, tokens)
 
 
-def score_cut(hidden: Tensor, weight: Tensor, first: int, tokens: Tensor, temperature: float,
+def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, temperature: float,
               group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """As `score`, of a head of which this rank has the rows `weight` from `first` on, and the others of `group` the
-    rest. The gradient of `hidden` is the whole one on each of them."""
-    return _Scores.apply(hidden, weight, tokens, temperature, group, first)
+    """As `score`, of a head of `vocabulary` rows that is cut over `group`: `weight` are this rank's. The last ranks
+    have fewer than the others, or none, or rows behind the vocabulary, which count for nothing. The gradient of
+    `hidden` is the whole one on each of them."""
+    rows = -(-vocabulary // dist.get_world_size(group))
+    first = rows * dist.get_rank(group)
+    return _Scores.apply(hidden, weight[: max(0, vocabulary - first)], tokens, temperature, group, first, rows)
 
 
 def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,12 +53,14 @@ def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
-                group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
+                group: dist.ProcessGroup | None, first: int, part: int) -> tuple[Tensor, Tensor]:
+        """`part`: the rows of the head's largest part, alike on all ranks, so that they agree on the pieces."""
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         normalizers = torch.empty_like(logprobs)
-        for piece in _pieces(len(hidden), len(weight)):
+        for piece in _pieces(len(hidden), part):
             logits = _logits(hidden[piece], weight, temperature)
-            top = _reduced(logits.amax(-1), dist.ReduceOp.MAX, group)
+            top = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
+            _reduced(top, dist.ReduceOp.MAX, group)
             logits.sub_(top[:, None])
             rows, places = _own(tokens[piece] - first, len(weight))
             chosen = torch.zeros_like(top)
@@ -69,7 +73,7 @@ class _Scores(torch.autograd.Function):
             logprobs[piece], entropies[piece], normalizers[piece] = chosen - spread, spread - weighted / total, top + \
                 spread
         ctx.save_for_backward(hidden, weight, tokens, normalizers)
-        ctx.temperature, ctx.group, ctx.first = temperature, group, first
+        ctx.temperature, ctx.group, ctx.first, ctx.part = temperature, group, first, part
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -79,7 +83,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight, tokens, normalizers = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        for piece in _pieces(len(hidden), len(weight)):
+        for piece in _pieces(len(hidden), ctx.part):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
             table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale[:, None])
@@ -92,11 +96,11 @@ class _Scores(torch.autograd.Function):
             elif to_weight is not None:
                 to_weight += table.T @ hidden[piece]  # summed in float32: bfloat16 would lose the last pieces
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return _reduced(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None
+        return _reduced(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None, None
 
 
-def _pieces(count: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, PIECE // vocabulary)
+def _pieces(count: int, part: int) -> Iterator[slice]:
+    size = max(1, PIECE // part)
     yield from (slice(start, start + size) for start in range(0, count, size))
 
 

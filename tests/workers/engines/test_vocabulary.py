@@ -7,15 +7,17 @@ import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from workers.engines import vocabulary
-from workers.engines.vocabulary import score, scored
+from workers.engines.vocabulary import score, score_cut, scored
 
 TOKENS, WIDTH, MANY = 1024, 32, 150_000
 
@@ -63,20 +65,47 @@ def test_a_vocabulary_of_which_all_logits_fit_takes_the_short_way(monkeypatch):
     assert torch.equal(results(*drawn(300))[0], results(*drawn(300), of=at_once)[0])
 
 
-def over_ranks() -> list[torch.Tensor]:
-    vocabulary.PIECE = 1000  # several pieces
+def over_ranks(size: int) -> list[torch.Tensor]:
+    vocabulary.PIECE = 10 * (size // 2)  # several pieces, and more of 64 rows than of 63
     mesh = init_device_mesh("cpu", (2,))
-    hidden, head, tokens, counts = drawn(300)
+    hidden, head, tokens, counts = drawn(size)
     head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     *found, gradient = results(hidden, head, tokens, counts)
     return [*(part.numpy() for part in found), gradient.full_tensor().numpy()]
 
 
-def test_a_vocabulary_that_is_cut_over_ranks_gives_the_same():
-    expected = results(*drawn(300), of=at_once)
-    for found in run_ranks(2, over_ranks):
+@pytest.mark.parametrize("size", [300, 127])
+def test_a_vocabulary_that_is_cut_over_ranks_gives_the_same(size):
+    expected = results(*drawn(size), of=at_once)
+    for found in run_ranks(2, over_ranks, size):
         for one, other in zip(found, expected):
             assert torch.allclose(torch.from_numpy(one), other, atol=1e-5)
+
+
+def padded_over_ranks(size: int) -> list[np.ndarray]:
+    """The head is made of as many rows on each rank; those behind the vocabulary would win if they counted."""
+    ways = dist.get_world_size()
+    part = -(-size // ways)
+    vocabulary.PIECE = 10 * max(1, part - 1)
+    hidden, head, tokens, counts = drawn(size)
+    whole = nn.functional.pad(head.weight.detach(), (0, 0, 0, part * ways - size), value=100.0)
+    weight = whole.split(part)[dist.get_rank()].clone().requires_grad_()
+    logprobs, entropies = score_cut(hidden, weight, size, tokens, 0.7, dist.group.WORLD)
+    gradients = torch.autograd.grad((logprobs * counts).sum(), [hidden, weight])
+    return [tensor.detach().numpy() for tensor in (logprobs, entropies, *gradients)]
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 127), (4, 5)])
+def test_padding_of_the_last_ranks_counts_for_nothing(ranks, size):
+    """Of 5 words on 4 ranks the last one has none at all."""
+    *expected, of_weight = results(*drawn(size), of=at_once)
+    found = run_ranks(ranks, padded_over_ranks, size)
+    for *same, _ in found:
+        for one, other in zip(same, expected):
+            assert torch.allclose(torch.from_numpy(one), other, atol=1e-5)
+    gradient = torch.from_numpy(np.concatenate([parts[-1] for parts in found]))
+    assert torch.allclose(gradient[:size], of_weight, atol=1e-5)
+    assert not gradient[size:].any()
 
 
 def peak(way: str) -> int:

@@ -134,9 +134,7 @@ class MegatronEngine(Trainer):
     def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:
         """On the last stage: the loss, a number of tokens that nobody divides by, log-probabilities and entropies."""
-        head = self.stage.head
-        first = len(head) * self.groups.tp.rank()
-        found = score_cut(hidden[packed.places, 0], head[: self.vocabulary - first], first, packed.targets,
+        found = score_cut(hidden[packed.places, 0], self.stage.head, self.vocabulary, packed.targets,
                           temperature or 1.0, self.groups.tp)
         logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in found)
         if loss_of is None:
@@ -170,6 +168,9 @@ class MegatronEngine(Trainer):
             yield from (parameter.detach() for parameter in self.stage.parameters())
         if self.optimizer is not None:
             yield from self.optimizer.resident()
+
+    def scratch(self) -> Iterable[Tensor]:
+        return () if self.optimizer is None else self.optimizer.gradients()
 
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"

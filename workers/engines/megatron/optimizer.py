@@ -98,11 +98,13 @@ class Adam:
         return shards
 
     def resident(self) -> Iterator[Tensor]:
-        """Gradients, Adam's moments and, of bfloat16 weights, the float32 ones; not the weights themselves."""
-        for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
-            yield buffer.grad_data
+        """Adam's moments and, of bfloat16 weights, the float32 ones; not the weights themselves."""
         for state in self._shards().values():
             yield from (state["exp_avg"], state["exp_avg_sq"], *((state["weight"],) if self.model.config.bf16 else ()))
+
+    def gradients(self) -> list[Tensor]:
+        """The buffers that they are summed in. Between two steps they are worth nothing: `zero` comes before use."""
+        return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def state_dict(self) -> dict[str, Any]:
         """Under a key that no other rank and no other layout has: torch.distributed.checkpoint takes plain tensors of
