@@ -11,7 +11,7 @@ from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Lora
-from workers.engines import megatron
+from workers.engines.megatron import engine
 from workers.engines.megatron.layout import Layout
 from workers.engines.megatron.model import config_of
 from workers.engines.megatron.weights import check_family, entries
@@ -70,4 +70,4 @@ def test_what_its_layers_do_not_compute(changed, said):
                                              ({"settings": ranks.settings(lora=Lora())}, "no adapters")])
 def test_heads_and_adapters(given, said):
     with pytest.raises(EngineError, match=said):
-        megatron._refuse(**{"settings": ranks.settings(), "head": "lm", "whole": False, **given})
+        engine._refuse(**{"settings": ranks.settings(), "head": "lm", "whole": False, **given})
