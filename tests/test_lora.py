@@ -34,7 +34,7 @@ def test_one_and_two_ranks_draw_the_same_samples_and_losses(launch, workspace):
         assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
         assert two[step]["loss"] == two_models[step]["loss"]
         assert two[step]["mismatch/logprob_max"] < 5e-6
-        assert two[step].get("weights/bytes") == (ADAPTERS * 4 if step > 1 else None)  # both begin with the same weights
+        assert two[step].get("weights/bytes") == (ADAPTERS * 4 if step > 1 else None)  # none before an update
     assert any(two[step]["policy/kl_reference"] > 1e-5 for step in two)
 
 
