@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,17 @@ def workspace(tmp_path: Path) -> Path:
         (ROOT / "dags/grpo.yaml").read_text().replace("function: score, ", "function: score, with: {reward: brevity}, ")
         + "imports: [brevity]\n")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of this process alone; real collectives."""
+    import torch.distributed as dist  # most tests need no torch here
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from engines.rollouts import HALFWAY, TRAITS, build, engines, tiny
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,12 +14,9 @@ from workers.engines.meshes import NAMES
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    """A layout of one rank; real collectives, over a group of one."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,) * len(NAMES), mesh_dim_names=NAMES)
-    dist.destroy_process_group()
+def mesh(alone):
+    """A layout of one rank."""
+    return init_device_mesh("cpu", (1,) * len(NAMES), mesh_dim_names=NAMES)
 
 
 @pytest.fixture(scope="module", params=engines())

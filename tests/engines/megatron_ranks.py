@@ -16,13 +16,13 @@ from distflow.schema.run import RoleRun
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.megatron.engine import MegatronEngine
+from workers.engines.meshes import NAMES
 
-AXES = ("dp", "pp", "cp", "tp")
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
 def mesh_of(**ways: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(ways.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
+    return init_device_mesh("cpu", tuple(ways.get(axis, 1) for axis in NAMES), mesh_dim_names=NAMES)
 
 
 def tiny(architecture: str = "qwen3", tied: bool = False, vocabulary: int = 271, **sizes: int) -> PreTrainedModel:

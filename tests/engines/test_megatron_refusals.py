@@ -10,9 +10,10 @@ from engines import megatron_ranks as ranks
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
 from distflow.schema.run import Lora
 from workers.engines.megatron import engine
-from workers.engines.megatron.layout import Layout
+from workers.engines.megatron.layout import check
 from workers.engines.megatron.model import config_of
 from workers.engines.megatron.weights import check_family, entries
 
@@ -27,7 +28,7 @@ SIZES = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4,
 ])
 def test_a_layout_that_does_not_divide_the_model(layout, said):
     with pytest.raises(EngineError, match=said):
-        layout.check(LlamaConfig(**SIZES))
+        check(layout, LlamaConfig(**SIZES))
 
 
 @pytest.mark.parametrize(("layout", "said"), [
@@ -37,12 +38,12 @@ def test_a_layout_that_does_not_divide_the_model(layout, said):
 ])
 def test_a_layout_that_does_not_divide_the_experts(layout, said):
     with pytest.raises(EngineError, match=said):
-        layout.check(Qwen3MoeConfig(**SIZES, num_experts=8))
+        check(layout, Qwen3MoeConfig(**SIZES, num_experts=8))
 
 
 def test_a_layout_that_fits_is_not_refused():
-    Layout(2, pp=3, tp=4).check(LlamaConfig(**SIZES))
-    Layout(2, cp=2, ep=4).check(Qwen3MoeConfig(**SIZES, num_experts=8))
+    check(Layout(2, pp=3, tp=4), LlamaConfig(**SIZES))
+    check(Layout(2, cp=2, ep=4), Qwen3MoeConfig(**SIZES, num_experts=8))
 
 
 def test_a_family_that_is_not_known():

@@ -71,13 +71,8 @@ class _Gathered(torch.autograd.Function):
         return summed, None
 
 
-class _Joined(torch.autograd.Function):
-    """[…] → [n, …]; the gradient of a part is what this rank has for it."""
-
-    @staticmethod
-    def forward(ctx, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(mine, group)
+class _Joined(_Gathered):
+    """The same; the gradient of a part is what this rank has for it."""
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:

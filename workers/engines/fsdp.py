@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch, Ragged
+from distflow.schema.engines import TRAINERS
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
@@ -21,7 +22,7 @@ from workers.engines import tensor_parallel
 from workers.engines.context_parallel import Context, has_windows
 from workers.engines.gradients import clip
 from workers.engines.layers import compiled, recompute
-from workers.engines.meshes import dimension, require_one, shard_mesh
+from workers.engines.meshes import dimension, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
@@ -47,7 +48,10 @@ class FSDPEngine(Trainer):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
         """`whole`: frozen parameters that stay whole on each rank, where they are."""
-        require_one("fsdp", pp=dimension(mesh, "pp"), ep=ep)
+        for size, count in {"pp": dimension(mesh, "pp"), "ep": ep}.items():
+            if count > 1:
+                raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
+                                  f"{TRAINERS['fsdp'].cannot[size]}")
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")

@@ -15,7 +15,7 @@ from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 from workers.engines.decoding import Decoding
 from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Rollout
+from workers.engines.rollout import Rollout, misplaced
 
 
 class HFRollout(Rollout):
@@ -58,10 +58,10 @@ class HFRollout(Rollout):
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         own, size = self.places(), 0
+        shapes = {name: weight.shape for name, weight in own.items()}
         for name, whole in weights:
-            if name not in own or own[name].shape != whole.shape:
-                raise EngineError(f"weight `{name}` {list(whole.shape)} has no place in the generating model; there it "
-                                  f"is {list(own[name].shape) if name in own else 'not known'}")
+            if wrong := misplaced(name, whole, shapes):
+                raise EngineError(wrong)
             if own[name].data_ptr() != whole.data_ptr():
                 own[name].copy_(whole)
             size += own[name].nbytes

@@ -12,9 +12,6 @@ from distflow.schema.plan import Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
 """The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""
-_INSTEAD = {"pp": "Split its layers over fewer stages:  pp: 1 , and cut them by  tp  instead",
-            "cp": "Set  cp: 1",
-            "ep": "Set  ep: 1 : its experts are sharded over dp and gathered layer by layer"}
 
 
 @functools.lru_cache
@@ -43,14 +40,3 @@ def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
         raise EngineError(f"replicas: {replicas} does not divide the {ranks.size()} ranks (dp × cp) with shards of "
                           f"the model. It may be any divisor, as  replicas: {math.gcd(ranks.size(), replicas)}")
     return ranks if replicas == 1 else ranks._unflatten(0, (replicas, ranks.size() // replicas), ("replica", "shard"))
-
-
-def require_one(engine: str, **sizes: int) -> None:
-    """Refuse a layout of which the engine knows nothing.
-
-    Raises:
-        EngineError: a size is not 1; says what to set.
-    """
-    for name, size in sizes.items():
-        if size > 1:
-            raise EngineError(f"the engine `{engine}` cannot split a model by {name} (here {size}). {_INSTEAD[name]}")

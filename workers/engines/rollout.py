@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.data.batch import Ragged
+from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 
 
@@ -206,3 +207,33 @@ class Rollout(ABC):
         shown = images.rows if images is not None else [None] * len(prompts)
         return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
             prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
+
+
+class Apart(Rollout):
+    """An engine that keeps weights in a form of its own: it starts without any, and gets the first like later ones."""
+
+    library: str
+    """Its name, for people."""
+
+    @abstractmethod
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
+        """`model` says what the library has to know of it."""
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
+        if any(True for _ in shared):
+            raise EngineError(f"{cls.library} keeps weights in a form of its own, so that it cannot share a base model "
+                              "with the trainer of its adapters. Instead:  rollout: hf   or train the whole model, "
+                              "without `lora`")
+        engine = cls(model, settings, mesh, seed, end_tokens)
+        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
+        return engine
+
+
+def misplaced(name: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> str:
+    """What is wrong with a weight that comes for a model of these shapes; empty if nothing is."""
+    if shapes.get(name) == weight.shape:
+        return ""
+    return (f"weight `{name}` {list(weight.shape)} has no place in the generating model; there it is "
+            f"{list(shapes[name]) if name in shapes else 'not known'}")

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from workers.engines.megatron.export import Exporter
-from workers.engines.megatron.layout import Layout, groups_of
+from workers.engines.megatron.layout import check, groups_of, layout_of
 from workers.engines.megatron.model import build_stage, config_of
 from workers.engines.megatron.optimizer import Adam, distributed
 from workers.engines.megatron.packing import Packed, of_all, pack
@@ -50,9 +50,9 @@ class MegatronEngine(Trainer):
         self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
-        self.layout = Layout.of(mesh, ep)
+        self.layout = layout_of(mesh, ep)
         check_family(model.config)
-        self.layout.check(model.config)
+        check(self.layout, model.config)
         self.groups = groups_of(mesh, self.layout)
         self.last = self.groups.pp.rank() == self.layout.pp - 1
         self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0

@@ -15,9 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
 from distflow.weights.collectives import all_gather
 from distflow.weights.reshard import BUCKET_BYTES
-from workers.engines.megatron.layout import Layout
 from workers.engines.megatron.weights import Entry
 
 _Key = tuple[int, str, torch.dtype]

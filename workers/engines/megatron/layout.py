@@ -7,7 +7,6 @@ role may have a layout of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,47 +15,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
+from workers.engines.meshes import NAMES, dimension
 
-AXES = ("dp", "pp", "cp", "tp")
+
+def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
+    """An unnamed mesh of one dimension splits the rows alone."""
+    if not mesh.mesh_dim_names:
+        return Layout(mesh.size(), ep=ep)
+    return Layout(**{name: dimension(mesh, name) for name in NAMES}, ep=ep)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How many ways a role is split. `ep` ways by experts, over the ranks of dp and cp."""
+def in_words(layout: Layout) -> str:
+    return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep"))
 
-    dp: int
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh, ep: int = 1) -> Layout:
-        """An unnamed mesh of one dimension splits the rows alone."""
-        names = mesh.mesh_dim_names or ("dp",)
-        return cls(**{axis: mesh.size(names.index(axis)) if axis in names else 1 for axis in AXES}, ep=ep)
-
-    def __str__(self) -> str:
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep"))
-
-    def check(self, config: PretrainedConfig) -> None:
-        """
-        Raises:
-            EngineError: the layout does not divide the model; says what would.
-        """
-        experts = getattr(config, "num_experts", None) or 0
-        _divides("tp", self.tp, {"attention heads": config.num_attention_heads,
-                                 "key-value heads": config.num_key_value_heads,
-                                 "units of the feed-forward layer": config.intermediate_size})
-        _divides("pp", self.pp, {"layers": config.num_hidden_layers})
-        if experts and self.tp > 1:
-            raise EngineError(f"Megatron trains mixtures of experts with tp only together with sequence parallelism, "
-                              f"which its layers without TransformerEngine lack. Instead of tp: {self.tp} take  "
-                              f"layouts: {{…: {{tp: 1, ep: {self.tp}}}}}")
-        if self.ep > 1 and not experts:
-            raise EngineError(f"ep: {self.ep} splits experts, and this model ({config.model_type}) has none. Remove ep")
-        if self.ep > 1:
-            _divides("ep", self.ep, {"experts": experts, "ranks of dp × cp": self.dp * self.cp})
+def check(layout: Layout, config: PretrainedConfig) -> None:
+    """
+    Raises:
+        EngineError: the layout does not divide the model; says what would.
+    """
+    experts = getattr(config, "num_experts", None) or 0
+    _divides("tp", layout.tp, {"attention heads": config.num_attention_heads,
+                               "key-value heads": config.num_key_value_heads,
+                               "units of the feed-forward layer": config.intermediate_size})
+    _divides("pp", layout.pp, {"layers": config.num_hidden_layers})
+    if experts and layout.tp > 1:
+        raise EngineError(f"Megatron trains mixtures of experts with tp only together with sequence parallelism, "
+                          f"which its layers without TransformerEngine lack. Instead of tp: {layout.tp} take  "
+                          f"layouts: {{…: {{tp: 1, ep: {layout.tp}}}}}")
+    if layout.ep > 1 and not experts:
+        raise EngineError(f"ep: {layout.ep} splits experts, and this model ({config.model_type}) has none. Remove ep")
+    if layout.ep > 1:
+        _divides("ep", layout.ep, {"experts": experts, "ranks of dp × cp": layout.dp * layout.cp})
 
 
 def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
@@ -70,7 +61,7 @@ def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
 
 def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
     """The groups of this rank that Megatron asks for. Collective over all ranks."""
-    ranks = mesh.mesh.reshape([getattr(layout, axis) for axis in AXES])
+    ranks = mesh.mesh.reshape([getattr(layout, name) for name in NAMES])
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group(ranks: Tensor, *axes: int) -> dist.ProcessGroup:

@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
 from workers.engines.megatron.attention import PackedAttention
-from workers.engines.megatron.layout import Layout
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that Megatron's model computes, beside none."""

@@ -21,8 +21,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from distflow.schema.errors import EngineError
+from distflow.schema.plan import Layout
 from distflow.schema.run import RoleRun
-from workers.engines.megatron.layout import Layout
+from workers.engines.megatron.layout import in_words
 
 
 def distributed(model: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:
@@ -52,7 +53,7 @@ class Adam:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._allocate()
-        self.key = f"{layout} rank={torch.distributed.get_rank()}"
+        self.key = f"{in_words(layout)} rank={torch.distributed.get_rank()}"
 
     def _allocate(self) -> None:
         """Adam's moments before the first step, so that a checkpoint can be loaded into them."""

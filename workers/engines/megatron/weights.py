@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from distflow.schema.errors import EngineError, listing
-from workers.engines.megatron.layout import Layout
+from distflow.schema.plan import Layout
 
 Fuse = Callable[[list[Tensor]], list[Tensor]]
 

@@ -11,22 +11,21 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from distflow.schema.engines import ROLLOUTS
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
+from workers.engines.paging import cache_on_cpu
 from workers.engines.precision import is_half
-from workers.engines.rollout import Rollout
+from workers.engines.rollout import Apart
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.sglang.session import Requests
 from workers.engines.sglang.share import Share
 from workers.engines.sglang.weights import Buckets, checked
 
-_CPU_CACHE = 4 << 30
-"""Bytes at most for keys and values where there is no GPU."""
 _PULSE = 60.0
 """Seconds in which a server that is well samples a token."""
 _BEAT = 10.0
@@ -34,12 +33,14 @@ _BEAT = 10.0
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
-class SGLangRollout(Rollout):
+class SGLangRollout(Apart):
     """A model in SGLang's own form, in a server of its own. With tp > 1 the ranks of a share have one server together.
 
     Raises:
         EngineError: SGLang is not there, does not know the architecture, or cannot start; it says why.
     """
+
+    library = "SGLang"
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
@@ -83,18 +84,6 @@ class SGLangRollout(Rollout):
                     *(["--enable-deterministic-inference"] * settings.batch_invariant),
                     "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
-
-    @classmethod
-    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
-              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> SGLangRollout:
-        """With the model's weights (whole, on the CPU, on every rank) as version 0."""
-        if any(True for _ in shared):
-            raise EngineError("SGLang keeps weights in a form and a process of its own, so that it cannot share a base "
-                              "model with the trainer of its adapters. Instead:  rollout: hf   or train the whole "
-                              "model, without `lora`")
-        engine = cls(model, settings, mesh, seed, end_tokens)
-        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
-        return engine
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Requests:
         """What was read stays in any case, as long as there is room: the server finds it by its tokens."""
@@ -187,11 +176,7 @@ class SGLangRollout(Rollout):
 
 
 def _on_cpu(config: object, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
-    longest = text.max_position_embeddings
-    tokens = max(2 * longest, min(longest * settings.batch_rows, _CPU_CACHE // token))
+    tokens, _ = cache_on_cpu(config, settings, dtype)
     return {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
             "grammar-backend": "none", "max-total-tokens": tokens}
 

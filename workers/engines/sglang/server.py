@@ -21,6 +21,7 @@ from typing import Any
 
 from distflow.schema.engines import ROLLOUTS
 from distflow.schema.errors import EngineError
+from workers.engines.torchrun import torchrun_says
 
 _PATIENCE = 900.0
 """Seconds that a server may take to start, and any call but `/generate` to be answered."""
@@ -29,8 +30,6 @@ _FAREWELL = 10.0
 first."""
 _LAST_LINES = 25
 """Of the log, in the error."""
-_LAUNCH = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""How the names begin of what torchrun says of the run; the server must not take itself for a part of it."""
 _PROGRAM = """
 import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
@@ -80,7 +79,7 @@ class SGLangServer:
         self.process.stdin.flush()
 
     def _environment(self, device: str, ranks: int) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH)}
+        ours = {name: os.environ[name] for name in os.environ.keys() - torchrun_says()}
         ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -94,8 +93,7 @@ class SGLangServer:
             return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
             raise EngineError(f"{self.python} has no SGLang, which needs an environment of its own: it pins another "
-                              "torch. Instead:  python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && "
-                              f"export {ROLLOUTS['sglang'].elsewhere}=$PWD/sglang/bin/python") from error
+                              f"torch. Instead:  {ROLLOUTS['sglang'].pip}") from error
 
     def wait(self, patience: float) -> bool:
         """Whether it answers within `patience` seconds. Raises EngineError if it will not any more."""

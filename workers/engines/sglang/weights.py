@@ -12,6 +12,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from distflow.schema.errors import EngineError
+from workers.engines.rollout import misplaced
 
 BUCKET = 256 << 20
 """Bytes; a tensor that is larger has a bucket of its own."""
@@ -26,9 +27,8 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Si
         EngineError: a name or a shape is not the model's.
     """
     for name, tensor in weights:
-        if shapes.get(name) != tensor.shape:
-            raise EngineError(f"weight `{name}` {list(tensor.shape)} has no place in the generating model; there it is "
-                              f"{list(shapes[name]) if name in shapes else 'not known'}")
+        if wrong := misplaced(name, tensor, shapes):
+            raise EngineError(wrong)
         yield name, tensor
 
 

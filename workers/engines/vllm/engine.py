@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 from workers.engines.precision import is_half
-from workers.engines.rollout import Rollout, Row, Session
+from workers.engines.rollout import Apart, Row, Session
 from workers.engines.vllm.start import shut, start, translated, untied
 from workers.engines.vllm.weights import Arrivals
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import EngineCoreClient
 
 
-class VLLMRollout(Rollout):
+class VLLMRollout(Apart):
     """A model in vLLM's own form, beside the trainer's. With tp > 1 the ranks of a share have one engine together.
 
     Raises:
         EngineError: vLLM does not know the architecture, or cannot start; it says why.
     """
+
+    library = "vLLM"
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
@@ -53,18 +55,6 @@ class VLLMRollout(Rollout):
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
-
-    @classmethod
-    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
-              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> VLLMRollout:
-        """With the model's weights (whole, on the CPU, on every rank) as version 0."""
-        if any(True for _ in shared):
-            raise EngineError("vLLM keeps weights in a form of its own, so that it cannot share a base model with the "
-                              "trainer of its adapters. Instead:  rollout: hf   or train the whole model, without "
-                              "`lora`")
-        engine = cls(model, settings, mesh, seed, end_tokens)
-        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
-        return engine
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Sampling:
         """What was read stays in any case, as long as there is room: vLLM finds it by its tokens."""

@@ -17,18 +17,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation
+from workers.engines.paging import cache_on_cpu
+from workers.engines.torchrun import torchrun_says
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.v1.engine.core import EngineCore
 
-_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun says of the run; an engine of one rank alone must not take itself for a part of it."""
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
          "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the first one
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-_CPU_CACHE = 4 << 30
-"""Bytes at most for keys and values where there is no GPU."""
 _CPU_BLOCK = 32
 """Tokens whose keys and values lie together: prompts share whole blocks only, and vLLM's own choice is 128."""
 _open: set[int] = set()
@@ -95,13 +93,9 @@ def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
     """Arguments where there is no GPU."""
-    text = config.get_text_config()
-    longest = text.max_position_embeddings
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
-    room = -(-longest // _CPU_BLOCK) * _CPU_BLOCK * token
-    return {"enforce_eager": True, "max_model_len": longest, "block_size": _CPU_BLOCK,
-            "kv_cache_memory_bytes": max(2 * room, min(room * generation.batch_rows, _CPU_CACHE))}
+    tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
+    return {"enforce_eager": True, "max_model_len": config.get_text_config().max_position_embeddings,
+            "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
 def _on_gpu(generation: Generation) -> dict[str, object]:
@@ -118,7 +112,9 @@ def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
     os.environ.update(_OURS)
     if generation.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    hidden = {name: os.environ.pop(name) for name in _LAUNCH if tp == 1 and name in os.environ}
+    hidden = torchrun_says() if tp == 1 else {}  # an engine of one rank alone is no part of the run's group
+    for name in hidden:
+        del os.environ[name]
     try:
         yield
     finally:

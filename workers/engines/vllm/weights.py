@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.schema.errors import EngineError
+from workers.engines.rollout import misplaced
 
 
 class Arrivals:
@@ -37,9 +38,8 @@ class Arrivals:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights:
-            if self.shapes.get(name) != tensor.shape:
-                self.wrong = (f"weight `{name}` {list(tensor.shape)} has no place in the generating model; there it is "
-                              f"{list(self.shapes[name]) if name in self.shapes else 'not known'}")
+            self.wrong = misplaced(name, tensor, self.shapes)
+            if self.wrong:
                 return
             group = self._group_of(name)
             have = self.waiting.setdefault(group, {})
