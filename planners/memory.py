@@ -50,13 +50,15 @@ Layouts = dict[tuple[str, bool], Layout]
 """How all ranks hold the model of a role's engine, by role and whether it is the one that samples."""
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts) -> tuple[Tenant, ...]:
-    """The tenants of each rank, largest first."""
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+             training: bool = True) -> tuple[Tenant, ...]:
+    """The tenants of each rank, largest first. `training`: whether roles have the engine that trains and infers."""
     tenants: list[Tenant] = []
     for role in roles:
         shape = spec.shape_of(role)
         if shape:
-            tenants += _role_tenants(spec, role, shape, role in generating, layouts)
+            tenants += _role_tenants(spec, role, shape, role in generating, layouts) if training else \
+                _sampling_tenants(spec, role, shape, layouts)
     return tuple(sorted(tenants, key=lambda tenant: (-tenant.bytes, tenant.name)))
 
 
@@ -129,6 +131,14 @@ def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
 def _in_phase(tenant: Tenant) -> Tenant:
     """A tenant of a role that swaps."""
     return replace(tenant, phase=SAMPLING if ": rollout" in tenant.name else TRAINING)
+
+
+def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[Tenant]:
+    settings = spec.settings_of(role)
+    if settings is None:
+        return []
+    width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
+    return _rollout(spec, role, shape, layouts[role, True].tp, width, has_adapters=False)
 
 
 def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[Tenant]:

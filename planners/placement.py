@@ -1,4 +1,4 @@
-"""Where each node runs. Sync mode: all ranks form one group, and a node uses all of them unless the run says less.
+"""Where each node runs. A node uses all ranks of its group unless the run says less; in sync mode, all are one group.
 
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
 those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
@@ -7,6 +7,7 @@ without settings of its own the role that it copies.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +34,22 @@ class _Wish:
     dp: int | None
 
 
-def place(spec: Spec, ranks: int, sampling: set[str]) -> tuple[dict[str, Layout], list[Mistake]]:
-    """The layout of each node, and the layouts that `ranks` cannot host. `sampling`: the nodes that sample."""
+def place(spec: Spec, ranks: int, sampling: set[str],
+          elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Mistake]]:
+    """The layout of each node, and the layouts that `ranks` cannot host.
+
+    Args:
+        sampling: the nodes that sample.
+        elsewhere: the nodes that another group runs; here are only rows of theirs.
+    """
     mistakes, source = _check_ranks(spec, ranks), spec.run_source
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
             where = source.spot(("layouts", name), key=True)
             mistakes.append(Mistake(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
-    wishes = [_wish(spec, name, sampling) for name in spec.dag.nodes]
+    wishes = [_Wish(name, "", None, None, None) if name in elsewhere else _wish(spec, name, sampling)
+              for name in spec.dag.nodes]
     leaders: dict[Any, _Wish] = {}
     for wish in wishes:
         if wish.engine and wish.split is not None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.plan import SOURCE, Layout, Plan, Task
+from distflow.schema.plan import SOURCE, Layout, Plan, Task, Transfer
 from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
+from planners.groups import Halves, crossings, cut, of_rollout, of_trainer, picture
 from planners.notes import notes_of
 from planners.temperatures import check_temperatures
 
@@ -23,30 +25,67 @@ def plan(spec: Spec, ranks: int) -> Plan:
     Raises:
         InvalidInput: with every mistake that was found, those of loading included.
     """
+    draft = _draft(spec)
+    if spec.run.mode == "sync":
+        return _lay_out(spec, draft, ranks)
+    halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
+    draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
+    trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
+    rollout = _lay_out(spec, draft, halves.rollout, halves, training=False)
+    return picture(trainer, rollout, halves, ranks)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What does not depend on ranks."""
+
+    bound: dict[str, Contract]
+    chain: list[str]
+    added: tuple[tuple[str, str], ...]
+    flows: dict[str, Flow]
+    mistakes: list[Mistake]
+
+    @property
+    def sampling(self) -> set[str]:
+        return {node for node, contract in self.bound.items() if contract.samples}
+
+
+def _draft(spec: Spec) -> _Draft:
     bound, unbound, mistakes = bind(spec)
     writers = {column: node for node, names in columns.written(spec, bound).items() for column in names}
     graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
     drawn, later, found_late = after_drawing(spec, bound, graph)
     chain, added = order.serialize(spec.dag, drawn)
-    sampling = {node for node, contract in bound.items() if contract.samples}
-    layouts, unplaced = placement.place(spec, ranks, sampling)
-    mistakes = [*spec.mistakes, *mistakes, *found, *found_late, *unplaced]
     for node in chain:
-        mistakes += settings.check_settings(spec, node, bound[node]) if node in bound else []
+        found += settings.check_settings(spec, node, bound[node]) if node in bound else []
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
-    roles = model_roles(spec)
-    tenants = memory.estimate(spec, roles, _generating(spec, bound),
-                              placement.engine_layouts(spec, roles, layouts, sampling, max(ranks, 1)))
-    mistakes += untraced + check_temperatures(spec, bound, flows) + memory.refuse_overflow(spec, tenants)
+    return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
+                                                      *check_temperatures(spec, bound, flows)])
+
+
+def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None, training: bool = True) -> Plan:
+    """The plan of ranks that run the whole DAG together, or the half of it that trains or samples."""
+    bound, flows = draft.bound, draft.flows
+    elsewhere = halves.elsewhere(training) if halves else frozenset()
+    layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
+    roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
+    generating = _generating(spec, bound) if not halves or not training or spec.run.validation else set()
+    tenants = memory.estimate(spec, roles, generating, placement.engine_layouts(
+        spec, roles, layouts, draft.sampling, max(ranks, 1)), training)
+    mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
-    source = _source_layout(chain, flows, layouts)
+    source = _source_layout(draft.chain, flows, layouts)
     moved: transfers.Moved = set()
-    tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in chain)
+    tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in draft.chain)
     tasks = transfers.replicated(tasks, source)
+    dock: tuple[Transfer, ...] = ()
+    if halves:
+        tasks = (of_trainer if training else of_rollout)(tasks, halves)
+        dock = crossings(spec, halves, flows, bound)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, later + added, tenants, notes, _inputs(spec))
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock)
 
 
 def _place(mistake: Mistake) -> tuple[str, int]:

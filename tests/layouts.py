@@ -80,7 +80,7 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
         for role in worker.roles.values():
             role.step = step
         for task in worker.tasks():
-            worker.buffer.put(task, *worker.execute(task, worker.buffer.take(task)))
+            worker.buffer.put(task, *worker.execution.run(task, worker.buffer.take(task)))
         reports.append(current().collect(gather))
     weights = {name: weight.clone() for name, weight in worker.roles["actor"].engine.export()}
     return reports, weights if dist.get_rank() == 0 else {}

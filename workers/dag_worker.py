@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import attended
@@ -22,13 +18,17 @@ from distflow.observe.trajectories import trajectories
 from distflow.robust.checkpoint import Checkpoints
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import ColumnError, RankMissing
+from distflow.schema.errors import RankMissing
 from distflow.schema.plan import KEEP, Plan, Task
 from distflow.schema.spec import Spec
+from workers.arrivals import Arrivals
+from workers.channel import Channel
 from workers.encode import encoder
 from workers.engines.sampling import key_of
+from workers.execution import Execution
 from workers.eyes import eyes_of
-from workers.roles import build_roles
+from workers.publication import Publication
+from workers.roles import Role, build_roles
 from workers.sink import Sink
 from workers.validation import Validator
 
@@ -37,20 +37,17 @@ class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
-                 folder: Path, resume: bool, presence: Presence, writes: bool = True):
-        """`writes`: the run folder is this worker's to write to; without that it cannot `run`."""
+                 folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None):
+        """`writes`: the run folder is this worker's to write to; without that it cannot `run`. `channel`: to those that
+        sample, where this rank does not."""
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
-        self.functions = functions
-        count = Counter(task.function for task in self.chain)
-        self.shared = {function for function, nodes in count.items() if nodes > 1}
-        """Functions of several nodes; what they report is told apart."""
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.roles = build_roles(spec, plan, names, self._sampling_roles(), device)
-        self.streams = streams_of(self.chain, {name: role.stream for name, role in self.roles.items()})
+        self.execution = Execution(self.chain, functions, self.roles, self.rank)
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
-        self.source = self._dataloader()
+        self.source = self._dataloader() if channel is None else self._arrivals(channel)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
         self.first = self._restore() if resume else 0
@@ -70,11 +67,12 @@ class DagWorker:
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
                     self.presence.now(f"is in step {step}, computing node `{task.node}`")
-                    written = self.execute(task, inputs)
+                    written = self.execution.run(task, inputs)
                     if KEEP in task.writes:
                         self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
                     self.buffer.put(task, *written)
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
+                self.source.finish()
                 last = self.sink.finish(step, self.buffer)
             if last:
                 break
@@ -105,53 +103,31 @@ class DagWorker:
     def tasks(self) -> Iterator[Task]:
         """The chain over the step's prompts; its beginning over further ones while a filter leaves too few."""
         self.buffer.start(self.source.next(), self.source.drawn)
+        self._receive()
         for index, task in enumerate(self.chain):
             yield task
             while task.draws > 1 and not self.buffer.full(task, self.source.batch):
                 self.buffer.draw_again(self.source.next(), self.source.drawn)
+                self._receive()
                 yield from self.chain[: index + 1]
 
-    def execute(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
-        """Run a task's function on its columns: what it wrote, and the ids of the rows it wrote."""
-        ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
-        if not len(inputs) and task.type not in ENGINE_TYPES:
-            return {}, ids  # a rank without rows has nothing to compute; model functions are collective
-        arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
-        engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
-        if task.node in self.streams:
-            self.roles[task.role].stream = self.streams[task.node]
-        start = time.perf_counter()
-        before = {name: _versions(column) for name, column in arguments.items()}
-        with self._speaking_for(task):
-            result = self.functions[task.node](*engine, **arguments, **task.settings)
-        for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
-            raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
-                              f"to a copy:  {name} = {name}.clone()")
-        current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
-        return _as_columns(task, result, len(ids)), ids
+    def _receive(self) -> None:
+        """What another group has computed on the prompts of a draw."""
+        for task, columns, ids in self.source.arrivals():
+            self.buffer.put(task, columns, ids)
 
-    @contextlib.contextmanager
-    def _speaking_for(self, task: Task) -> Iterator[None]:
-        """What is reported meanwhile is the task's; of the ranks that share its rows, one reports."""
-        metrics, layout = current(), task.layout
-        speaks = self.roles[task.role].engine.speaks if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
-        metrics.scope = task.node if task.function in self.shared else ""
-        metrics.muted = layout.width > 1 and not speaks
-        try:
-            yield
-        finally:
-            metrics.scope, metrics.muted = "", False
+    def _arrivals(self, channel: Channel) -> Arrivals:
+        spec = self.spec
+        draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
+        return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
+                        spec.run.wait_limit, Publication(channel, self.plan, self.roles))
 
     def _dataloader(self) -> Dataloader:
-        spec, layout = self.spec, self.plan.source
-        role = self.roles[prompted_role(spec, self.chain)]
-        records = open_records(spec.data_path(spec.run.data.train))
-        eyes = eyes_of(role, spec.run.data, spec.data_path(spec.run.data.train))
-        return Dataloader(records, encoder(role.tokenizer, spec.run.data, eyes), spec.run.data.batch, spec.run.seed,
-                          layout.share(self.rank), layout.dp)
+        role = self.roles[prompted_role(self.spec, self.chain)]
+        return dataloader(self.spec, role, self.plan.source.share(self.rank), self.plan.source.dp)
 
     def _sampling_roles(self) -> set[str]:
-        sampling = {task.role for task in self.chain if task.samples}
+        sampling = {task.role for task in self.chain if task.samples}  # none where others sample
         return sampling | ({prompted_role(self.spec, self.chain)} if self.spec.run.validation else set())
 
     def _validator(self) -> Validator:
@@ -168,22 +144,19 @@ class DagWorker:
         return progress["step"]
 
 
+def dataloader(spec: Spec, role: Role, share: int | None = None, shares: int = 1) -> Dataloader:
+    """The training data, encoded for a role."""
+    path = spec.data_path(spec.run.data.train)
+    return Dataloader(open_records(path), encoder(role.tokenizer, spec.run.data, eyes_of(role, spec.run.data, path)),
+                      spec.run.data.batch, spec.run.seed, share, shares)
+
+
 def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
     """The role for whose tokenizer the prompts are made, and whose answers are validated: the first trained one in the
     chain that has a vocabulary, else the chain's first."""
     tasks = [task for task in chain if task.type in ENGINE_TYPES]
     trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
     return next(trained, tasks[0].role)
-
-
-def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
-    """The number under which each sampling node draws: its role's, or one of its own behind all roles' where the role
-    has sampled before, since rows of two nodes may have equal ids."""
-    found: dict[str, int] = {}
-    for task in (task for task in chain if task.samples):
-        own = of_role[task.role]
-        found[task.node] = len(of_role) + len(found) if own in found.values() else own
-    return found
 
 
 class _Watch:
@@ -201,38 +174,3 @@ class _Watch:
             error.add_note(self.note)
         if isinstance(error, RankMissing) and (missing := self.presence.missing()):
             error.add_note(f"missing: {missing}")
-
-
-def _as_form(column: ColumnData, form: str) -> Any:
-    return decode_text(column) if form == "list[str]" and isinstance(column, Ragged) else column
-
-
-def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
-    values = () if not task.writes else result if isinstance(result, tuple) else (result,)
-    if len(values) != len(task.writes):
-        raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
-    columns = {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
-               for name, value in zip(task.writes, values)}
-    for name, column in columns.items():
-        if not isinstance(column, torch.Tensor | Ragged):
-            raise ColumnError(f"{task.function} returned {type(column).__name__} for column `{name}`; a column is a "
-                              "Tensor, a Ragged or a list of str")
-        if len(column) != rows:
-            raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
-    return columns
-
-
-def _without_graph(column: Any) -> Any:
-    """A column for later nodes is on the CPU, wherever it was made, and keeps nothing alive that it was made from."""
-    if isinstance(column, Ragged):
-        return Ragged(_without_graph(column.values), column.lengths.cpu())
-    return column.detach().cpu() if isinstance(column, torch.Tensor) else column
-
-
-def _versions(column: Any) -> list[int]:
-    """How often each tensor of a column was written to."""
-    if isinstance(column, Ragged):
-        return [*_versions(column.values), *_versions(column.lengths)]
-    if not isinstance(column, torch.Tensor) or column.is_inference():  # torch refuses to write into the latter
-        return []
-    return [column._version]

@@ -34,8 +34,9 @@ from workers.engines.handover import Handover
 from workers.engines.loading import load_model
 from workers.engines.meshes import mesh_of
 from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Rollout, Row, Samples, Session
+from workers.engines.rollout import Row, Sampler, Samples, Session
 from workers.engines.sampling import key_of
+from workers.engines.stream import Stream
 from workers.engines.trainer import LossOf, Trainer
 
 disable_progress_bar()
@@ -44,7 +45,8 @@ disable_progress_bar()
 class Meshes(NamedTuple):
     """How the ranks split a role's model between them: for training and inference, and for sampling."""
 
-    trainer: DeviceMesh
+    trainer: DeviceMesh | None
+    """None where a role only samples."""
     rollout: DeviceMesh
     experts: int = 1
     """Ways in which the trainer cuts experts."""
@@ -64,24 +66,29 @@ class Role:
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.max_target_tokens = spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
-        if meshes.trainer.device_type == "cpu":
+        device = meshes.rollout.device_type
+        if device == "cpu":
             model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
-        device = meshes.trainer.device_type
         whole = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
         self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, _end_tokens(model, tokenizer), whole)
-        self._trainer = engine_class(TRAINERS[settings.engine])(
+        self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, whole,
             meshes.experts)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
-        self.handover = self.rollout and Handover(self._trainer, self.rollout, settings.swap and trained)
+        both = self.rollout is not None and self._trainer is not None
+        self.handover = Handover(self._trainer, self.rollout, settings.swap and trained) if both else None
+        self.many: Stream | None = None
+        """What samples instead, for several threads at a time."""
 
     @property
     def engine(self) -> Trainer:
         """Trains and infers."""
         if self.handover is not None:
             self.handover.ready()
+        if self._trainer is None:
+            raise EngineError(f"role `{self.name}` has no engine on this rank that trains or infers: it samples")
         return self._trainer
 
     @property
@@ -117,9 +124,17 @@ class Role:
     def _key(self) -> int:
         return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
 
-    def _sampling(self) -> contextlib.AbstractContextManager[Rollout]:
+    def at_step(self, step: int) -> Role:
+        """The same role, which draws as in this step."""
+        other = copy.copy(self)
+        other.step = step
+        return other
+
+    def _sampling(self) -> contextlib.AbstractContextManager[Sampler]:
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
+        if self.many is not None:
+            return contextlib.nullcontext(self.many)
         return self.handover.sampling()
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
@@ -200,23 +215,25 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
     return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 
 
-def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str) -> dict[str, Role]:
-    """The roles of this rank, with their models loaded and sharded."""
+def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str,
+                training: bool = True) -> dict[str, Role]:
+    """The roles of this rank, with their models loaded and sharded. `training`: whether they train and infer here."""
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
         roles[name] = Role(name, model, tokenizer, spec.settings_of(name),
-                           _meshes(plan, name, device), spec, streams.get(name))
+                           _meshes(plan, name, device, training), spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)
     return roles
 
 
-def _meshes(plan: Plan, role: str, device: str) -> Meshes:
+def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
     layouts = [plan.layout_of(role, samples) for samples in (False, True)]
-    return Meshes(*(mesh_of(replace(layout, ep=1), device) for layout in layouts), layouts[0].ep)
+    trainer, rollout = (mesh_of(replace(layout, ep=1), device) for layout in layouts)
+    return Meshes(trainer if training else None, rollout, layouts[0].ep)
 
 
 def _require_one_vocabulary(roles: dict[str, Role]) -> None:

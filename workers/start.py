@@ -8,20 +8,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distflow.observe import events
 from distflow.observe.folder import RunFolder
 from distflow.robust.board import Board
 from distflow.robust.presence import Presence
-from distflow.schema.contract import load_function
-from distflow.schema.plan import Plan
+from distflow.schema.contract import ENGINE_TYPES, load_function
+from distflow.schema.plan import ROLLOUT, Group, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
-from workers.dag_worker import DagWorker
+from workers.channel import Channel, open_channel
+from workers.dag_worker import DagWorker, dataloader, prompted_role
+from workers.roles import build_roles
+from workers.rollout_worker import RolloutWorker
 from workers.sink import write_models
 
 
@@ -39,35 +44,91 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
     board = Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
-    worker = _worker(spec, plan, board, path, resume, writes=not export)
-    if export:
-        write_models(worker.trained, export)
-    else:
-        if board.rank == 0 and resume:
-            RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
-        worker.run()
-    worker.close()
+    device = _device(board)
+    group, replica = plan.group_of(board.rank)
+    team = _Team.of(board, group, replica)
+    team.join(device, spec.run.wait_limit)
+    channel = open_channel(plan, spec.run.data.batch, board) if group and not export else None
+    try:
+        if group and group.name == ROLLOUT:
+            _sample(spec, group, board.rank, channel, device, path / "events.jsonl")
+        else:
+            _train(spec, group.plan if group else plan, plan, team, channel, device, path, resume, export)
+    finally:
+        if channel:
+            channel.close()
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 
-def _worker(spec: Spec, plan: Plan, board: Board, path: Path, resume: bool, writes: bool) -> DagWorker:
+@dataclass(frozen=True)
+class _Team:
+    """The ranks that have process groups together: all of them, or those of a group's replica."""
+
+    store: dist.Store
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, board: Board, group: Group | None, replica: int) -> _Team:
+        if group is None:
+            return cls(board.store, board.rank, board.ranks)
+        ranks = group.plan.ranks
+        store = dist.PrefixStore(f"{group.name}/{replica}", board.store)
+        return cls(store, board.rank - group.first - replica * ranks, ranks)
+
+    def join(self, device: str, limit: float) -> None:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=self.rank,
+                                store=dist.PrefixStore("group", self.store), world_size=self.ranks,
+                                timeout=datetime.timedelta(seconds=limit))
+
+
+def _train(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | None, device: str,
+           path: Path, resume: bool, export: Path | None) -> None:
+    """Run the chain of a rank that trains, and in sync mode samples too."""
+    worker = _worker(spec, own, plan, team, channel, device, path, resume, writes=not export)
+    if export:
+        write_models(worker.trained, export)
+    else:
+        if team.rank == 0 and resume:
+            RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
+        worker.run()
+        if channel:
+            channel.end()
+    worker.close()
+
+
+def _worker(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | None, device: str, path: Path,
+            resume: bool, writes: bool) -> DagWorker:
     """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
-    functions = _load_functions(spec, plan)
-    device = _device(board)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=board.rank,
-                            store=dist.PrefixStore("group", board.store), world_size=board.ranks,
-                            timeout=datetime.timedelta(seconds=spec.run.wait_limit))
+    functions = _load_functions(spec, own)
     with contextlib.ExitStack() as starting:
-        if board.rank == 0 and not resume:  # from here on a rank that fails is noticed by the others at once
+        if team.rank == 0 and not resume:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
             search = [place for place in sys.path if place]
             starting.enter_context(RunFolder.created(path, spec, plan, search))
-        presence = Presence(board.store, board.rank, board.ranks)
-        worker = DagWorker(spec, plan, functions, device, path, resume, presence, writes)
+        presence = Presence(team.store, team.rank, team.ranks)
+        worker = DagWorker(spec, own, functions, device, path, resume, presence, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
+
+
+def _sample(spec: Spec, group: Group, rank: int, channel: Channel | None, device: str, events_file: Path) -> None:
+    """Run the chain of a rank that only samples. Without a channel there is nobody to sample for."""
+    if channel is None:
+        return
+    plan = group.plan
+    functions = _load_functions(spec, plan)
+    events.current().open(events_file, rank)
+    names = {task.role for task in plan.tasks if task.type in ENGINE_TYPES}
+    roles = build_roles(spec, plan, names, {task.role for task in plan.tasks if task.samples}, device, training=False)
+    loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
+    worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}", group.replicas)
+    try:
+        worker.run()
+    finally:
+        worker.close()
 
 
 @contextlib.contextmanager

@@ -36,9 +36,19 @@ class Dataloader:
         last = start + self.batch * (self.share + 1) // self.shares
         if first == last:
             return Batch(torch.empty(0, dtype=torch.int64))
-        ids = torch.arange(first, last)
+        return self.at(torch.arange(first, last))
+
+    def at(self, ids: torch.Tensor) -> Batch:
+        """The prompts at these positions of the stream [B], in their order."""
         columns = self.encode(self.records.get([self._index(position) for position in ids.tolist()]))
         return Batch(ids, {**columns, "group": ids})
+
+    def arrivals(self) -> tuple[()]:
+        """What others have computed on the last draw's prompts: nothing."""
+        return ()
+
+    def finish(self) -> None:
+        """The step is done."""
 
     @property
     def drawn(self) -> range:

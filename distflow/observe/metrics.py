@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import msgpack
 from torch import Tensor
@@ -50,12 +52,22 @@ class Metrics:
         A mean over no items is left out.
         """
         total: dict[str, tuple[str, float, float]] = {}
-        for part in gather(msgpack.packb(self._values)):
+        for part in gather(self.take()):
             for name, entry in msgpack.unpackb(part).items():
                 total[name] = _merged(name, total.get(name), tuple(entry))
-        self._values = {}
         return {name: value / weight if kind == _MEAN and weight else value
                 for name, (kind, value, weight) in sorted(total.items()) if kind != _MEAN or weight}
+
+
+    def take(self) -> bytes:
+        """This rank's numbers, as `add_all` takes them; afterwards there are none."""
+        values, self._values = self._values, {}
+        return msgpack.packb(values)
+
+    def add_all(self, taken: bytes) -> None:
+        """The numbers of another rank count as if they had been reported here."""
+        for name, entry in msgpack.unpackb(taken).items():
+            self._values[name] = _merged(name, self._values.get(name), tuple(entry))
 
 
 def _merged(name: str, old: tuple[str, float, float] | None,
@@ -70,10 +82,21 @@ def _merged(name: str, old: tuple[str, float, float] | None,
     return (new[0], old[1] + new[1], old[2] + new[2])
 
 
-_current = Metrics()
+_of_rank = Metrics()
+_current: ContextVar[Metrics] = ContextVar("metrics")
 
 
 def current() -> Metrics:
-    """The metrics of the step that this worker is in; node functions report here."""
-    return _current
+    """The metrics of the step that this worker is in; node functions report here. A thread may have its own."""
+    return _current.get(_of_rank)
+
+
+@contextlib.contextmanager
+def recording(metrics: Metrics) -> Iterator[None]:
+    """What this thread reports meanwhile goes there."""
+    token = _current.set(metrics)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 

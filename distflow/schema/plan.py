@@ -16,6 +16,8 @@ from typing import Any
 SOURCE = "source"
 """The producer of columns that come from the dataset."""
 TRAINING, SAMPLING = "training", "sampling"
+TRAINER, ROLLOUT = "trainer", "rollout"
+"""The groups of a run whose training and sampling do not share their ranks."""
 Fan = tuple[str, ...]
 """Nodes that repeated a row, outermost first."""
 ROW = "row"
@@ -80,9 +82,10 @@ class Column:
 class Transfer:
     """An edge: columns that come to a task from one producer.
 
-    kind: "local" (same layout, handed over by reference) or "all_to_all" (layouts differ). `bytes_per_step` is what the
-    planner expects of all its rows together, at the run's longest, and `bytes_of_busiest_rank` what leaves and reaches
-    the rank that moves most of it. Ids and lengths are not counted; local transfers move nothing.
+    kind: "local" (same layout, handed over by reference), "all_to_all" (layouts differ) or "dock" (another group ran
+    the producer). `bytes_per_step` is what the planner expects of all its rows together, at the run's longest, and
+    `bytes_of_busiest_rank` what leaves and reaches the rank that moves most of it. Ids and lengths are not counted;
+    local transfers move nothing.
     """
 
     producer: str
@@ -118,6 +121,8 @@ class Task:
     tasks before it run once for each draw."""
     samples: bool = False
     """Whether its role must be ready to sample."""
+    arrives: bool = False
+    """Another group runs it: what it wrote comes through the dock."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +153,31 @@ class Plan:
     inputs: str = ""
     """A digest of what the DAG and the run say beyond what stands in the plan (learning rates, seeds, lengths, …), so
     that ranks with other settings are noticed too."""
+    dock: tuple[Transfer, ...] = ()
+    """What the rollout group puts into the dock and the trainer fetches, by producer."""
+    groups: tuple[Group, ...] = ()
+    """Empty in sync mode, where all ranks run one chain together. Else this plan is a picture of the whole: each rank
+    runs that of its group."""
 
     def chain(self, rank: int) -> tuple[Task, ...]:
         """The ordered tasks of one rank.
 
-        In sync mode all ranks form one group and every rank has a task for each node: a rank outside a task's
-        layout has it for the rows that it sends.
+        Every rank of a group has a task for each of its nodes: a rank outside a task's layout has it for the rows that
+        it sends.
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} of a plan for {self.ranks} ranks")
-        return self.tasks
+        group, _ = self.group_of(rank)
+        if group is not None:
+            return group.plan.chain(0)
+        return tuple(task for task in self.tasks if not task.arrives) if self.dock else self.tasks
+
+    def group_of(self, rank: int) -> tuple[Group | None, int]:
+        """The group of a rank and which of its replicas it is in; (None, 0) in sync mode."""
+        for group in self.groups:
+            if group.first <= rank < group.first + group.replicas * group.plan.ranks:
+                return group, (rank - group.first) // group.plan.ranks
+        return None, 0
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """How all ranks together hold the model of a role's engine: the one that samples, or the other one."""
@@ -172,6 +192,21 @@ class Plan:
         """16 hexadecimal digits that are equal if and only if the plans are."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that run one chain. `replicas` of them stand beside each other from rank `first` on; each has `plan.ranks`
+    ranks, which count from 0 in it and belong to no group of processes but their own."""
+
+    name: str
+    first: int
+    replicas: int
+    plan: Plan
+
+    @property
+    def last(self) -> int:
+        return self.first + self.replicas * self.plan.ranks - 1
 
 
 def whole(layouts: list[Layout], ranks: int) -> Layout:

@@ -178,6 +178,13 @@ class Parallel(Document):
     ep: PositiveInt = 1
 
 
+class Groups(Document):
+    """How the ranks are divided where training and sampling do not share them."""
+
+    rollout: PositiveInt | Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Ranks that sample, or their share of all. The others train."""
+
+
 class Run(Document):
     """Everything that a run needs beside its DAG."""
 
@@ -187,7 +194,15 @@ class Run(Document):
     seed: int = Field(default=0, ge=0, lt=2**64)
     ranks: PositiveInt | None = None
     """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
-    mode: Literal["sync"] = "sync"
+    mode: Literal["sync", "async"] = "sync"
+    """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace."""
+    groups: Groups = Groups()
+    staleness: NonNegativeInt = 1
+    """In how many versions the weights that sampled a token may be older than those that train on it (mode async);
+    with 0, training waits for samples of its newest weights, as in mode sync."""
+    on_new_weights: Literal["continue", "restart"] = "continue"
+    """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
+    all of them."""
     layouts: dict[str, Parallel] = {}
     validation: Validation | None = None
     checkpoint: Checkpoint = Checkpoint()

@@ -7,7 +7,8 @@ from harness import ROOT, metrics_of
 
 from distflow.schema.spec import load
 from planners import plan
-from workers.dag_worker import prompted_role, streams_of
+from workers.dag_worker import prompted_role
+from workers.execution import streams_of
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "solver_reviser", "distill"])

@@ -245,7 +245,8 @@ class Decoding(Session):
         first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
         ids = torch.tensor([row.id for row in rows], device=self.device)
         table = max(int(limits.max()), self.state["tokens"].shape[1])
-        noise = uniform(self.key, ids[:, None], first[:, None] + torch.arange(table, device=self.device))
+        keys = torch.tensor([self.key_of(row) for row in rows], device=self.device)
+        noise = uniform(keys[:, None], ids[:, None], first[:, None] + torch.arange(table, device=self.device))
         logits = torch.stack([past.logits for past in pasts])
         fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
                  "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),

@@ -38,6 +38,8 @@ class Row:
     finished: bool = False
     images: Ragged | None = None
     """What the prompt shows, as one row of the column."""
+    key: int | None = None
+    """Instead of the session's."""
     past: Any = None
     """What its engine keeps of it between turns."""
 
@@ -77,6 +79,11 @@ class Session(ABC):
     It goes on with new weights when they are loaded: each token's version says whose it is.
     """
 
+    key: int
+
+    def key_of(self, row: Row) -> int:
+        return self.key if row.key is None else row.key
+
     @property
     @abstractmethod
     def busy(self) -> bool:
@@ -105,16 +112,56 @@ class Session(ABC):
         it got so far, perhaps none, and is not finished; it may be extended like any other."""
 
 
-class Rollout(ABC):
+class Sampler(ABC):
+    """Something to sample with."""
+
+    generation: Generation
+    end_tokens: Tensor
+    """Any of these [E] ends a row."""
+
+    @abstractmethod
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
+        """A new session. With row ids and positions, `key` decides the randomness.
+
+        Args:
+            temperature: instead of the role's own; 0 takes the likeliest tokens.
+            keeps: what was read of a row that has ended stays, so that it may go on without being read again.
+        """
+
+    def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
+                 max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
+        """`repeats` samples for each prompt.
+
+        Args:
+            prompts: [P] rows of tokens.
+            ids: [P * repeats] row ids; with `key` they decide the randomness.
+            temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
+            images: [P] what each prompt shows.
+        """
+        session = self.session(key, temperature)
+        rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
+        for start in range(0, len(rows), repeats):
+            session.add(rows[start : start + repeats])
+        while session.busy:
+            session.step()
+        return Samples.of(rows)
+
+    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
+             images: Ragged | None = None) -> list[Row]:
+        """`repeats` rows for each prompt, which they share."""
+        limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
+        shown = images.rows if images is not None else [None] * len(prompts)
+        return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
+            prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
+
+
+class Rollout(Sampler):
     """An engine that samples. Its weights are replaced in place, never reloaded.
 
     Where one model is spread over several ranks, those call everything alike, with the same rows, and all get the same
     tokens. Raises EngineError, whatever the library raises.
     """
 
-    generation: Generation
-    end_tokens: Tensor
-    """Any of these [E] ends a row."""
     dtype: torch.dtype
     """In which it computes, and in which weights should come."""
     version = -1
@@ -133,15 +180,6 @@ class Rollout(ABC):
 
         Raises:
             EngineError: the library cannot run this model.
-        """
-
-    @abstractmethod
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
-        """A new session. With row ids and positions, `key` decides the randomness.
-
-        Args:
-            temperature: instead of the role's own; 0 takes the likeliest tokens.
-            keeps: what was read of a row that has ended stays, so that it may go on without being read again.
         """
 
     @abstractmethod
@@ -181,32 +219,6 @@ class Rollout(ABC):
     def resume(self) -> None:
         """Sessions go on where they stood."""
         self.paused = False
-
-    def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
-                 max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
-        """`repeats` samples for each prompt.
-
-        Args:
-            prompts: [P] rows of tokens.
-            ids: [P * repeats] row ids; with `key` they decide the randomness.
-            temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
-            images: [P] what each prompt shows.
-        """
-        session = self.session(key, temperature)
-        rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
-        for start in range(0, len(rows), repeats):
-            session.add(rows[start : start + repeats])
-        while session.busy:
-            session.step()
-        return Samples.of(rows)
-
-    def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
-             images: Ragged | None = None) -> list[Row]:
-        """`repeats` rows for each prompt, which they share."""
-        limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-        shown = images.rows if images is not None else [None] * len(prompts)
-        return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
-            prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
 
 
 class Apart(Rollout):

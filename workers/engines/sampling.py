@@ -20,12 +20,12 @@ _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _POSITION = _signed(0xD1B54A32D192ED03)
 
 
-def uniform(key: int, ids: Tensor, position: int | Tensor) -> Tensor:
-    """float64 in [0, 1) for rows `ids` [B] at `position`, which broadcast.
+def uniform(key: int | Tensor, ids: Tensor, position: int | Tensor) -> Tensor:
+    """float64 in [0, 1) for rows `ids` [B] at `position`, under `key`; all three broadcast.
 
     SplitMix64 (Steele et al. 2014) as a counter-based generator.
     """
-    state = _mix(ids * _GOLDEN + _mix(torch.tensor(key)).to(ids.device))
+    state = _mix(ids * _GOLDEN + _mix(torch.as_tensor(key)).to(ids.device))
     bits = _mix(state + torch.as_tensor(position, device=ids.device) * _POSITION)
     return _shift(bits, 11).double() * 2.0**-53
 

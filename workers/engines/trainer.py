@@ -74,6 +74,12 @@ class Trainer(ABC):
         """What training changes, as whole tensors by their Hugging Face names: see `distflow.weights.reshard.gathered`.
         """
 
+    def shards(self) -> Mapping[str, Tensor]:
+        """What this rank gives to those that pull the weights: its part of what training changes, as DTensors, or whole
+        tensors that no other rank gives. Collective."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        return {name: whole.clone() for place, (name, whole) in enumerate(self.export()) if place % ranks == rank}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Sharded state for torch.distributed.checkpoint, of what training changes."""

@@ -47,10 +47,11 @@ Unit = list[Row]
 
 @dataclass
 class Ask:
-    """A request for rows. `version` is that of the consumer's weights, None if it did not say."""
+    """A request for rows. `version` is that of the consumer's weights; None is what it did not say."""
 
     count: int
     version: int | None = None
+    step: int | None = None
     discarded: list[Row] = field(default_factory=list)
     """Where a rule puts rows that this consumer will never want: they count as consumed."""
 
@@ -104,6 +105,14 @@ def whole_groups(units: Iterable[Unit], ask: Ask, *, size: int) -> Iterator[Unit
             together.append(row)
             if row.group == -1 or len(together) == size:
                 yield waiting.pop(row.group)
+
+
+@selection
+def of_step(units: Iterable[Unit], ask: Ask, *, rows: int) -> Iterator[Unit]:
+    """Rows of the step that the asker names: `rows` of them, whose ids are those from step · rows on."""
+    if ask.step is None:
+        raise DockError("the rule `of_step` needs the asker's step: lease(…, step=…)")
+    return (unit for unit in units if unit[0].id // rows == ask.step)
 
 
 @selection

@@ -229,7 +229,7 @@ class Service:
         now = began = time.monotonic()
         with desk.changed:
             while True:
-                ask = Ask(header["count"], header["version"])
+                ask = Ask(header["count"], header["version"], header["step"])
                 granted = controller.lease(ask, now, session, least=header["least"], step=header["step"],
                                            share=header["share"], shares=header["shares"], request=header["request"])
                 if ask.discarded:

@@ -101,7 +101,7 @@ class Requests(Session):
                   "stop_token_ids": sorted(self.ends)}
         return {"rid": list(fresh), "input_ids": [row.sequence.tolist() for row in fresh.values()],
                 "return_logprob": True, "sampling_params": [
-                    {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key, row.id)}
+                    {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
                     for row in fresh.values()]}
 
     def _hear(self, patience: float) -> list[Turn]:

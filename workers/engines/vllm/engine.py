@@ -141,8 +141,8 @@ class Sampling(Session):
             if row.images is not None and len(row.images.values):
                 raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")
             settings, first = self.engine.generation, len(row.sequence) - row.prompt
-            params = parameters(self.key, self.temperature, settings.top_k, settings.top_p, row.id, first, row.limit,
-                                self.engine.ends)
+            params = parameters(self.key_of(row), self.temperature, settings.top_k, settings.top_p, row.id, first,
+                                row.limit, self.engine.ends)
             request = str(next(self.engine.numbers))
             with translated(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(

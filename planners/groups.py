@@ -1,0 +1,164 @@
+"""The DAG cut at the border between those that sample and those that train (RobustRL §2.1).
+
+The rollout group runs the nodes that sample, what these need, and all functions of no model that read only what is
+there: rewards are computed while others are still sampled. Where rows may have been dropped, and everything else, runs
+in the trainer. Between the two, columns pass through the dock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from distflow.schema.contract import Contract
+from distflow.schema.errors import Mistake
+from distflow.schema.plan import KEEP, ROLLOUT, SOURCE, TRAINER, Group, Plan, Task, Transfer
+from distflow.schema.spec import Spec
+from planners.columns import Flow
+from planners.drawing import draws_of
+from planners.transfers import row_bytes
+
+_READABLE = ("completions", "rewards")
+"""What a person wants to see of some rows, whether or not the trainer reads it."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The nodes of the rollout group, what crosses from each of them, and the ranks of each half."""
+
+    nodes: frozenset[str]
+    crossing: dict[str, tuple[str, ...]]
+    chain: tuple[str, ...]
+    trainer: int
+    """Ranks."""
+    rollout: int
+    """Ranks of one replica."""
+    replicas: int
+
+    def elsewhere(self, training: bool) -> frozenset[str]:
+        """The nodes that one half does not run."""
+        return self.nodes if training else frozenset(self.chain) - self.nodes
+
+
+def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, Flow],
+        ranks: int) -> tuple[Halves, list[Mistake]]:
+    """Which node runs where, and what is wrong with that."""
+    nodes: set[str] = set()
+    mistakes = []
+    sampling = [node for node in chain if node in bound and bound[node].samples]
+    for node in (node for node in chain if node in bound):
+        producers = {column.producer for column in flows[node].reads} - {SOURCE}
+        late = sorted(other for other in producers if other not in nodes or KEEP in flows[other].writes)
+        if node in sampling and late:
+            mistakes.append(_too_late(spec, node, late[0]))
+        computes = bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
+        if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
+            nodes.add(node)
+    crossing = {node: names for node in chain if node in nodes and (names := _crossing(node, nodes, flows))}
+    if not sampling and not mistakes:
+        what = f"mode {spec.run.mode} has ranks that only sample, but no node of DAG `{spec.dag.name}` does"
+        mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
+    mistakes += _check_fans(spec, crossing, flows)
+    trainer, replicas, width, found = _sizes(spec, sampling, ranks)
+    return Halves(frozenset(nodes), crossing, tuple(chain), trainer, width, replicas), [*mistakes, *found]
+
+
+def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
+    """Both halves as one plan: every task where it runs."""
+    first = halves.trainer
+    own = {task.node: task for task in trainer.tasks if not task.arrives}
+    for task in rollout.tasks:
+        layout = replace(task.layout, first=first, dp=halves.replicas)
+        own[task.node] = replace(task, layout=layout)
+    dock = {move.producer: move for move in trainer.dock}
+    tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
+                  for node in halves.chain for task in [own[node]])
+    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, first, halves.replicas, rollout))
+    memory = max((trainer.memory, rollout.memory), key=lambda tenants: sum(tenant.bytes for tenant in tenants))
+    return replace(trainer, ranks=ranks, tasks=tasks, groups=groups, memory=memory)
+
+
+def of_trainer(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+    """The trainer's tasks; those of the other half only bring what crosses."""
+    return tuple(task if task.node not in halves.nodes else
+                 replace(task, writes=halves.crossing[task.node], transfers=(), arrives=True)
+                 for task in tasks if task.node not in halves.nodes or task.node in halves.crossing)
+
+
+def of_rollout(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+    return tuple(task for task in tasks if task.node in halves.nodes)
+
+
+def crossings(spec: Spec, halves: Halves, flows: dict[str, Flow], bound: dict[str, Contract]) -> tuple[Transfer, ...]:
+    """What passes through the dock, by producer."""
+    result = []
+    for node, names in halves.crossing.items():
+        rows, forms = spec.run.data.batch, dict(zip(flows[node].writes, bound[node].returns))
+        for repeater in flows[node].out_fan:
+            rows *= flows[repeater].repeats
+        size = rows * sum(row_bytes(spec, name, forms.get(name, "Tensor")) for name in names)
+        result.append(Transfer(node, names, "dock", size, size // halves.trainer))
+    return tuple(result)
+
+
+def _crossing(node: str, nodes: set[str], flows: dict[str, Flow]) -> tuple[str, ...]:
+    wanted = {column.name for other, flow in flows.items() if other not in nodes for column in flow.reads
+              if column.producer == node}
+    return tuple(name for name in dict.fromkeys(flows[node].writes)
+                 if name == KEEP or name in wanted or name in _READABLE)
+
+
+def _before(node: str, sampling: list[str], flows: dict[str, Flow]) -> bool:
+    """Whether some node that samples needs it."""
+    needed = {column.producer for other in sampling for column in flows[other].reads}
+    while more := {column.producer for other in needed - {SOURCE} for column in flows[other].reads} - needed:
+        needed |= more
+    return node in needed
+
+
+def _through(move: Transfer, task: Task, halves: Halves, dock: dict[str, Transfer]) -> Transfer:
+    if move.producer not in halves.nodes or task.node in halves.nodes:
+        return move
+    crossed = dock[move.producer]
+    share = len(move.columns) / len(crossed.columns)
+    return replace(move, kind="dock", bytes_per_step=int(crossed.bytes_per_step * share),
+                   bytes_of_busiest_rank=int(crossed.bytes_of_busiest_rank * share))
+
+
+def _too_late(spec: Spec, node: str, late: str) -> Mistake:
+    what = (f"mode {spec.run.mode}: node `{node}` samples, but needs node `{late}`, which runs in the trainer; both "
+            "would wait for each other in every step")
+    return Mistake(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")
+
+
+def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, Flow]) -> list[Mistake]:
+    """What crosses travels row by row, so it must be of the same rows."""
+    fans = {flows[node].out_fan: node for node in crossing}
+    if len(fans) < 2:
+        return []
+    first, second = list(fans.values())[:2]
+    what = (f"mode {spec.run.mode}: nodes `{first}` and `{second}` both run where samples are made, and what the "
+            "trainer needs of them is not of the same rows")
+    return [Mistake(what, spec.dag_source.spot(("nodes", second), key=True), "Instead:  mode: sync")]
+
+
+def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, int, list[Mistake]]:
+    """Ranks of the trainer, replicas that sample, ranks of each replica; and what is wrong with them."""
+    wanted, where = spec.run.groups.rollout, spec.run_source.spot(("groups", "rollout"))
+    asked = spec.run.layouts.get(sampling[0]) if sampling else None
+    width = asked.tp * asked.cp * asked.pp if asked else 1
+    count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
+    if ranks < 2:
+        what = f"mode {spec.run.mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
+        return 1, 1, 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
+    if count >= ranks or count % width:
+        fitting = [str(size) for size in range(width, ranks, width)]
+        what = (f"groups.rollout: {count} of {ranks} ranks sample" if count >= ranks else
+                f"groups.rollout: {count} ranks sample, and each model that samples takes {width}")
+        hint = f"Instead:  groups: {{rollout: {' or '.join(fitting) or wanted}}}" if fitting else "Start more ranks."
+        return 1, 1, 1, [Mistake(f"{what}, which leaves none to train" if count >= ranks else what, where, hint)]
+    if width > 1:
+        what = f"mode {spec.run.mode} has a whole model on each rank that samples, and `layouts` wants it on {width}"
+        return 1, 1, 1, [Mistake(what, spec.run_source.spot(("layouts", sampling[0])),
+                                 f"Instead:  layouts: {{{sampling[0]}: {{tp: 1}}}}")]
+    return ranks - count, count // width, width, []

@@ -1,0 +1,104 @@
+"""The trainer's source where others sample: the prompts of a step, and what the rollouts have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.dataloader import Dataloader
+from distflow.data.dock.lease import Lease
+from distflow.observe.metrics import current
+from distflow.schema.plan import TRAINER, Plan, Task
+from workers.channel import REPORT, Channel
+
+
+class Arrivals:
+    """Takes each draw's rows from the dock, and orders those that may be sampled ahead.
+
+    The `n`-th draw of prompts is ordered when the weights after `n - staleness` steps are published, so that no token
+    of it is older than that. Every rank of the trainer has one and calls it alike.
+    """
+
+    def __init__(self, loader: Dataloader, channel: Channel, plan: Plan, rank: int, staleness: int, draws: int | None,
+                 limit: float, publish: Callable[[], None]):
+        """
+        Args:
+            draws: of the whole run; None if that depends on what filters leave.
+            limit: seconds to wait for a draw's rows.
+            publish: makes the newest weights known to the rollouts.
+        """
+        self.loader, self.channel, self.plan, self.publish = loader, channel, plan, publish
+        self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
+        self.dock = channel.dock(f"trainer {rank}")
+        self.arriving = [task for task in plan.tasks if task.arrives]
+        self.leases: list[Lease] = []
+        self.rows: Batch | None = None
+        self.ordered = self.drawn_before
+        """Draws that rollouts may sample."""
+        self.begun = False
+
+    @property
+    def drawn_before(self) -> int:
+        return self.loader.position // self.loader.batch
+
+    @property
+    def batch(self) -> int:
+        return self.loader.batch
+
+    @property
+    def drawn(self) -> range:
+        return self.loader.drawn
+
+    def next(self) -> Batch:
+        """This rank's prompts of the next draw: those whose samples it was dealt."""
+        number, channel = self.drawn_before, self.channel
+        if not self.begun:
+            self.publish()
+            self.begun = True
+        self._order()
+        self.loader.position += self.loader.batch
+        self.dock.doing(f"waiting for the samples of step {number}")
+        count = self.loader.batch * channel.rows
+        lease = self.dock.lease(TRAINER, count, wait=self.limit, step=number, share=self.rank, shares=self.plan.ranks)
+        self.rows = self.dock.fetch(lease)
+        self.leases.append(lease)
+        reports: Ragged = self.rows[REPORT]
+        for report in reports.rows:
+            if len(report):
+                current().add_all(report.numpy().tobytes())
+        return self.loader.at(torch.unique(lease.ids // channel.rows))
+
+    def arrivals(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
+        """What each node of the other group wrote for these prompts."""
+        for task in self.arriving:
+            yield task, {name: self.rows[f"{task.node}/{name}"] for name in task.writes}, self.rows.ids
+
+    def finish(self) -> None:
+        """The step is trained on: its rows are consumed for good, and its weights go out."""
+        dist.barrier()  # a rank that is still at it must not lose its rows
+        for lease in self.leases:
+            if self.rank == 0:
+                self.dock.commit(lease)
+        self.leases = []
+        self.publish()
+
+    def _order(self) -> None:
+        if self.rank > 0:
+            return
+        last = self.drawn_before + self.staleness + 1
+        last = last if self.draws is None else min(last, self.draws)
+        if last > self.ordered:
+            size = self.loader.batch
+            self.channel.order(self.dock, self.ordered * size, last * size - 1, self.limit)
+            self.ordered = last
+
+    def state_dict(self) -> dict[str, int]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loader.load_state_dict(state)
+        self.ordered = self.drawn_before

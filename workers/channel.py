@@ -1,0 +1,114 @@
+"""The dock between the groups of a run: who keeps it, what is in it, and how a rank reaches it.
+
+A row is a sample, by its id in the run. It begins as an order: the trainer puts a prompt's rows without anything but
+their ids, and so says how far ahead may be sampled. A rollout takes a prompt's rows, and puts what it made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.data.dock import Consumer, Dock
+from distflow.data.dock.child import Child, start
+from distflow.data.dock.layout import Address
+from distflow.robust.board import Board
+from distflow.schema.errors import EngineError
+from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
+
+ORDER, REPORT = "order", "report"
+"""Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
+_HOST = "DISTFLOW_HOST"
+_OVER = "over"
+
+
+@dataclass
+class Channel:
+    """A rank's knowledge of the run's dock. `rows`: samples of a prompt."""
+
+    store: dist.Store
+    token: bytes
+    addresses: list[Address]
+    host: str
+    rows: int
+    prompts: int
+    """Of a step."""
+    child: Child | None = None
+    """The process of this machine's warehouse, if this rank keeps it."""
+
+    def dock(self, who: str) -> Dock:
+        """A connection; for one thread."""
+        return Dock(self.addresses, self.token, who)
+
+    def weights(self, role: str) -> dist.Store:
+        """Where a role's weights are made known; a connection of its own, since one that waits holds up the others."""
+        return dist.PrefixStore(f"weights/{role}", self.store.clone())
+
+    def rows_of(self, prompts: Tensor) -> Tensor:
+        """The ids of all samples of these prompts."""
+        return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
+
+    def order(self, dock: Dock, first: int, last: int, wait: float) -> None:
+        """Let the prompts from `first` to `last` be sampled."""
+        prompts = torch.arange(first, last + 1)
+        ids = self.rows_of(prompts)
+        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // self.rows, wait=wait)
+
+    def end(self) -> None:
+        """Nobody has to sample any more."""
+        self.store.set(_OVER, "")
+
+    @property
+    def over(self) -> bool:
+        return self.store.check([_OVER])
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.stop()
+
+
+def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
+    """The run's dock, with a warehouse on each machine. Every rank of every group calls it.
+
+    Raises:
+        EngineError: there are several machines, and none says at which address the others reach it.
+    """
+    token = bytes.fromhex(board.tell("token", secrets.token_hex(32)))
+    machines, machine = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("GROUP_RANK", 0))
+    host = _host(machines)
+    child = start(token, host=host) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+    if child is not None:
+        board.store.set(f"dock/{machine}", json.dumps(child.address))
+    addresses = [tuple(json.loads(board.store.get(f"dock/{each}"))) for each in range(machines)]
+    fans = Fans(plan.tasks, plan.source)
+    rows = fans.times(fans.of(plan.groups[0].plan.dock[0].producer))
+    channel = Channel(board.store, token, addresses, host, rows, prompts, child)
+    if board.rank == 0:
+        with channel.dock("trainer 0") as dock:
+            dock.meet(_consumers(plan, rows, prompts))
+    board.tell("dock met", "yes")
+    return channel
+
+
+def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
+    made = (*(f"{move.producer}/{name}" for move in plan.groups[0].plan.dock for name in move.columns), REPORT)
+    whole = {"whole_groups": {"size": rows}}
+    return [Consumer(ROLLOUT, (ORDER,), made, whole),
+            Consumer(TRAINER, made, (), {**whole, "of_step": {"rows": rows * prompts}}, seconds=3600.0)]
+
+
+def _host(machines: int) -> str:
+    if machines == 1:
+        return os.environ.get(_HOST, "127.0.0.1")
+    if _HOST not in os.environ:
+        raise EngineError(f"this run has {machines} machines, whose groups talk to each other over the network; say on "
+                          f"each at which address the others reach it:  export {_HOST}=10.0.0.N  (of a private "
+                          "network: rows and weights travel there in the clear)")
+    return os.environ[_HOST]

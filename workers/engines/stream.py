@@ -1,0 +1,172 @@
+"""One engine that samples for many callers at a time, so that a row that ends leaves its place to any of them.
+
+Each caller is a thread of its own and sees sessions as an engine would give it; the engine itself is used by one
+thread, which runs `drive`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from distflow.schema.errors import DistflowError, EngineError
+from workers.engines.rollout import Rollout, Row, Sampler, Session
+
+_MOMENT = 0.05
+"""Seconds that a caller waits for its rows, and the engine for a caller, before they look at what else there is."""
+
+
+class Stream(Sampler):
+    """`renew` is called between two tokens, with the engine to itself; it may replace the weights.
+
+    Raises, in all callers: EngineError, if the engine fails.
+    """
+
+    def __init__(self, rollout: Rollout, renew: Callable[[Stream], None] = lambda stream: None):
+        self.rollout, self.renew = rollout, renew
+        self.generation, self.end_tokens = rollout.generation, rollout.end_tokens
+        self.sessions: dict[tuple[float | None, bool], Session] = {}
+        self.owners: dict[Row, Caller] = {}
+        self.asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.failure: DistflowError | None = None
+        self.changed = threading.Condition()
+        self.version = rollout.version
+
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Caller:
+        return Caller(self, key, (temperature, keeps))
+
+    def drive(self, over: Callable[[], bool]) -> None:
+        """Sample whatever callers ask for, until `over`."""
+        try:
+            while not over():
+                self._obey()
+                self.renew(self)
+                self._see_version()
+                for session in self.sessions.values():
+                    for row in session.step():
+                        self.owners.pop(row).ended.put(row)
+        except DistflowError as error:
+            self._fail(error)
+            raise
+        finally:
+            self._fail(EngineError("the run is over"))
+
+    def wait(self, version: int) -> None:
+        """Until the engine has at least these weights."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.version >= version or self.failure)
+        self.check()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise EngineError(str(self.failure)) from self.failure
+
+    def restart(self) -> None:
+        """All turns under way begin anew. In the thread that drives."""
+        for session in self.sessions.values():
+            together: dict[int, list[Row]] = defaultdict(list)
+            for row in session.abort():
+                together[id(row.sequence)].append(row)  # samples of a prompt share the tensor, and are read once
+            for rows in together.values():
+                session.add(rows)
+
+    def tell(self, action: Callable[[], None]) -> None:
+        """Have the driving thread do it before the next token."""
+        self.check()
+        self.asked.put(action)
+
+    def _obey(self) -> None:
+        """Do what callers ask. Without anything to sample, wait a moment for it."""
+        idle = not any(session.busy for session in self.sessions.values())
+        try:
+            self.asked.get(timeout=_MOMENT)() if idle else self.asked.get_nowait()()
+            while True:
+                self.asked.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _see_version(self) -> None:
+        if self.version != self.rollout.version:
+            with self.changed:
+                self.version = self.rollout.version
+                self.changed.notify_all()
+
+    def _fail(self, error: DistflowError) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _real(self, kind: tuple[float | None, bool]) -> Session:
+        if kind not in self.sessions:
+            self.sessions[kind] = self.rollout.session(0, *kind)
+        return self.sessions[kind]
+
+
+class Caller(Session):
+    """One caller's rows among all that the engine samples. For one thread."""
+
+    def __init__(self, stream: Stream, key: int, kind: tuple[float | None, bool]):
+        self.stream, self.key, self.kind = stream, key, kind
+        self.ended: queue.SimpleQueue[Row] = queue.SimpleQueue()
+        self.open = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.open > 0
+
+    def add(self, rows: list[Row]) -> None:
+        self._ask("add", rows, rows)
+
+    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+        self._ask("extend", [row], row, observation, limit)
+
+    def forget(self, row: Row) -> None:
+        self.stream.tell(lambda: self.stream._real(self.kind).forget(row))
+
+    def step(self) -> list[Row]:
+        """The rows whose turn ended; waits a moment for the first one."""
+        found = []
+        try:
+            found.append(self.ended.get(timeout=_MOMENT))
+            while True:
+                found.append(self.ended.get_nowait())
+        except queue.Empty:
+            self.open -= len(found)
+        if not found:
+            self.stream.check()
+        return found
+
+    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        done: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
+
+        def act() -> None:
+            mine = [row for row, owner in self.stream.owners.items() if owner is self and (rows is None or row in rows)]
+            left = self.stream._real(self.kind).abort(mine)
+            for row in left:
+                del self.stream.owners[row]
+            done.put(left)
+
+        self.stream.tell(act)
+        while True:
+            try:
+                left = done.get(timeout=_MOMENT)
+                self.open -= len(left)
+                return left
+            except queue.Empty:
+                self.stream.check()
+
+    def _ask(self, method: str, rows: list[Row], *arguments: Any) -> None:
+        self.open += len(rows)
+
+        def act() -> None:
+            for row in rows:
+                row.key = self.key
+                self.stream.owners[row] = self
+            getattr(self.stream._real(self.kind), method)(*arguments)
+
+        self.stream.tell(act)

@@ -1,0 +1,106 @@
+"""A task's function, called on its columns."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.observe.metrics import current
+from distflow.schema.contract import ENGINE_TYPES
+from distflow.schema.errors import ColumnError
+from distflow.schema.plan import Task
+from workers.roles import Role
+
+
+class Execution:
+    """Runs the tasks of a chain with a rank's roles."""
+
+    def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]], roles: Mapping[str, Role],
+                 rank: int):
+        self.functions, self.roles, self.rank = functions, roles, rank
+        count = Counter(task.function for task in chain)
+        self.shared = {function for function, nodes in count.items() if nodes > 1}
+        """Functions of several nodes; what they report is told apart."""
+        self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
+
+    def run(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
+        """What a task's function wrote, and the ids of the rows it wrote."""
+        ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
+        if not len(inputs) and task.type not in ENGINE_TYPES:
+            return {}, ids  # a rank without rows has nothing to compute; model functions are collective
+        arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
+        engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
+        if task.node in self.streams:
+            self.roles[task.role].stream = self.streams[task.node]
+        start = time.perf_counter()
+        before = {name: _versions(column) for name, column in arguments.items()}
+        with self._speaking_for(task):
+            result = self.functions[task.node](*engine, **arguments, **task.settings)
+        for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
+            raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
+                              f"to a copy:  {name} = {name}.clone()")
+        current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
+        return _as_columns(task, result, len(ids)), ids
+
+    @contextlib.contextmanager
+    def _speaking_for(self, task: Task) -> Iterator[None]:
+        """What is reported meanwhile is the task's; of the ranks that share its rows, one reports."""
+        metrics, layout = current(), task.layout
+        speaks = self.roles[task.role].engine.speaks if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
+        metrics.scope = task.node if task.function in self.shared else ""
+        metrics.muted = layout.width > 1 and not speaks
+        try:
+            yield
+        finally:
+            metrics.scope, metrics.muted = "", False
+
+
+def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
+    """The number under which each sampling node draws: its role's, or one of its own behind all roles' where the role
+    has sampled before, since rows of two nodes may have equal ids."""
+    found: dict[str, int] = {}
+    for task in (task for task in chain if task.samples):
+        own = of_role[task.role]
+        found[task.node] = len(of_role) + len(found) if own in found.values() else own
+    return found
+
+
+def _as_form(column: ColumnData, form: str) -> Any:
+    return decode_text(column) if form == "list[str]" and isinstance(column, Ragged) else column
+
+
+def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
+    values = () if not task.writes else result if isinstance(result, tuple) else (result,)
+    if len(values) != len(task.writes):
+        raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
+    columns = {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
+               for name, value in zip(task.writes, values)}
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor | Ragged):
+            raise ColumnError(f"{task.function} returned {type(column).__name__} for column `{name}`; a column is a "
+                              "Tensor, a Ragged or a list of str")
+        if len(column) != rows:
+            raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
+    return columns
+
+
+def _without_graph(column: Any) -> Any:
+    """A column for later nodes is on the CPU, wherever it was made, and keeps nothing alive that it was made from."""
+    if isinstance(column, Ragged):
+        return Ragged(_without_graph(column.values), column.lengths.cpu())
+    return column.detach().cpu() if isinstance(column, torch.Tensor) else column
+
+
+def _versions(column: Any) -> list[int]:
+    """How often each tensor of a column was written to."""
+    if isinstance(column, Ragged):
+        return [*_versions(column.values), *_versions(column.lengths)]
+    if not isinstance(column, torch.Tensor) or column.is_inference():  # torch refuses to write into the latter
+        return []
+    return [column._version]

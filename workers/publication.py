@@ -1,0 +1,37 @@
+"""The trainer's weights, made known to those that sample with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from distflow.weights.publish import Publisher
+
+from distflow.schema.plan import Plan
+from workers.channel import Channel
+from workers.engines.precision import is_half
+from workers.roles import Role
+
+
+class Publication:
+    """Publishes the roles that are trained here and sampled from elsewhere. Collective over the trainer."""
+
+    def __init__(self, channel: Channel, plan: Plan, roles: Mapping[str, Role]):
+        trained = {task.role for task in plan.tasks if task.type == "MODEL_TRAIN"}
+        sampled = {task.role for task in plan.tasks if task.arrives and task.samples}
+        self.roles = {name: roles[name] for name in sorted(trained & sampled)}
+        self.publishers = {name: Publisher(channel.weights(name), channel.token, rank=dist.get_rank(),
+                                           ranks=dist.get_world_size(), host=channel.host) for name in self.roles}
+
+    def __call__(self) -> None:
+        for name, role in self.roles.items():
+            self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
+
+    def close(self) -> None:
+        for publisher in self.publishers.values():
+            publisher.close()
+
+
+def _sampled_in(role: Role) -> torch.dtype:
+    return torch.bfloat16 if is_half(role.settings, role.engine.mesh.device_type) else torch.float32

@@ -1,0 +1,227 @@
+"""A rank that only samples: it takes prompts from the dock, many at a time, and puts back what it made of them.
+
+Each prompt has a thread that runs the chain up to its last sampling node; all of them sample from one engine, whose
+slots are never empty while there is work. What has no model, such as rewards, is computed of all prompts that have come
+so far, while others are still sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.databuffer import Databuffer, Shelves
+from distflow.data.dataloader import Dataloader
+from distflow.data.dock import Dock, DockError, LeaseLost, Overdue
+from distflow.data.dock.lease import Lease
+from distflow.data.selecting import joined
+from distflow.observe import events
+from distflow.observe.metrics import Metrics, recording
+from distflow.schema.contract import ENGINE_TYPES
+from distflow.schema.plan import KEEP, ROLLOUT, Plan, Task
+from distflow.schema.spec import Spec
+from distflow.weights.pull import Puller
+from workers.channel import REPORT, Channel
+from workers.engines.stream import Stream
+from workers.execution import Execution
+from workers.roles import Role
+from workers.updates import Updates
+
+_MOMENT = 0.2
+"""Seconds that a thread waits for work before it looks whether the run is over."""
+
+
+@dataclass
+class _Sampled:
+    """A prompt whose samples are there."""
+
+    lease: Lease
+    step: int
+    shelves: Shelves
+    metrics: Metrics
+
+
+class RolloutWorker:
+    """Holds a rank's sampling engines, and runs the rollout group's chain."""
+
+    def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
+                 loader: Dataloader, channel: Channel, who: str, replicas: int):
+        """`replicas`: how many such ranks there are."""
+        self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
+        self.functions, self.who = functions, who
+        last = max(place for place, task in enumerate(plan.tasks) if task.samples)
+        self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
+        sampling = {name: role for name, role in roles.items() if role.rollout is not None}
+        self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who), role.rollout.version)
+                        for name, role in sampling.items() if spec.dag.roles[name].trained}
+        self.streams = {name: Stream(role.rollout, partial(_renew, self.updates.get(name), spec.run.on_new_weights))
+                        for name, role in sampling.items()}
+        for name, stream in self.streams.items():
+            roles[name].many = stream
+        fitting = min(stream.generation.batch_rows for stream in self.streams.values()) // channel.rows
+        self.most = max(1, min(fitting, -(-channel.prompts * (spec.run.staleness + 1) // replicas)))
+        """Prompts that are sampled at a time: no more than a fair part of those that may be."""
+        self.held: dict[int, tuple[Lease, float]] = {}
+        """Leases by number, and when each was last renewed."""
+        self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
+        self.computing = threading.Lock()
+        """Functions without a model are called one at a time: users need not think of threads."""
+        self.failure: BaseException | None = None
+        self.ended = False
+
+    def run(self) -> None:
+        """Until the trainer says that it is over."""
+        works = [self._take_prompts, self._finish_prompts, *(partial(stream.drive, lambda: self.over)
+                                                             for stream in list(self.streams.values())[1:])]
+        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        self._guarded(partial(next(iter(self.streams.values())).drive, lambda: self.over))
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        for updates in self.updates.values():
+            updates.close()
+        for stream in self.streams.values():
+            stream.rollout.close()
+
+    @property
+    def over(self) -> bool:
+        return self.ended or self.failure is not None
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """An error in any thread ends the worker; unless the run is over, when everything stops answering."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            if not self.over and not (isinstance(error, DockError) and self.channel.over):
+                self.failure = error
+        finally:
+            self.ended = self.ended or self.channel.over
+
+    def _take_prompts(self) -> None:
+        """Lease prompts as long as there is room, and give each to a thread."""
+        room = threading.Semaphore(self.most)
+        with self.channel.dock(self.who) as dock, ThreadPoolExecutor(self.most, "prompt") as pool:
+            while not self.over:
+                self.ended = self.channel.over
+                self._renew_leases(dock)
+                if not room.acquire(timeout=_MOMENT):
+                    continue
+                try:
+                    lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
+                except Overdue:
+                    room.release()
+                    continue
+                self.held[lease.number] = (lease, time.monotonic())
+                pool.submit(self._guarded, partial(self._sample, lease, room))
+
+    def _renew_leases(self, dock: Dock) -> None:
+        for number, (lease, since) in list(self.held.items()):
+            if time.monotonic() - since > lease.seconds / 3:
+                dock.renew(lease)
+                self.held[number] = (lease, time.monotonic())
+
+    def _sample(self, lease: Lease, room: threading.Semaphore) -> None:
+        """One prompt up to the last node that samples."""
+        prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
+        step = int(prompt) // self.channel.prompts
+        try:
+            for name, updates in self.updates.items():
+                self.streams[name].wait(updates.newest)
+            with recording(metrics):
+                with self.computing:
+                    batch = self.loader.at(prompt)
+                buffer = self._buffer(metrics)
+                buffer.start(batch)
+                self._run(self.head, buffer, step)
+        finally:
+            room.release()
+        self.sampled.put(_Sampled(lease, step, buffer.shelves, metrics))
+
+    def _finish_prompts(self) -> None:
+        """Compute what is left, of all prompts of a step that have come, and put it into the dock."""
+        with self.channel.dock(f"{self.who}, which puts") as dock:
+            while not self.over:
+                found: dict[int, list[_Sampled]] = {}
+                with contextlib.suppress(queue.Empty):
+                    each = self.sampled.get(timeout=_MOMENT)
+                    while True:
+                        found.setdefault(each.step, []).append(each)
+                        each = self.sampled.get_nowait()
+                for step, some in sorted(found.items()):
+                    self._finish(dock, step, sorted(some, key=lambda each: int(each.lease.ids[0])))
+
+    def _finish(self, dock: Dock, step: int, some: list[_Sampled]) -> None:
+        metrics = Metrics()
+        with recording(metrics):
+            buffer = self._buffer(metrics)
+            buffer.shelves = functools.reduce(_joined, (each.shelves for each in some))
+            self._run(self.tail, buffer, step)
+        for each in some:
+            metrics.add_all(each.metrics.take())
+        batch = self._crossing(buffer)
+        dock.put(batch.with_columns({REPORT: _on_first(metrics.take(), len(batch))}), wait=self.spec.run.wait_limit)
+        for each in some:
+            self.held.pop(each.lease.number)
+            try:
+                dock.commit(each.lease)
+            except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before
+                events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
+
+    def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int) -> None:
+        roles = {name: role.at_step(step) for name, role in self.roles.items()}
+        execution = Execution(self.plan.tasks, self.functions, roles, rank=0)
+        for task in tasks:
+            inputs = buffer.take(task)
+            with contextlib.nullcontext() if task.type in ENGINE_TYPES else self.computing:
+                written, ids = execution.run(task, inputs)
+            # Rows that are to be dropped leave in the trainer, as in other modes: they are counted once.
+            buffer.put(replace(task, writes=tuple(name for name in task.writes if name != KEEP)), written, ids)
+
+    def _buffer(self, metrics: Metrics) -> Databuffer:
+        return Databuffer(self.plan, 0, metrics, limit=self.spec.run.wait_limit)
+
+    def _crossing(self, buffer: Databuffer) -> Batch:
+        """What the trainer needs of these rows."""
+        layouts = {task.node: task.layout for task in self.plan.tasks}
+        parts = {move.producer: buffer.shelves[move.producer, layouts[move.producer]] for move in self.plan.dock}
+        columns = {f"{move.producer}/{name}": parts[move.producer][name]
+                   for move in self.plan.dock for name in move.columns}
+        return Batch(next(iter(parts.values())).ids, columns)
+
+
+def _renew(updates: Updates | None, on_new_weights: str, stream: Stream) -> None:
+    """Take new weights if they have come."""
+    if updates is None:
+        return
+    with updates.taken() as weights:
+        if weights is not None:
+            stream.rollout.load(weights.tensors(), weights.version)
+            if on_new_weights == "restart":
+                stream.restart()
+
+
+def _joined(first: Shelves, second: Shelves) -> Shelves:
+    return {key: joined(first[key], batch) for key, batch in second.items()}
+
+
+def _on_first(report: bytes, rows: int) -> Ragged:
+    """A column that has `report` in its first row, and nothing in the others."""
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    lengths[0] = len(report)
+    return Ragged(torch.frombuffer(bytearray(report), dtype=torch.uint8), lengths)
