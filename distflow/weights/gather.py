@@ -1,0 +1,223 @@
+"""One version, out of many sources: chunk by chunk, from the next source when one is lost.
+
+What came stays: a source that dies costs the chunk that was under way. So does one that stands still, or a link that is
+cut, after the deadline without a byte.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from distflow.observe.events import record
+from distflow.weights.choice import can_be_had, ordered, pulls_from
+from distflow.weights.directory import Directory, Entry, Held
+from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
+from distflow.weights.holding import Holding
+from distflow.weights.manifest import Chunk, Head
+from distflow.weights.supplier import LOST, Gone, Supplier
+from distflow.weights.transport import WINDOW
+
+_PAUSE, _TRIES = 0.1, 5
+"""Seconds until everybody is asked again when nobody is free; corrupt arrivals of one chunk before that is an error."""
+
+
+class Gather:
+    """Fills a holding.
+
+    Args:
+        dial: makes a connection to a holder.
+        deadline: seconds without a byte after which a source is left.
+        until: when to give up (monotonic).
+    """
+
+    def __init__(self, directory: Directory, head: Head, holding: Holding, dial: Callable[[Entry], Supplier],
+                 deadline: float, until: float):
+        self.directory, self.head, self.holding, self.dial = directory, head, holding, dial
+        self.me, self.deadline, self.until = directory.mine.who, deadline, until
+        self.avoided: dict[str, int] = {}
+        """By name, the sign of life of those that failed: they are not asked before the next one."""
+        self.corrupt: Counter[Chunk] = Counter()
+        self.came: Counter[str] = Counter()
+        """Bytes by source."""
+        self.ways: set[str] = set()
+        self.gained = time.monotonic()
+        """When the last chunk came."""
+        self.trouble = "none failed"
+
+    def manifests(self, add: Callable[[int, bytes], None]) -> None:
+        """Have `add` called with each part's manifest that is not here.
+
+        Raises:
+            WeightsLost: nobody who lives has them.
+        """
+        while missing := [number for number in range(len(self.head.shares)) if number not in self.holding.parts]:
+            for entry in self._candidates(missing):
+                if wanted := [number for number in missing if number not in self.holding.parts]:
+                    self._manifests_of(entry, wanted, add)
+            if any(number not in self.holding.parts for number in missing):
+                self._breathe()
+
+    def chunks(self) -> None:
+        """Until all that is wanted is here.
+
+        Raises:
+            WeightsLost: nobody who lives has what is missing.
+            WeightsLate: the time is over.
+            WeightsError: a chunk came corrupt again and again.
+        """
+        while self.holding.lacks():
+            suppliers = self._leased()
+            if not suppliers:
+                self._breathe()
+                continue
+            self.directory.tell(source=suppliers[0].who)
+            threads = [threading.Thread(target=self._drain, args=(supplier,), daemon=True)
+                       for supplier in suppliers[1:]]
+            for thread in threads:
+                thread.start()
+            self._drain(suppliers[0])
+            for thread in threads:
+                thread.join()
+            if self.corrupt and max(self.corrupt.values()) >= _TRIES:
+                raise WeightsError(f"chunk {self.corrupt.most_common(1)[0][0]} of version {self.head.version} came "
+                                   f"corrupt {_TRIES} times, from {', '.join(self.came)}: see weights_corrupt in "
+                                   "events.jsonl. Memory or network of one of these machines may be defective")
+
+    def _candidates(self, lacking: list[int]) -> list[Entry]:
+        living = {who: entry for who, entry in self.directory.holders().items()
+                  if self.avoided.get(who) != entry.beat}
+        return ordered(living, self.head.key, self.me, self.holding.count, lacking)
+
+    def _lacking(self) -> list[int]:
+        return [number for number, wanted in self.holding.wanted.items()
+                if (wanted & ~self.holding.have[number]).any()]
+
+    def _manifests_of(self, entry: Entry, wanted: list[int], add: Callable[[int, bytes], None]) -> None:
+        try:
+            supplier = self.dial(entry)
+            try:
+                for number in [entry.rank] if entry.rank >= 0 else wanted:
+                    if (found := supplier.manifest(number)) is not None:
+                        add(number, found)
+            finally:
+                supplier.close()
+        except (*LOST, Gone) as error:
+            self._avoid(entry, error)
+
+    def _leased(self) -> list[Supplier]:
+        """One relay, or trainer ranks: the first that is free, and after it all others that are."""
+        entries, tried, taken = self._candidates(self._lacking()), set[str](), list[Supplier]()
+        for entry in entries:
+            if taken and (entry.rank < 0 or taken[0].entry.rank < 0):
+                continue
+            following: Entry | None = entry
+            while following is not None and following.who not in tried:
+                tried.add(following.who)
+                supplier, busy = self._lease(following)
+                if supplier is not None:
+                    taken.append(supplier)
+                    break
+                following = self._successor(busy) if not taken else None
+            if taken and taken[0].entry.rank < 0:
+                break
+        return taken
+
+    def _successor(self, who: str) -> Entry | None:
+        """The puller that a busy source serves: it will have the same chunks a moment later."""
+        living = self.directory.holders() if who else {}
+        entry = living.get(who)
+        return entry if entry is not None and entry.of(self.head.key) is not None and \
+            not pulls_from(entry, self.me, living) else None
+
+    def _lease(self, entry: Entry) -> tuple[Supplier | None, str]:
+        """A connection with the lease, if it is worth having; or the name of who has it."""
+        try:
+            supplier = self.dial(entry)
+            try:
+                busy = supplier.lease()
+                if not busy and (supplier.offers(self.holding) or supplier.grows):
+                    return supplier, ""
+            except BaseException:
+                supplier.close()
+                raise
+            supplier.close()
+        except (*LOST, Gone) as error:
+            self._avoid(entry, error)
+            return None, ""
+        return None, busy
+
+    def _drain(self, supplier: Supplier) -> None:
+        """Take from one source until it has nothing more for us, or is lost."""
+        asked: deque[Chunk] = deque()
+        heard = time.monotonic()
+        try:
+            while self.holding.lacks():
+                while len(asked) < WINDOW and (chunk := self.holding.claim(supplier.have)) is not None:
+                    asked.append(chunk)
+                    supplier.ask(chunk)
+                if asked:
+                    self._take(supplier, asked)
+                    heard = time.monotonic()
+                    continue
+                known = supplier.count, supplier.moved
+                supplier.look()
+                heard = time.monotonic() if known != (supplier.count, supplier.moved) else heard
+                if not supplier.offers(self.holding) and not supplier.grows:
+                    return
+                if time.monotonic() - heard > self.deadline:
+                    raise TimeoutError(f"it has had nothing new for {self.deadline:g} s")
+        except (*LOST, Gone) as error:
+            self._avoid(supplier.entry, error)
+        finally:
+            for chunk in asked:
+                self.holding.give_up(chunk)
+            self.ways.add(supplier.transport)
+            supplier.close()
+
+    def _take(self, supplier: Supplier, asked: deque[Chunk]) -> None:
+        chunk = asked[0]
+        place = self.holding.place(chunk)
+        supplier.take(place, self._moved)
+        asked.popleft()
+        self.came[supplier.who] += len(place)
+        if self.holding.verify(chunk):
+            self.gained = time.monotonic()
+            self.directory.note(held=self._held())
+            return
+        self.corrupt[chunk] += 1
+        supplier.spoil(chunk)
+        self.holding.give_up(chunk)
+        record("weights_corrupt", version=self.head.version, source=supplier.who, part=chunk[0], chunk=chunk[1],
+               transport=supplier.transport)
+
+    def _moved(self, count: int) -> None:
+        self.holding.moved += count
+
+    def _held(self) -> tuple[Held, ...]:
+        """As it is now, in place of what the board says of it."""
+        return tuple(replace(held, have=self.holding.count) if held.key == self.holding.key else held
+                     for held in self.directory.mine.held)
+
+    def _avoid(self, entry: Entry, error: Exception) -> None:
+        self.avoided[entry.who], self.trouble = entry.beat, f"{entry.who}: {error}"
+        record("weights_source_lost", version=self.head.version, source=entry.who,
+               why=str(error) or type(error).__name__, have=self.holding.count)
+
+    def _breathe(self) -> None:
+        """Nobody can be asked just now: see whether anybody ever can."""
+        self.directory.tell(source="")
+        if time.monotonic() > self.until:
+            raise WeightsLate(f"version {self.head.version} has not come in time: {self.holding.count} of "
+                              f"{self.head.chunks} chunks are here. Its holders may be down, or serve others")
+        living = {who: entry for who, entry in self.directory.holders().items()
+                  if self.avoided.get(who) != entry.beat}
+        ranks = self._lacking() if self.holding.parts else range(len(self.head.shares))
+        if not can_be_had(living, self.head.key, ranks) and \
+                time.monotonic() - self.gained > self.deadline:
+            raise WeightsLost(f"nobody who lives has all of version {self.head.version}: {self.holding.count} of "
+                              f"{self.head.chunks} chunks are here. The last that failed: {self.trouble}")
+        time.sleep(_PAUSE)

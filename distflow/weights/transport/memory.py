@@ -1,0 +1,123 @@
+"""Chunks within a machine: the puller opens the source's buffer through /proc and copies each chunk out of it.
+
+That both ends share a machine is proved, not believed: the puller must find in the source's memory what only a process
+with the run's token can have written there, as the dock does (`distflow.data.dock.memory`) the other way round.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from distflow.data.dock.line import Line
+from distflow.data.warehouse import machine_name
+from distflow.weights.buffers import NAME, Buffers, Place
+
+_PROOF, _LENT = 32, 4
+"""Bytes of a proof; chunks that a source still looks at for one puller: more than are ever asked for ahead."""
+
+
+class Memory:
+    """The transport of a machine's processes."""
+
+    name = "memory"
+
+    def __init__(self, buffers: Buffers, token: bytes):
+        self.buffers, self.token = buffers, token
+        self.shown: tuple[numpy.ndarray, dict[str, Any]] | None = None
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where this process's proof lies; None where memory cannot be shared."""
+        if not machine_name():
+            return None
+        if self.shown is None:
+            page, nonce = self.buffers.take(_PROOF), secrets.token_bytes(16)
+            page[:] = numpy.frombuffer(_proof(self.token, nonce), numpy.uint8)
+            self.shown = page, {"machine": machine_name(), "process": os.getpid(), "nonce": nonce,
+                                "place": list(self.buffers.locate(page)[0])}
+        return self.shown[1]
+
+    def outlet(self, said: dict[str, Any]) -> MemoryOutlet:
+        return MemoryOutlet(self.buffers)
+
+    def inlet(self, offer: dict[str, Any], host: str, deadline: float) -> MemoryInlet | None:
+        """None: the source is on another machine, or may not be looked into."""
+        if offer["machine"] != machine_name():
+            return None
+        inlet = MemoryInlet(int(offer["process"]))
+        try:
+            found = inlet.open(Place(*map(int, offer["place"])))[:_PROOF].tobytes()
+        except OSError:
+            return None
+        return inlet if hmac.compare_digest(found, _proof(self.token, offer["nonce"])) else None
+
+
+class MemoryOutlet:
+    def __init__(self, buffers: Buffers):
+        self.buffers = buffers
+        self.lent: deque[numpy.ndarray] = deque(maxlen=_LENT)
+        """Looked at, so that their buffers are not used again."""
+
+    def give(self, line: Line, chunk: numpy.ndarray) -> None:
+        place, offset = self.buffers.locate(chunk)
+        self.lent.append(chunk)
+        line.send({"lies": [*place, offset, len(chunk)]})
+
+    def close(self) -> None:
+        self.lent.clear()
+
+
+class MemoryInlet:
+    """What a puller has opened of one source's memory."""
+
+    said: dict[str, Any] = {}
+
+    def __init__(self, process: int):
+        self.process = process
+        self.opened: dict[int, numpy.ndarray] = {}
+
+    def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
+             moved: Callable[[int], None]) -> None:
+        number, descriptor, length, offset, count = map(int, header["lies"])
+        memory = self.open(Place(number, descriptor, length))
+        if count != len(into) or not 0 <= offset <= length - count:
+            raise ConnectionError(f"{line.peer} offers {count} bytes at {offset} of {length} for a chunk of "
+                                  f"{len(into)}")
+        memoryview(into)[:] = memoryview(memory)[offset : offset + count]
+        moved(count)
+
+    def open(self, place: Place) -> numpy.ndarray:
+        """[bytes] uint8: a buffer of the source.
+
+        Raises:
+            OSError: it is not there, or is not what it should be.
+        """
+        if place.number not in self.opened:
+            path = f"/proc/{self.process}/fd/{place.descriptor}"
+            if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # opening something else could have consequences
+                raise ConnectionError(f"process {self.process} offers something that is not memory with weights")
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK \
+                        or os.fstat(file).st_size < place.size:
+                    raise ConnectionError(f"process {self.process} offers memory that is not as large as it says")
+                self.opened[place.number] = numpy.frombuffer(
+                    mmap.mmap(file, place.size, mmap.MAP_SHARED, mmap.PROT_READ), numpy.uint8)
+            finally:
+                os.close(file)
+        return self.opened[place.number]
+
+    def close(self) -> None:
+        self.opened.clear()
+
+
+def _proof(token: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token, b"distflow weights memory " + nonce, "sha256")

@@ -1,0 +1,53 @@
+"""A board, and processes that move weights by way of it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weights.movers import Mover
+
+
+@pytest.fixture
+def token() -> bytes:
+    return secrets.token_bytes(32)
+
+
+@pytest.fixture
+def store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`events(kind)`: those that the processes of this test have recorded."""
+    path = tmp_path / "events.jsonl"
+
+    def read(kind: str = "") -> list[dict[str, Any]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if kind in ("", event["event"])]
+
+    read.path = str(path)
+    return read
+
+
+@pytest.fixture
+def mover(store: Any, token: bytes, events: Any) -> Iterator[Callable[..., Mover]]:
+    """`mover("puller", who="a", …)`: a process of its own, gone at the end."""
+    made: list[Mover] = []
+
+    def make(kind: str, token: bytes = token, **settings: Any) -> Mover:
+        made.append(Mover(kind, store.port, token, events=events.path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.process.is_alive():
+            one.go_on()
+            one.kill()

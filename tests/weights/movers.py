@@ -1,0 +1,128 @@
+"""Processes that publish and pull, for tests: each is told what to do, and answers.
+
+They are forked from a server that has imported everything already: a process of its own costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+_LIMIT = 60.0
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["distflow.weights.publish", "distflow.weights.pull"])
+
+
+class Mover:
+    """A process of its own. `kind`: publisher or puller."""
+
+    def __init__(self, kind: str, port: int, token: bytes, **settings: Any):
+        self.line, theirs = _server.Pipe()
+        self.process = _server.Process(target=serve, args=(theirs, kind, port, token, settings), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, do: str, **given: Any) -> Mover:
+        """Have it do something; it may take its time until `answer`."""
+        self.line.send((do, given))
+        return self
+
+    def answer(self) -> dict[str, Any]:
+        assert self.line.poll(_LIMIT), f"no answer in {_LIMIT} s"
+        return self.line.recv()
+
+    def ask(self, do: str, **given: Any) -> dict[str, Any]:
+        return self.send(do, **given).answer()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.line.close()
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0) -> dict[str, Any]:
+    """Tensors that follow from version and rank; the first `same` of them do not depend on the version. A torn mixture
+    of two versions is not what this gives for either."""
+    import torch
+
+    count = max(1, int(mib * MIB) // 8 // 65536)
+    return {f"rank{rank}.weight{number}": torch.arange(65536, dtype=torch.int64) * (number + 1) + rank * 7919
+            + (0 if number < same else version * 104729) for number in range(count)}
+
+
+def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, same: int = 0) -> bool:
+    import torch
+
+    expected = {name: tensor for rank in range(ranks) for name, tensor in tensors_of(version, mib, rank, same).items()}
+    return expected.keys() == tensors.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    from distflow.observe.events import current
+    from distflow.schema.errors import DistflowError
+
+    store = dist.PrefixStore(settings.pop("run", "run"), dist.TCPStore("127.0.0.1", port, is_master=False,
+                                                                       wait_for_workers=False))
+    if events := settings.pop("events", ""):
+        current().open(Path(events), 0)
+    one = {"publisher": Publishing, "puller": Pulling}[kind](store, token, **settings)
+    while True:
+        do, given = line.recv()
+        try:
+            said = getattr(one, do)(**given)
+        except DistflowError as error:
+            said = {"error": type(error).__name__, "message": str(error)}
+        line.send(said or {})
+
+
+class Publishing:
+    def __init__(self, store: Any, token: bytes, **settings: Any):
+        from distflow.weights.publish import Publisher
+
+        self.publisher = Publisher(store, token, **settings)
+
+    def publish(self, version: int, mib: float, same: int = 0) -> None:
+        self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, same))
+
+    def spoil(self, chunk: int, times: int = 1) -> None:
+        """What is served of this chunk is not what was published."""
+        holding = self.publisher.held[-1]
+        holding.place((self.publisher.rank, chunk))[100] ^= 255
+
+    def sent(self) -> dict[str, Any]:
+        return {"sent": self.publisher.sent}
+
+
+class Pulling:
+    def __init__(self, store: Any, token: bytes, **settings: Any):
+        from distflow.weights.pull import Puller
+
+        self.puller = Puller(store, token, **settings)
+
+    def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
+        begun = time.monotonic()
+        weights = self.puller.pull(**given)
+        seconds = time.monotonic() - begun
+        good = right(dict(weights.tensors()), weights.version, mib, ranks, same)
+        return {"version": weights.version, "right": good, "seconds": seconds}
+
+    def newest(self) -> dict[str, Any]:
+        return {"newest": self.puller.newest()}
+
+    def sent(self) -> dict[str, Any]:
+        return {"sent": self.puller.sent}
+
