@@ -55,8 +55,10 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
             nodes.add(node)
     crossing = {node: names for node in chain if node in nodes and (names := _crossing(node, nodes, flows))}
-    if not sampling and not mistakes:
-        what = f"mode {spec.run.mode} has ranks that only sample, but no node of DAG `{spec.dag.name}` does"
+    trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
+    if not mistakes and not (sampling and trains):
+        what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
+                f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows)
     trainer, replicas, width, found = _sizes(spec, sampling, ranks)
@@ -132,14 +134,16 @@ def _too_late(spec: Spec, node: str, late: str) -> Mistake:
 
 
 def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, Flow]) -> list[Mistake]:
-    """What crosses travels row by row, so it must be of the same rows."""
-    fans = {flows[node].out_fan: node for node in crossing}
-    if len(fans) < 2:
-        return []
-    first, second = list(fans.values())[:2]
-    what = (f"mode {spec.run.mode}: nodes `{first}` and `{second}` both run where samples are made, and what the "
-            "trainer needs of them is not of the same rows")
-    return [Mistake(what, spec.dag_source.spot(("nodes", second), key=True), "Instead:  mode: sync")]
+    """What crosses travels with the rows of the last repetition, so that all others must be of rows that these stem
+    from."""
+    finest = max(crossing, key=lambda node: len(flows[node].out_fan), default="")
+    for node in crossing:
+        fan = flows[node].out_fan
+        if flows[finest].out_fan[: len(fan)] != fan:
+            what = (f"mode {spec.run.mode}: the trainer needs columns of nodes `{finest}` and `{node}`, which repeat "
+                    "the same rows independently, so that they cannot travel together")
+            return [Mistake(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")]
+    return []
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, int, list[Mistake]]:

@@ -12,7 +12,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.dataloader import Dataloader
 from distflow.data.dock.lease import Lease
 from distflow.observe.metrics import current
-from distflow.schema.plan import TRAINER, Plan, Task
+from distflow.schema.plan import TRAINER, Fans, Plan, Task
 from workers.channel import REPORT, Channel
 
 
@@ -35,6 +35,7 @@ class Arrivals:
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
         self.dock = channel.dock(f"trainer {rank}")
         self.arriving = [task for task in plan.tasks if task.arrives]
+        self.fans = Fans(plan.tasks, plan.source)
         self.leases: list[Lease] = []
         self.rows: Batch | None = None
         self.ordered = self.drawn_before
@@ -73,9 +74,12 @@ class Arrivals:
         return self.loader.at(torch.unique(lease.ids // channel.rows))
 
     def arrivals(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
-        """What each node of the other group wrote for these prompts."""
+        """What each node of the other group wrote for these prompts. Of rows that were repeated later on, the first of
+        each repetition brings it."""
         for task in self.arriving:
-            yield task, {name: self.rows[f"{task.node}/{name}"] for name in task.writes}, self.rows.ids
+            times = self.channel.rows // self.fans.times(task.out_fan)
+            rows = self.rows if times == 1 else self.rows.select(torch.arange(0, len(self.rows), times))
+            yield task, {name: rows[f"{task.node}/{name}"] for name in task.writes}, rows.ids // times
 
     def finish(self) -> None:
         """The step is trained on: its rows are consumed for good, and its weights go out."""

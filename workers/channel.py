@@ -88,7 +88,7 @@ def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
         board.store.set(f"dock/{machine}", json.dumps(child.address))
     addresses = [tuple(json.loads(board.store.get(f"dock/{each}"))) for each in range(machines)]
     fans = Fans(plan.tasks, plan.source)
-    rows = fans.times(fans.of(plan.groups[0].plan.dock[0].producer))
+    rows = max(fans.times(fans.of(move.producer)) for move in plan.groups[0].plan.dock)
     channel = Channel(board.store, token, addresses, host, rows, prompts, child)
     if board.rank == 0:
         with channel.dock("trainer 0") as dock:

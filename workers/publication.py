@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from distflow.weights.publish import Publisher
 
 from distflow.schema.plan import Plan
+from distflow.weights.publish import Publisher
 from workers.channel import Channel
 from workers.engines.precision import is_half
 from workers.roles import Role
@@ -23,10 +23,14 @@ class Publication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, rank=dist.get_rank(),
                                            ranks=dist.get_world_size(), host=channel.host) for name in self.roles}
+        self.known: dict[str, int] = {}
+        """The versions that were published last."""
 
     def __call__(self) -> None:
         for name, role in self.roles.items():
-            self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
+            if role.version != self.known.get(name):  # a step may leave nothing to train on
+                self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
+                self.known[name] = role.version
 
     def close(self) -> None:
         for publisher in self.publishers.values():

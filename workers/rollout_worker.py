@@ -197,12 +197,19 @@ class RolloutWorker:
         return Databuffer(self.plan, 0, metrics, limit=self.spec.run.wait_limit)
 
     def _crossing(self, buffer: Databuffer) -> Batch:
-        """What the trainer needs of these rows."""
-        layouts = {task.node: task.layout for task in self.plan.tasks}
-        parts = {move.producer: buffer.shelves[move.producer, layouts[move.producer]] for move in self.plan.dock}
-        columns = {f"{move.producer}/{name}": parts[move.producer][name]
-                   for move in self.plan.dock for name in move.columns}
-        return Batch(next(iter(parts.values())).ids, columns)
+        """What the trainer needs of these rows; what belongs to several of them is repeated."""
+        tasks = {task.node: task for task in self.plan.tasks}
+        finest = max(self.plan.dock, key=lambda move: len(tasks[move.producer].out_fan)).producer
+        ids = buffer.shelves[finest, tasks[finest].layout].ids
+        columns = {}
+        for move in self.plan.dock:
+            task = tasks[move.producer]
+            part = buffer.shelves[task.node, task.layout]
+            times = len(ids) // len(part)
+            if times > 1:
+                part = part.select(torch.arange(len(part)).repeat_interleave(times))
+            columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
+        return Batch(ids, columns)
 
 
 def _renew(updates: Updates | None, on_new_weights: str, stream: Stream) -> None:

@@ -198,8 +198,8 @@ class Run(Document):
     """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace."""
     groups: Groups = Groups()
     staleness: NonNegativeInt = 1
-    """In how many versions the weights that sampled a token may be older than those that train on it (mode async);
-    with 0, training waits for samples of its newest weights, as in mode sync."""
+    """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
+    training waits for samples of its newest weights, as in mode sync."""
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     all of them."""

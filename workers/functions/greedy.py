@@ -9,13 +9,13 @@ from distflow.observe.metrics import current
 from workers.roles import Role
 
 
-@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), bounds={"max_new_tokens": ">= 1"})
+@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True,
+      bounds={"max_new_tokens": ">= 1"})
 def greedy(engine: Role, prompts: Ragged, row: Tensor, *,
            max_new_tokens: int | None = None) -> tuple[Ragged, list[str]]:
     """The likeliest answer to each prompt, token by token, as tokens and as text.
 
     One per prompt: it repeats no rows, so that what is made of it can be read beside the samples of a node that does.
-    The role must also sample, by a node that repeats rows.
     """
     samples = engine.generate(prompts, row, 1, max_new_tokens, temperature=0.0)
     current().mean_of("greedy/length", samples.tokens.lengths)

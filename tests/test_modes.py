@@ -1,0 +1,77 @@
+"""Whole runs whose ranks sample and train apart: the same DAGs, the same samples, weights that are pulled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import ROOT, metrics_of
+
+ASYNC = ("--run-file", "tiny.yaml", "--set", "mode=async")
+GRPO = ("--dag", "grpo.yaml", *ASYNC)
+STRICT = ("--set", "staleness=0")
+
+
+def require_equal(ours, theirs, steps=(1, 2, 3, 4)):
+    """The same samples, and the same training on them."""
+    assert set(ours) >= set(steps)
+    for step in steps:
+        assert ours[step]["response/fingerprint"] == theirs[step]["response/fingerprint"]
+        assert ours[step]["reward/mean"] == pytest.approx(theirs[step]["reward/mean"], abs=1e-9)
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], abs=1e-5)
+        assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [(), ("--set", "roles.actor.lora={rank: 4}")], ids=["whole", "adapters"])
+def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, settings):
+    launch(1, *GRPO, *settings, "--name", "sync", "--set", "mode=sync")
+    launch(4, *GRPO, *settings, *STRICT, "--name", "apart")
+    sync, apart = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "apart"))
+    require_equal(apart, sync)
+    assert all(step["mismatch/logprob_max"] < 1e-5 and step["staleness/max"] == 0 for step in apart.values())
+    events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
+    pulled = {event["rank"]: event["version"] for event in events if event["event"] == "weights_pulled"}
+    assert pulled.keys() == {2, 3}, "each rank that samples pulls for itself"
+
+
+def test_draws_of_a_filter_and_samples_of_two_kinds_cross_too(launch, workspace):
+    """DAPO draws again until enough groups are left; ReMax has an answer for each prompt beside its samples."""
+    for name in ("dapo", "remax"):
+        shipped = (ROOT / f"dags/{name}.yaml").read_text()
+        brief = shipped.replace("function: score,", "function: score, with: {reward: brevity},")
+        (workspace / f"{name}.yaml").write_text(brief + "imports: [brevity]\n")
+        dag = ("--dag", f"{name}.yaml", *ASYNC, "--set", "steps=3")
+        launch(1, *dag, "--name", f"{name}_sync", "--set", "mode=sync")
+        launch(2, *dag, *STRICT, "--name", f"{name}_apart")
+        sync, apart = (metrics_of(workspace / f"runs/{name}_{mode}") for mode in ("sync", "apart"))
+        require_equal(apart, sync, steps=(1, 2, 3))
+
+
+@pytest.mark.parametrize("on_new_weights", ["continue", "restart"])
+def test_staleness_keeps_its_bound(launch, workspace, on_new_weights):
+    launch(3, *GRPO, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "groups.rollout=2",
+           "--set", f"on_new_weights={on_new_weights}")
+    steps = metrics_of(workspace / "runs/ahead")
+    assert len(steps) == 8
+    stale = [steps[step]["staleness/max"] for step in sorted(steps)]
+    assert stale[0] == 0
+    assert 1 <= max(stale) <= 2
+
+
+def test_a_resumed_run_goes_on_with_the_same_samples(launch, workspace):
+    launch(2, *GRPO, *STRICT, "--name", "whole")
+    launch(2, *GRPO, *STRICT, "--name", "halted", "--set", "steps=2")
+    launch(2, "--resume", "runs/halted", "--set", "steps=4")
+    whole, halted = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "halted"))
+    require_equal(halted, whole)
+
+
+def test_an_error_where_samples_are_made_ends_the_run_and_is_said(launch, workspace):
+    (workspace / "brevity.py").write_text(
+        "from distflow import node\nimport torch\n\n@node(writes='rewards')\ndef brittle(completions: list[str]):\n"
+        "    raise ZeroDivisionError('no completion is perfect')\n")
+    dag = (workspace / "grpo.yaml").read_text()
+    (workspace / "grpo.yaml").write_text(dag.replace("function: score, with: {reward: brevity}", "function: brittle"))
+    done = launch(2, *GRPO, "--name", "broken", code=None)
+    assert done.returncode != 0
+    assert "ZeroDivisionError: no completion is perfect" in done.stderr
