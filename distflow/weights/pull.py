@@ -43,7 +43,7 @@ class Puller:
                  deadline: float = 3.0):
         self.token, self.who, self.wish, self.deadline = token, who, transport, deadline
         self.buffers = Buffers()
-        self.ways = transports(transport, self.buffers, token, host)
+        self.ways = transports(transport, self.buffers, token)
         self.source = Source(token, who, host, self.ways, deadline,
                              lambda serving: self.directory.tell(serving=serving))
         self.directory = Directory(store, Entry(who, self.source.address))
@@ -146,7 +146,7 @@ class Puller:
         if old is not None and old.holding.key != holding.key:
             self.source.withdraw(old.holding.key)
         self.directory.tell(held=(_held(holding),), source="")
-        record("weights_pulled", version=head.version, bytes=sum(gather.came.values()), unchanged_bytes=copied,
+        record("weights_pulled", version=head.version, who=self.who, bytes=holding.moved, unchanged_bytes=copied,
                seconds=round(time.monotonic() - begun, 3), sources=dict(gather.came), transports=sorted(gather.ways))
         return self.whole
 
