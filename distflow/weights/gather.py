@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from distflow.data.dock.errors import Refused
 from distflow.observe.events import record
 from distflow.weights.choice import can_be_had, is_fed, ordered
 from distflow.weights.directory import Directory, Entry, Held
@@ -22,8 +23,9 @@ from distflow.weights.manifest import Chunk, Head
 from distflow.weights.supplier import LOST, Gone, Supplier
 from distflow.weights.transport import WINDOW
 
-_PAUSE, _TRIES = 0.1, 5
-"""Seconds until everybody is asked again when nobody is free; corrupt arrivals of one chunk before that is an error."""
+_PAUSE, _TRIES, _REFUSALS = 0.1, 5, 3
+"""Seconds until everybody is asked again when nobody is free; how often one chunk may come corrupt, and how often a
+holder may take us for a stranger: it may just have ended, and another run have its port."""
 
 
 class Gather:
@@ -44,6 +46,7 @@ class Gather:
         self.corrupt: Counter[Chunk] = Counter()
         self.spoilers: set[str] = set()
         """Who sent them: to be asked last."""
+        self.refusals: Counter[str] = Counter()
         self.came: Counter[str] = Counter()
         """Bytes by source."""
         self.ways: set[str] = set()
@@ -61,8 +64,8 @@ class Gather:
             for entry in self._candidates(missing):
                 if wanted := [number for number in missing if number not in self.holding.parts]:
                     self._manifests_of(entry, wanted, add)
-            if any(number not in self.holding.parts for number in missing):
-                self._breathe()
+            if lacking := [number for number in missing if number not in self.holding.parts]:
+                self._breathe(lacking)
 
     def chunks(self) -> None:
         """Until all that is wanted is here.
@@ -70,12 +73,12 @@ class Gather:
         Raises:
             WeightsLost: nobody who lives has what is missing.
             WeightsLate: the time is over.
-            WeightsError: a chunk came corrupt again and again.
+            WeightsError: a chunk came corrupt again and again, or all take us for a stranger.
         """
         while self.holding.lacks():
             suppliers = self._leased()
             if not suppliers:
-                self._breathe()
+                self._breathe(self._lacking())
                 continue
             self.directory.tell(source=suppliers[0].who)
             threads = [threading.Thread(target=self._drain, args=(supplier,), daemon=True)
@@ -210,17 +213,21 @@ class Gather:
 
     def _avoid(self, entry: Entry, error: Exception) -> None:
         self.avoided[entry.who], self.trouble = entry.beat, f"{entry.who}: {error}"
+        self.refusals[entry.who] += isinstance(error, Refused)
         record("weights_source_lost", who=self.me, version=self.head.version, source=entry.who,
                why=str(error) or type(error).__name__, have=self.holding.count)
 
-    def _breathe(self) -> None:
+    def _breathe(self, lacking: list[int]) -> None:
         """Nobody can be asked just now: see whether anybody ever can."""
         self.directory.tell(source="")
         if time.monotonic() > self.until:
             raise WeightsLate(f"version {self.head.version} has not come in time: {self.holding.count} of "
-                              f"{self.head.chunks} chunks are here. Its holders may be down, or serve others")
-        ranks = self._lacking() if self.holding.parts else range(len(self.head.shares))
-        if not can_be_had(self._living(), self.head.key, ranks) and \
+                              f"{self.head.chunks} chunks are here. Its holders may serve others. The last that "
+                              f"failed: {self.trouble}")
+        if self.refusals and max(self.refusals.values()) >= _REFUSALS:
+            raise WeightsError(f"{self.me} is refused again and again; give all processes of the run the same token. "
+                               f"{self.trouble}")
+        if not can_be_had(self._living(), self.head.key, lacking) and \
                 time.monotonic() - self.gained > self.deadline:
             raise WeightsLost(f"nobody who lives has all of version {self.head.version}: {self.holding.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.trouble}")

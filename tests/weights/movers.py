@@ -73,7 +73,6 @@ def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, sam
 
 
 def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[str, Any]) -> None:
-    import faulthandler; faulthandler.dump_traceback_later(12)
     import torch.distributed as dist
 
     from distflow.observe.events import current

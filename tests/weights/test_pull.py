@@ -1,9 +1,5 @@
 """Weights from a trainer to rollouts, when nothing goes wrong, and what they leave behind."""
 
-import pytest
-
-CHUNK = 256 << 10
-
 
 def test_a_rollout_pulls_what_a_trainer_publishes(mover, events):
     trainer = mover("publisher", rank=0, ranks=1)
@@ -55,8 +51,8 @@ def test_a_trainer_sends_once_however_many_pull(mover):
 def test_another_token_gets_nothing(mover):
     trainer, stranger = mover("publisher", rank=0, ranks=1), mover("puller", who="a", token=b"x" * 32)
     trainer.ask("publish", version=1, mib=1)
-    said = stranger.ask("pull", mib=1, seconds=1.5)
-    assert said["error"] == "WeightsLate"
+    said = stranger.ask("pull", mib=1)
+    assert said["error"] == "WeightsError"
     assert "its token is not that of the run" in said["message"]
     assert trainer.ask("sent") == {"sent": 0}
 
@@ -80,7 +76,6 @@ def test_versions_count_upwards_and_old_ones_go(mover):
     assert rollout.ask("pull", mib=1, version=9)["error"] == "WeightsLost"
 
 
-@pytest.mark.parametrize("chunks", [0, 5])
-def test_nothing_to_pull_is_an_error_after_the_limit(mover, chunks):
+def test_nothing_to_pull_is_an_error_after_the_limit(mover):
     said = mover("puller", who="a").ask("pull", mib=1, seconds=0.3)
     assert (said["error"], "newest on the board is -1" in said["message"]) == ("WeightsLate", True)
