@@ -13,7 +13,7 @@ def ordered(entries: Mapping[str, Entry], key: str, me: str, mine: int, lacking:
 
     A relay that is still pulling is as good as one that has everything, if it is ahead of us: its chunks come as fast
     as ours could. So pullers that begin together form one row behind the trainer, whose bytes go out once. Relays that
-    pull from us, directly or not, come last: they have nothing that we lack, unless our own source has been lost.
+    nothing flows to, or only what comes from us, are asked last: they may have what another that was lost had.
 
     Args:
         entries: all that live.
@@ -24,24 +24,27 @@ def ordered(entries: Mapping[str, Entry], key: str, me: str, mine: int, lacking:
         held = entry.of(key)
         if entry.rank >= 0:
             return (2, entry.rank, 0.0)
-        if entry.serving not in ("", me) or pulls_from(entry, me, entries):
-            return (3, 0, random.random())
+        if entry.serving not in ("", me) or not is_fed(entry, key, me, entries):
+            return (3, -held.have, random.random())
         if held.have >= held.awaited:
             return (0, 0, random.random())
-        return (1 if entry.source and held.have >= mine else 3, -held.have, random.random())
+        return (1 if held.have >= mine else 3, -held.have, random.random())
 
     return sorted((entry for entry in entries.values() if entry.of(key) is not None and
                    (entry.rank < 0 or entry.rank in lacking)), key=rank)
 
 
-def pulls_from(entry: Entry, me: str, entries: Mapping[str, Entry]) -> bool:
-    """Whether a holder gets its chunks from us, directly or by way of others."""
-    passed: set[str] = set()
-    while entry.source and entry.who not in passed:
-        if entry.source == me:
-            return True
+def is_fed(entry: Entry, key: str, me: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether a holder has all that it will have, or gets it from one of which this is true, and not from us."""
+    served = {other.serving: other for other in entries.values() if other.serving}
+    passed = {me}
+    while entry.who not in passed:
+        held = entry.of(key)
+        if held is None or entry.rank >= 0 or held.have >= held.awaited:
+            return held is not None
         passed.add(entry.who)
-        entry = entries.get(entry.source, entry)
+        above = entries.get(entry.source) if entry.source != me else None
+        entry = above or served.get(entry.who, entry)
     return False
 
 

@@ -6,14 +6,16 @@ cut, after the deadline without a byte.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from distflow.data.dock.errors import Refused
 from distflow.observe.events import record
-from distflow.weights.choice import can_be_had, ordered, pulls_from
+from distflow.weights.choice import can_be_had, is_fed, ordered
 from distflow.weights.directory import Directory, Entry, Held
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
 from distflow.weights.holding import Holding
@@ -21,8 +23,9 @@ from distflow.weights.manifest import Chunk, Head
 from distflow.weights.supplier import LOST, Gone, Supplier
 from distflow.weights.transport import WINDOW
 
-_PAUSE, _TRIES = 0.1, 5
-"""Seconds until everybody is asked again when nobody is free; corrupt arrivals of one chunk before that is an error."""
+_PAUSE, _TRIES, _REFUSALS = 0.1, 5, 3
+"""Seconds until everybody is asked again when nobody is free; how often one chunk may come corrupt, and how often a
+holder may take us for a stranger: it may just have ended, and another run have its port."""
 
 
 class Gather:
@@ -41,6 +44,9 @@ class Gather:
         self.avoided: dict[str, int] = {}
         """By name, the sign of life of those that failed: they are not asked before the next one."""
         self.corrupt: Counter[Chunk] = Counter()
+        self.spoilers: set[str] = set()
+        """Who sent them: to be asked last."""
+        self.refusals: Counter[str] = Counter()
         self.came: Counter[str] = Counter()
         """Bytes by source."""
         self.ways: set[str] = set()
@@ -58,8 +64,8 @@ class Gather:
             for entry in self._candidates(missing):
                 if wanted := [number for number in missing if number not in self.holding.parts]:
                     self._manifests_of(entry, wanted, add)
-            if any(number not in self.holding.parts for number in missing):
-                self._breathe()
+            if lacking := [number for number in missing if number not in self.holding.parts]:
+                self._breathe(lacking)
 
     def chunks(self) -> None:
         """Until all that is wanted is here.
@@ -67,12 +73,12 @@ class Gather:
         Raises:
             WeightsLost: nobody who lives has what is missing.
             WeightsLate: the time is over.
-            WeightsError: a chunk came corrupt again and again.
+            WeightsError: a chunk came corrupt again and again, or all take us for a stranger.
         """
         while self.holding.lacks():
             suppliers = self._leased()
             if not suppliers:
-                self._breathe()
+                self._breathe(self._lacking())
                 continue
             self.directory.tell(source=suppliers[0].who)
             threads = [threading.Thread(target=self._drain, args=(supplier,), daemon=True)
@@ -87,10 +93,12 @@ class Gather:
                                    f"corrupt {_TRIES} times, from {', '.join(self.came)}: see weights_corrupt in "
                                    "events.jsonl. Memory or network of one of these machines may be defective")
 
+    def _living(self) -> dict[str, Entry]:
+        return {who: entry for who, entry in self.directory.holders().items() if self.avoided.get(who) != entry.beat}
+
     def _candidates(self, lacking: list[int]) -> list[Entry]:
-        living = {who: entry for who, entry in self.directory.holders().items()
-                  if self.avoided.get(who) != entry.beat}
-        return ordered(living, self.head.key, self.me, self.holding.count, lacking)
+        found = ordered(self._living(), self.head.key, self.me, self.holding.count, lacking)
+        return sorted(found, key=lambda entry: entry.who in self.spoilers)
 
     def _lacking(self) -> list[int]:
         return [number for number, wanted in self.holding.wanted.items()
@@ -98,13 +106,10 @@ class Gather:
 
     def _manifests_of(self, entry: Entry, wanted: list[int], add: Callable[[int, bytes], None]) -> None:
         try:
-            supplier = self.dial(entry)
-            try:
+            with contextlib.closing(self.dial(entry)) as supplier:
                 for number in [entry.rank] if entry.rank >= 0 else wanted:
                     if (found := supplier.manifest(number)) is not None:
                         add(number, found)
-            finally:
-                supplier.close()
         except (*LOST, Gone) as error:
             self._avoid(entry, error)
 
@@ -128,27 +133,30 @@ class Gather:
 
     def _successor(self, who: str) -> Entry | None:
         """The puller that a busy source serves: it will have the same chunks a moment later."""
-        living = self.directory.holders() if who else {}
-        entry = living.get(who)
-        return entry if entry is not None and entry.of(self.head.key) is not None and \
-            not pulls_from(entry, self.me, living) else None
+        entry = self._living().get(who) if who else None
+        return entry if entry is not None and entry.of(self.head.key) is not None else None
 
     def _lease(self, entry: Entry) -> tuple[Supplier | None, str]:
         """A connection with the lease, if it is worth having; or the name of who has it."""
         try:
-            supplier = self.dial(entry)
-            try:
+            with contextlib.ExitStack() as useless:
+                supplier = self.dial(entry)
+                useless.callback(supplier.close)
                 busy = supplier.lease()
-                if not busy and (supplier.offers(self.holding) or supplier.grows):
+                if not busy and self._is_worthwhile(supplier):
+                    useless.pop_all()
                     return supplier, ""
-            except BaseException:
-                supplier.close()
-                raise
-            supplier.close()
+                return None, busy
         except (*LOST, Gone) as error:
             self._avoid(entry, error)
             return None, ""
-        return None, busy
+
+    def _is_worthwhile(self, supplier: Supplier) -> bool:
+        """Whether it has something for us, or will have."""
+        if supplier.offers(self.holding):
+            return True
+        living = self._living() if supplier.grows else {}
+        return supplier.who in living and is_fed(living[supplier.who], self.head.key, self.me, living)
 
     def _drain(self, supplier: Supplier) -> None:
         """Take from one source until it has nothing more for us, or is lost."""
@@ -166,17 +174,17 @@ class Gather:
                 known = supplier.count, supplier.moved
                 supplier.look()
                 heard = time.monotonic() if known != (supplier.count, supplier.moved) else heard
-                if not supplier.offers(self.holding) and not supplier.grows:
+                if not self._is_worthwhile(supplier):
                     return
                 if time.monotonic() - heard > self.deadline:
                     raise TimeoutError(f"it has had nothing new for {self.deadline:g} s")
         except (*LOST, Gone) as error:
             self._avoid(supplier.entry, error)
         finally:
+            self.ways.add(supplier.transport)
+            supplier.close()  # before others may fetch them: from then on nothing comes any more
             for chunk in asked:
                 self.holding.give_up(chunk)
-            self.ways.add(supplier.transport)
-            supplier.close()
 
     def _take(self, supplier: Supplier, asked: deque[Chunk]) -> None:
         chunk = asked[0]
@@ -189,10 +197,11 @@ class Gather:
             self.directory.note(held=self._held())
             return
         self.corrupt[chunk] += 1
+        self.spoilers.add(supplier.who)
         supplier.spoil(chunk)
         self.holding.give_up(chunk)
-        record("weights_corrupt", version=self.head.version, source=supplier.who, part=chunk[0], chunk=chunk[1],
-               transport=supplier.transport)
+        record("weights_corrupt", who=self.me, version=self.head.version, source=supplier.who, part=chunk[0],
+               chunk=chunk[1], transport=supplier.transport)
 
     def _moved(self, count: int) -> None:
         self.holding.moved += count
@@ -204,19 +213,21 @@ class Gather:
 
     def _avoid(self, entry: Entry, error: Exception) -> None:
         self.avoided[entry.who], self.trouble = entry.beat, f"{entry.who}: {error}"
-        record("weights_source_lost", version=self.head.version, source=entry.who,
+        self.refusals[entry.who] += isinstance(error, Refused)
+        record("weights_source_lost", who=self.me, version=self.head.version, source=entry.who,
                why=str(error) or type(error).__name__, have=self.holding.count)
 
-    def _breathe(self) -> None:
+    def _breathe(self, lacking: list[int]) -> None:
         """Nobody can be asked just now: see whether anybody ever can."""
         self.directory.tell(source="")
         if time.monotonic() > self.until:
             raise WeightsLate(f"version {self.head.version} has not come in time: {self.holding.count} of "
-                              f"{self.head.chunks} chunks are here. Its holders may be down, or serve others")
-        living = {who: entry for who, entry in self.directory.holders().items()
-                  if self.avoided.get(who) != entry.beat}
-        ranks = self._lacking() if self.holding.parts else range(len(self.head.shares))
-        if not can_be_had(living, self.head.key, ranks) and \
+                              f"{self.head.chunks} chunks are here. Its holders may serve others. The last that "
+                              f"failed: {self.trouble}")
+        if self.refusals and max(self.refusals.values()) >= _REFUSALS:
+            raise WeightsError(f"{self.me} is refused again and again; give all processes of the run the same token. "
+                               f"{self.trouble}")
+        if not can_be_had(self._living(), self.head.key, lacking) and \
                 time.monotonic() - self.gained > self.deadline:
             raise WeightsLost(f"nobody who lives has all of version {self.head.version}: {self.holding.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.trouble}")

@@ -28,17 +28,17 @@ SUM = 16
 """Bytes of a checksum."""
 ALIGNMENT = 64
 """Bytes on whose multiples boxes begin: contents can then be used where they lie."""
-_LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 256
+_LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 64
 Chunk = tuple[int, int]
 """Part, and place in it."""
 
 
 def chunk_size(size: int) -> int:
-    """Bytes of a chunk for a part of `size` bytes: a power of two, about 1/256 of it, between 256 KiB and 16 MiB.
+    """Bytes of a chunk for a part of `size` bytes: a power of two, 1/64 of it or more, between 256 KiB and 16 MiB.
 
     Each relay in a row costs one chunk of time; each chunk costs a request.
     """
-    return min(max(1 << max(size // _PIECES, 1).bit_length(), _LEAST), _MOST)
+    return min(max(1 << (max(size // _PIECES, 1) - 1).bit_length(), _LEAST), _MOST)
 
 
 def checksum(data: numpy.ndarray) -> bytes:

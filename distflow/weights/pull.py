@@ -43,7 +43,7 @@ class Puller:
                  deadline: float = 3.0):
         self.token, self.who, self.wish, self.deadline = token, who, transport, deadline
         self.buffers = Buffers()
-        self.ways = transports(transport, self.buffers, token, host)
+        self.ways = transports(transport, self.buffers, token)
         self.source = Source(token, who, host, self.ways, deadline,
                              lambda serving: self.directory.tell(serving=serving))
         self.directory = Directory(store, Entry(who, self.source.address))
@@ -71,7 +71,7 @@ class Puller:
             time.sleep(_LOOK)
         return newest
 
-    def pull(self, version: int | None = None, *, wanted: Mapping[str, Box] | None = None,
+    def pull(self, version: int | None = None, *, least: int = -1, wanted: Mapping[str, Box] | None = None,
              seconds: float = 600.0) -> Weights:
         """A version, whole, verified and in this process's memory.
 
@@ -80,6 +80,7 @@ class Puller:
         was pulled of a version stays until another one is begun.
 
         Args:
+            least: wait for a version that is no older than this.
             wanted: parts of tensors, by name, for a rank that needs no more; all others are pulled whole. Only chunks
                 with something of them move.
 
@@ -89,7 +90,7 @@ class Puller:
         """
         until, trouble = time.monotonic() + seconds, ""
         while True:
-            for head in self._choices(version):
+            for head in self._choices(version, least):
                 try:
                     return self._one(head, dict(wanted or {}), until)
                 except WeightsLost as error:
@@ -112,9 +113,9 @@ class Puller:
         self.directory.close()
         self.source.close()
 
-    def _choices(self, version: int | None) -> list[Head]:
+    def _choices(self, version: int | None, least: int) -> list[Head]:
         """What may be pulled, the newest first."""
-        heads = self.directory.heads()
+        heads = [head for head in self.directory.heads() if head.version >= least]
         if version is not None:
             found = [head for head in heads if head.version == version][:1]
             if not found:
@@ -146,7 +147,7 @@ class Puller:
         if old is not None and old.holding.key != holding.key:
             self.source.withdraw(old.holding.key)
         self.directory.tell(held=(_held(holding),), source="")
-        record("weights_pulled", version=head.version, bytes=sum(gather.came.values()), unchanged_bytes=copied,
+        record("weights_pulled", version=head.version, who=self.who, bytes=holding.moved, unchanged_bytes=copied,
                seconds=round(time.monotonic() - begun, 3), sources=dict(gather.came), transports=sorted(gather.ways))
         return self.whole
 

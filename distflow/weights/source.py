@@ -117,7 +117,7 @@ class Source:
 
     def _by(self, client: Client, header: Header) -> tuple[Header, list[Any]]:
         client.outlet = self.transports[header["transport"]].outlet(header["said"])
-        return {}, []
+        return client.outlet.reply, []
 
     def _manifest(self, client: Client, header: Header) -> tuple[Header, list[Any]]:
         manifest = self._holding(header["key"]).packed.get(header["part"])

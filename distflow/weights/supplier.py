@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ class Gone(Exception):
 
 
 class Supplier:
-    """Dials a source and agrees with it on a transport.
+    """Dials a source; agrees with it on a transport when it gives the lease.
 
     Args:
         transports: the ways that may be used, best first.
@@ -33,7 +34,6 @@ class Supplier:
 
     Raises:
         OSError, DockError: it does not answer.
-        NoTransport: none of the transports can be used with it.
     """
 
     def __init__(self, entry: Entry, head: Head, me: str, token: bytes, transports: dict[str, Transport], wish: str,
@@ -45,29 +45,27 @@ class Supplier:
         self.spoilt: set[Chunk] = set()
         """What came corrupt from here; to be had elsewhere."""
         self.count = self.moved = self.bytes = 0
-        self.line = dial(entry.address, token, deadline)
+        self.transports, self.wish, self.deadline = transports, wish, deadline
         self.inlet: Inlet | None = None
-        try:
+        self.line = dial(entry.address, token, deadline)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
             self.line.send({"who": me})
-            self._agree(self.line.receive()[0]["offers"], transports, wish, deadline)
-        except BaseException:
-            self.close()
-            raise
-
-    def _agree(self, offers: dict[str, Header], transports: dict[str, Transport], wish: str, deadline: float) -> None:
-        for name, way in transports.items():
-            inlet = way.inlet(offers[name], self.entry.address[0], deadline) if name in offers else None
-            if inlet is not None:
-                self.inlet, self.transport = inlet, name
-                self._ask({"op": "by", "transport": name, "said": inlet.said})
-                return
-        raise NoTransport(f"{self.who} and this process have no transport in common: `transport: {wish}` is asked for "
-                          f"here, {self.who} offers {', '.join(offers) or 'none'}. Set  transport: auto")
+            self.theirs = self.line.receive()[0]["offers"]
+            failed.pop_all()
 
     def lease(self) -> str:
-        """Empty if this process has the lease now; else who has it."""
+        """Empty if this process has the lease now; else who has it.
+
+        Raises:
+            NoTransport: none of the transports can be used with this source.
+        """
         reply = self._ask({"op": "lease", "key": self.key})
-        return reply["busy"] if "busy" in reply else self._learn(reply)
+        if "busy" in reply:
+            return reply["busy"]
+        self._agree()
+        self._learn(reply)
+        return ""
 
     def look(self) -> None:
         """Ask which chunks are there; waits a little for others than those that are known."""
@@ -112,12 +110,21 @@ class Supplier:
             self.inlet.close()
         self.line.close()
 
-    def _learn(self, reply: Header) -> str:
+    def _agree(self) -> None:
+        for name, way in self.transports.items():
+            self.inlet = way.inlet(self.theirs[name], self.deadline) if name in self.theirs else None
+            if self.inlet is not None:
+                self.transport = name
+                self.inlet.met(self._ask({"op": "by", "transport": name, "said": self.inlet.said}))
+                return
+        raise NoTransport(f"{self.who} and this process have no transport in common: `transport: {self.wish}` is asked "
+                          f"for here, {self.who} offers {', '.join(self.theirs) or 'none'}. Set  transport: auto")
+
+    def _learn(self, reply: Header) -> None:
         self.count, self.moved, self.grows = reply["count"], reply["moved"], reply["grows"]
         self.have = unpacked(reply["have"], self.head)
         for number, index in self.spoilt:
             self.have[number][index] = False
-        return ""
 
     def _ask(self, header: Header) -> Any:
         self.line.send(header)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import struct
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 MIB = 1 << 20
-_LIMIT = 60.0
+_LIMIT = 20.0
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["distflow.weights.publish", "distflow.weights.pull"])
 
@@ -89,40 +92,97 @@ def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[s
         line.send(said or {})
 
 
-class Publishing:
+class Serving:
+    """What both kinds can be told about the chunks that they serve."""
+
+    source: Any
+
+    def sent(self) -> dict[str, Any]:
+        return {"sent": self.source.sent}
+
+    def port(self) -> dict[str, Any]:
+        return {"port": self.source.address[1]}
+
+    def tire(self, seconds: float) -> None:
+        """From now on each chunk takes at least so long."""
+        give = self.source._give
+
+        def slowly(client: Any, header: Any) -> None:
+            time.sleep(seconds)
+            give(client, header)
+
+        self.source._give = slowly
+
+    def die_serving(self, chunks: int) -> None:
+        """Serve so many chunks whole, and of the next one a half."""
+        give, left = self.source._give, [chunks]
+
+        def serve(client: Any, header: Any) -> None:
+            if not left[0]:
+                place = self.source.holdings[header["key"]].place((header["part"], header["index"]))
+                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", 1, len(place)) + msgpack.packb({}))
+                client.line.sock.sendall(memoryview(place)[: len(place) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            give(client, header)
+
+        self.source._give = serve
+
+    def spoil(self, part: int, chunk: int) -> None:
+        """What is served of this chunk is not what was published."""
+        holding = list(self.source.holdings.values())[-1]
+        holding.place((part, chunk))[100] ^= 255
+
+
+class Publishing(Serving):
     def __init__(self, store: Any, token: bytes, **settings: Any):
         from distflow.weights.publish import Publisher
 
         self.publisher = Publisher(store, token, **settings)
+        self.source = self.publisher.source
 
     def publish(self, version: int, mib: float, same: int = 0) -> None:
         self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, same))
 
-    def spoil(self, chunk: int, times: int = 1) -> None:
-        """What is served of this chunk is not what was published."""
-        holding = self.publisher.held[-1]
-        holding.place((self.publisher.rank, chunk))[100] ^= 255
+    def die_publishing(self, version: int, mib: float, at: str) -> None:
+        """End in the middle of `publish`."""
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def sent(self) -> dict[str, Any]:
-        return {"sent": self.publisher.sent}
+        owner = {"_copied": self.publisher, "_count_in": self.publisher, "reveal": self.publisher.directory}[at]
+        setattr(owner, at, die)
+        self.publish(version, mib)
+
+    def by_way_of(self, port: int) -> None:
+        """Be found there from now on."""
+        self.publisher.directory.tell(address=("127.0.0.1", port))
 
 
-class Pulling:
-    def __init__(self, store: Any, token: bytes, **settings: Any):
+class Pulling(Serving):
+    def __init__(self, store: Any, token: bytes, deadline: float = 1.0, **settings: Any):
         from distflow.weights.pull import Puller
 
-        self.puller = Puller(store, token, **settings)
+        self.puller = Puller(store, token, deadline=deadline, **settings)
+        self.source = self.puller.source
 
     def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
-        begun = time.monotonic()
         weights = self.puller.pull(**given)
-        seconds = time.monotonic() - begun
         good = right(dict(weights.tensors()), weights.version, mib, ranks, same)
-        return {"version": weights.version, "right": good, "seconds": seconds}
+        return {"version": weights.version, "right": good}
+
+    def die_pulling(self, chunks: int) -> None:
+        """End when so many chunks have come."""
+        from distflow.weights.holding import Holding
+
+        verify, left = Holding.verify, [chunks]
+
+        def count(holding: Any, chunk: Any) -> bool:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return verify(holding, chunk)
+
+        Holding.verify = count
 
     def newest(self) -> dict[str, Any]:
         return {"newest": self.puller.newest()}
-
-    def sent(self) -> dict[str, Any]:
-        return {"sent": self.puller.sent}
-

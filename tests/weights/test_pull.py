@@ -1,12 +1,81 @@
-"""One version of weights, from a trainer to rollouts."""
+"""Weights from a trainer to rollouts, when nothing goes wrong, and what they leave behind."""
 
 
 def test_a_rollout_pulls_what_a_trainer_publishes(mover, events):
-    trainer = mover("publisher", rank=0, ranks=1, transport="tcp")
-    rollout = mover("puller", who="a")
-    for version in (3, 4):
+    trainer = mover("publisher", rank=0, ranks=1)
+    rollout = mover("puller", who="a", transport="tcp")
+    for version in (3, 4, 7):
         trainer.ask("publish", version=version, mib=4)
-        said = rollout.ask("pull", mib=4)
-        assert (said["version"], said["right"]) == (version, True), said
-    assert [event["transports"] for event in events("weights_pulled")] == [["tcp"], ["tcp"]]
-    assert rollout.ask("newest") == {"newest": 4}
+        assert rollout.ask("pull", mib=4) == {"version": version, "right": True}
+    assert rollout.ask("newest") == {"newest": 7}
+    assert rollout.ask("pull", mib=4) == {"version": 7, "right": True}, "it is here already"
+    told = [(event["version"], event["transports"], event["bytes"]) for event in events("weights_pulled")]
+    assert told == [(version, ["tcp"], 4 << 20) for version in (3, 4, 7)]
+
+
+def test_each_rank_of_a_trainer_sends_its_part(mover):
+    trainers = [mover("publisher", rank=rank, ranks=3) for rank in range(3)]
+    rollout = mover("puller", who="a")
+    for trainer in trainers:
+        trainer.send("publish", version=1, mib=2)
+    assert all(trainer.answer() == {} for trainer in trainers)
+    assert rollout.ask("pull", mib=2, ranks=3) == {"version": 1, "right": True}
+    assert [trainer.ask("sent")["sent"] for trainer in trainers] == [2 << 20] * 3
+
+
+def test_what_did_not_change_does_not_move(mover, events):
+    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    for version in (1, 2):
+        trainer.ask("publish", version=version, mib=8, same=14)
+        assert rollout.ask("pull", mib=8, same=14) == {"version": version, "right": True}
+    first, second = events("weights_pulled")
+    assert (first["bytes"], first["unchanged_bytes"]) == (8 << 20, 0)
+    assert (second["bytes"], second["unchanged_bytes"]) == (1 << 20, 7 << 20)
+
+
+def test_a_trainer_sends_once_however_many_pull(mover):
+    """Rollouts that pull together form a row; one that comes later is served by them."""
+    trainer = mover("publisher", rank=0, ranks=1)
+    rollouts = [mover("puller", who=f"rollout-{number}") for number in range(4)]
+    trainer.ask("tire", seconds=0.02)
+    trainer.ask("publish", version=1, mib=8)
+    for rollout in rollouts:
+        rollout.send("pull", mib=8)
+    assert [rollout.answer() for rollout in rollouts] == [{"version": 1, "right": True}] * 4
+    late = mover("puller", who="late")
+    assert late.ask("pull", mib=8) == {"version": 1, "right": True}
+    assert trainer.ask("sent") == {"sent": 8 << 20}
+    assert sum(rollout.ask("sent")["sent"] for rollout in rollouts) == 4 * (8 << 20)
+
+
+def test_another_token_gets_nothing(mover):
+    trainer, stranger = mover("publisher", rank=0, ranks=1), mover("puller", who="a", token=b"x" * 32)
+    trainer.ask("publish", version=1, mib=1)
+    said = stranger.ask("pull", mib=1)
+    assert said["error"] == "WeightsError"
+    assert "its token is not that of the run" in said["message"]
+    assert trainer.ask("sent") == {"sent": 0}
+
+
+def test_runs_do_not_mix(mover):
+    """Two of them on one store, even with the same token and the same names."""
+    for run, version in (("one", 5), ("two", 6)):
+        mover("publisher", rank=0, ranks=1, run=run).ask("publish", version=version, mib=1)
+    for run, version in (("one", 5), ("two", 6)):
+        assert mover("puller", who="a", run=run).ask("pull", mib=1) == {"version": version, "right": True}
+
+
+def test_versions_count_upwards_and_old_ones_go(mover):
+    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    for version in (1, 2, 3):
+        trainer.ask("publish", version=version, mib=1)
+    said = trainer.ask("publish", version=3, mib=1)
+    assert (said["error"], "count upwards" in said["message"]) == ("WeightsError", True)
+    assert rollout.ask("pull", mib=1, version=2) == {"version": 2, "right": True}
+    assert rollout.ask("pull", mib=1, version=1, seconds=5)["error"] == "WeightsLost"
+    assert rollout.ask("pull", mib=1, version=9)["error"] == "WeightsLost"
+
+
+def test_nothing_to_pull_is_an_error_after_the_limit(mover):
+    said = mover("puller", who="a").ask("pull", mib=1, seconds=0.3)
+    assert (said["error"], "newest on the board is -1" in said["message"]) == ("WeightsLate", True)

@@ -17,11 +17,13 @@ from typing import Any, Protocol
 import numpy
 
 from distflow.data.dock.line import Line
+from distflow.data.warehouse import machine_name
 from distflow.schema.errors import did_you_mean
 from distflow.weights.buffers import Buffers
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport.memory import Memory
 from distflow.weights.transport.tcp import Tcp
+from distflow.weights.transport.ucx import Ucx, is_installed
 
 Header = dict[str, Any]
 Moved = Callable[[int], None]
@@ -31,7 +33,9 @@ WINDOW = 2
 
 
 class Outlet(Protocol):
-    """A source's end, for one connection."""
+    """A source's end, for one connection. `reply`: what the puller must know of it."""
+
+    reply: Header
 
     def give(self, line: Line, chunk: numpy.ndarray) -> None:
         """Answer a request with a chunk. It stays as it is until `WINDOW` more were asked for, or the line ends."""
@@ -43,6 +47,9 @@ class Inlet(Protocol):
     """A puller's end, for one connection. `said`: what the source must know of it."""
 
     said: Header
+
+    def met(self, reply: Header) -> None:
+        """What the source replied to `said`."""
 
     def take(self, line: Line, header: Header, size: int, into: numpy.ndarray, moved: Moved) -> None:
         """Put what was answered (a header, and `size` bytes on the line) where it belongs.
@@ -63,18 +70,21 @@ class Transport(Protocol):
 
     def outlet(self, said: Header) -> Outlet: ...
 
-    def inlet(self, offer: Header, host: str, deadline: float) -> Inlet | None:
+    def inlet(self, offer: Header, deadline: float) -> Inlet | None:
         """None: not with this source."""
 
 
-def transports(wish: str, buffers: Buffers, token: bytes, host: str) -> dict[str, Transport]:
+def transports(wish: str, buffers: Buffers, token: bytes) -> dict[str, Transport]:
     """Those that this process can use, best first.
 
     Raises:
-        NoTransport: `wish` is none of them.
+        NoTransport: `wish` is none of them, or cannot be used here.
     """
-    made: dict[str, Callable[[], Transport]] = {
-        "memory": lambda: Memory(buffers, token), "tcp": Tcp}
+    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token), "ucx": Ucx, "tcp": Tcp}
     if wish != "auto" and wish not in made:
         raise NoTransport(f"there is no transport `{wish}`. {did_you_mean(wish, ['auto', *made])}")
-    return {name: make() for name, make in made.items() if wish in ("auto", name)}
+    if wish == "memory" and not machine_name():
+        raise NoTransport("the transport `memory` needs memfd_create and /proc, which this system does not have, or "
+                          "DISTFLOW_MACHINE is set to nothing. Set  transport: auto")
+    there = {"memory": bool(machine_name()), "ucx": is_installed(), "tcp": True}
+    return {name: make() for name, make in made.items() if name == wish or (wish == "auto" and there[name])}

@@ -48,7 +48,7 @@ class Memory:
     def outlet(self, said: dict[str, Any]) -> MemoryOutlet:
         return MemoryOutlet(self.buffers)
 
-    def inlet(self, offer: dict[str, Any], host: str, deadline: float) -> MemoryInlet | None:
+    def inlet(self, offer: dict[str, Any], deadline: float) -> MemoryInlet | None:
         """None: the source is on another machine, or may not be looked into."""
         if offer["machine"] != machine_name():
             return None
@@ -61,6 +61,8 @@ class Memory:
 
 
 class MemoryOutlet:
+    reply: dict[str, Any] = {}
+
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
         self.lent: deque[numpy.ndarray] = deque(maxlen=_LENT)
@@ -83,6 +85,9 @@ class MemoryInlet:
     def __init__(self, process: int):
         self.process = process
         self.opened: dict[int, numpy.ndarray] = {}
+
+    def met(self, reply: dict[str, Any]) -> None:
+        pass
 
     def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
              moved: Callable[[int], None]) -> None:

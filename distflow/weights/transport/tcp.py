@@ -21,11 +21,13 @@ class Tcp:
     def outlet(self, said: dict[str, Any]) -> TcpOutlet:
         return TcpOutlet()
 
-    def inlet(self, offer: dict[str, Any], host: str, deadline: float) -> TcpInlet:
+    def inlet(self, offer: dict[str, Any], deadline: float) -> TcpInlet:
         return TcpInlet()
 
 
 class TcpOutlet:
+    reply: dict[str, Any] = {}
+
     def give(self, line: Line, chunk: numpy.ndarray) -> None:
         line.send({}, [memoryview(chunk)])
 
@@ -35,6 +37,9 @@ class TcpOutlet:
 
 class TcpInlet:
     said: dict[str, Any] = {}
+
+    def met(self, reply: dict[str, Any]) -> None:
+        pass
 
     def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
              moved: Callable[[int], None]) -> None:
