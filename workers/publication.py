@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from distflow.weights.publish import Publisher
 
 from distflow.schema.plan import Plan
+from distflow.weights.publish import Publisher
 from workers.channel import Channel
 from workers.engines.precision import is_half
 from workers.roles import Role
