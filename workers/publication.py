@@ -23,10 +23,14 @@ class Publication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, rank=dist.get_rank(),
                                            ranks=dist.get_world_size(), host=channel.host) for name in self.roles}
+        self.newest: dict[str, int] = {}
+        """Versions that are published."""
 
     def __call__(self) -> None:
         for name, role in self.roles.items():
-            self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
+            if role.version != self.newest.get(name):  # a step of which no row is left trains nothing
+                self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
+                self.newest[name] = role.version
 
     def close(self) -> None:
         for publisher in self.publishers.values():
