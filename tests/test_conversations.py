@@ -95,6 +95,61 @@ def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, 
     assert {row["step"] for row in rows} == {1, 2, 3}
 
 
+ASYNC = ("--set", "mode=async", "--set", "groups.rollout=1", "--set", "staleness=0")
+
+
+def test_async_without_staleness_has_the_conversations_and_losses_of_sync(launch, workspace, tools):
+    apart = (*ASYNC, "--set", "groups.rollout=2")
+    for name, ranks, mode in (("sync", 1, ()), ("async", 2, ASYNC), ("apart", 3, apart)):
+        launch(ranks, *tools(False), "--name", name, "--set", "steps=3", "--set", "data.batch=5", *mode)
+    one, *others = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "async", "apart"))
+    for step, other in ((step, other) for step in (1, 2, 3) for other in others):
+        assert one[step]["response/fingerprint"] == other[step]["response/fingerprint"]
+        assert one[step]["environment/reward"] == pytest.approx(other[step]["environment/reward"], abs=1e-9)
+        assert one[step]["loss"] == pytest.approx(other[step]["loss"], abs=1e-5)
+        assert one[step]["grad_norm"] == pytest.approx(other[step]["grad_norm"], rel=1e-3, abs=1e-5)
+        assert other[step]["staleness/max"] == 0
+        assert other[step]["environment/turns"] == 3
+        assert other[step]["mismatch/logprob_max"] < 1e-4
+    for name, ranks in (("sync", [0]), ("async", [1]), ("apart", [1, 2])):
+        files = sorted(workspace.glob(f"runs/{name}/trajectories/*"))
+        assert [file.name for file in files] == [f"rank{rank}.jsonl" for rank in ranks]
+        for file in files:
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            assert {row["step"] for row in rows} == {1, 2, 3}
+            for step in (1, 2, 3):
+                mine = {row["row"] for row in rows if row["step"] == step}
+                assert mine <= set(range((step - 1) * 20, step * 20))  # five prompts a step, four rows a prompt
+                assert len(mine) == 16 or name == "apart"
+
+
+def test_async_goes_on_with_hostile_environments(launch, workspace, tools):
+    """As in mode sync: what fails depends on the question alone."""
+    for name, ranks, mode in (("sync", 1, ()), ("async", 2, (*ASYNC, "--set", "staleness=1"))):
+        done = launch(ranks, *tools(True), "--name", name, "--set", "steps=3", "--set", "data.batch=6", *mode)
+        assert "trajectories failed and are left out" in done.stderr
+    metrics = [[json.loads(line) for line in (workspace / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+               for name in ("sync", "async")]
+    for one, other in zip(*metrics, strict=True):
+        assert one["environment/failed"] == other["environment/failed"]
+        assert one["filter/rollout/dropped"] == other["filter/rollout/dropped"]
+        assert ("loss" in one) == ("loss" in other)
+        assert other.get("staleness/max", 0) <= 1
+    assert sum(each["environment/failed"] for each in metrics[1]) > 0
+    events = [json.loads(line) for line in (workspace / "runs/async/events.jsonl").read_text().splitlines()]
+    failed = [event["count"] for event in events if event["event"] == "environment_failed"]
+    assert sum(failed) == sum(each["environment/failed"] for each in metrics[1])
+
+
+def test_an_environment_that_always_fails_ends_an_async_run(launch, workspace, tools):
+    (workspace / "tools.py").write_text(TOOLS.replace('raise ValueError("no such letter")', "pass").replace(
+        "self.turns += 1", 'raise ValueError("no letters at all")'))
+    done = launch(2, *tools(False), "--name", "lost", "--set", "steps=9", "--set", "data.batch=4", *ASYNC, code=None)
+    assert done.returncode != 0
+    assert "environment `Tool` has failed for every trajectory of 3 steps in a row" in done.stderr
+    assert "no letters at all" in done.stderr
+
+
 def test_two_roles_answer_in_turn_and_each_learns_from_its_own_rewards(launch, workspace):
     (workspace / "praise.py").write_text("""
 from distflow import reward

@@ -26,7 +26,7 @@ from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
 _HOST = "DISTFLOW_HOST"
-_OVER = "over"
+_OVER, _FIRST = "over", "first step"
 
 
 @dataclass
@@ -60,6 +60,15 @@ class Channel:
         prompts = torch.arange(first, last + 1)
         ids = self.rows_of(prompts)
         dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // self.rows, wait=wait)
+
+    def begin(self, step: int) -> None:
+        """Let those that sample know at which step the trainer begins."""
+        self.store.set(_FIRST, str(step))
+
+    @property
+    def first(self) -> int:
+        """The step at which the trainer begins; waits for it."""
+        return int(self.store.get(_FIRST))
 
     def end(self) -> None:
         """Nobody has to sample any more."""

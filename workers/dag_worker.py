@@ -95,7 +95,6 @@ class DagWorker:
         self.sink.start(self.first)
         for step in range(self.first, self.spec.run.steps):
             torch.manual_seed(key_of(self.spec.run.seed, step))
-            trajectories().start(step)
             for role in self.roles.values():
                 role.step = step
             yield step

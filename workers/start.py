@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from distflow.observe import events
 from distflow.observe.folder import RunFolder
+from distflow.observe.trajectories import trajectories
 from distflow.robust.board import Board
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES, load_function
@@ -51,7 +52,7 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
     channel = open_channel(plan, spec.run.data.batch, board) if group and not export else None
     try:
         if group and group.name == ROLLOUT:
-            _sample(spec, group, board.rank, channel, device, path / "events.jsonl")
+            _sample(spec, group, board.rank, channel, device, path)
         else:
             _train(spec, group.plan if group else plan, plan, team, channel, device, path, resume, export)
     finally:
@@ -93,6 +94,8 @@ def _train(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | No
     else:
         if team.rank == 0 and resume:
             RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
+        if channel and team.rank == 0:
+            channel.begin(worker.first)
         worker.run()
         if channel:
             channel.end()
@@ -114,16 +117,17 @@ def _worker(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | N
         return worker
 
 
-def _sample(spec: Spec, group: Group, rank: int, channel: Channel | None, device: str, events_file: Path) -> None:
+def _sample(spec: Spec, group: Group, rank: int, channel: Channel | None, device: str, path: Path) -> None:
     """Run the chain of a rank that only samples. Without a channel there is nobody to sample for."""
     if channel is None:
         return
     plan = group.plan
     functions = _load_functions(spec, plan)
-    events.current().open(events_file, rank)
+    events.current().open(path / "events.jsonl", rank)
     names = {task.role for task in plan.tasks if task.type in ENGINE_TYPES}
     roles = build_roles(spec, plan, names, {task.role for task in plan.tasks if task.samples}, device, training=False)
     loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
+    trajectories().open(path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, channel.first)
     worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}", group.replicas)
     try:
         worker.run()

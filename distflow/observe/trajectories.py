@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any, TextIO
 
 from distflow.observe.folder import append, finite, forget_after
 
+_NODES = 1024
+"""Of so many, over all steps, it is known how many rows are written."""
+
 
 class Trajectories:
-    """One rank's file. It only grows, and has a turn's line as soon as the turn is over.
+    """One rank's file, for any number of threads. It only grows, and has a turn's line as soon as the turn is over.
 
     A line: `step` (from 1, as in metrics.jsonl), `row` (id), `turn` (from 1), `text`, `observation`, `tokens` (that
     the model sampled in this turn), `reward`, `done`, `seconds` (of the environment), and `failed` where it did.
@@ -19,10 +23,13 @@ class Trajectories:
     def __init__(self) -> None:
         self.path: Path | None = None
         self.file: TextIO | None = None
-        self.rows, self.step = 0, 0
+        self.rows = 0
+        self.written: dict[tuple[int, int], int] = {}
+        """Rows by step and node."""
+        self.lock = threading.Lock()
 
     def open(self, path: Path, rows: int, resumed_at: int | None = None) -> None:
-        """Write to `path`. `rows`: of so many of a step's rows, its first ones, functions should write the turns.
+        """Write to `path`. `rows`: of so many of the rows of a step and node, the first ones, turns are written.
 
         A resumed run writes its steps anew.
         """
@@ -30,19 +37,26 @@ class Trajectories:
             forget_after(path, resumed_at)
         self.path, self.rows = path, rows
 
-    def start(self, step: int) -> None:
-        """`step` counts from 0."""
-        self.step = step + 1
+    def claim(self, step: int, node: int, rows: int) -> int:
+        """How many of these rows have their turns written; they count as such. `node` numbers those of a step."""
+        with self.lock:
+            before = self.written.pop((step, node), 0)
+            self.written[step, node] = before + rows
+            if len(self.written) > _NODES:
+                del self.written[next(iter(self.written))]
+            return min(max(self.rows - before, 0), rows)
 
-    def write(self, row: int, turn: dict[str, Any]) -> None:
-        """Add a turn; does nothing outside a run."""
+    def write(self, step: int, row: int, turn: dict[str, Any]) -> None:
+        """Add a turn, of a step counted from 0; does nothing outside a run."""
         if self.path is None:
             return
-        if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = append(self.path)
-        self.file.write(json.dumps({"step": self.step, "row": row, **finite(turn)}, ensure_ascii=False) + "\n")
-        self.file.flush()
+        line = json.dumps({"step": step + 1, "row": row, **finite(turn)}, ensure_ascii=False)
+        with self.lock:
+            if self.file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = append(self.path)
+            self.file.write(line + "\n")
+            self.file.flush()
 
 
 _trajectories = Trajectories()

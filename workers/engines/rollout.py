@@ -80,6 +80,8 @@ class Session(ABC):
     """
 
     key: int
+    shared = False
+    """Whether the engine samples for others meanwhile; `step` then only waits."""
 
     def key_of(self, row: Row) -> int:
         return self.key if row.key is None else row.key
@@ -105,6 +107,9 @@ class Session(ABC):
     @abstractmethod
     def step(self) -> list[Row]:
         """Go on for a moment: the rows whose turn ended meanwhile. None while the engine is paused."""
+
+    def wake(self) -> None:  # noqa: B027 - most compute, and wait for nothing
+        """Have a `step` that only waits return, or the next one. From any thread."""
 
     @abstractmethod
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:

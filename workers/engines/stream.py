@@ -6,6 +6,7 @@ thread, which runs `drive`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import defaultdict
@@ -110,9 +111,11 @@ class Stream(Sampler):
 class Caller(Session):
     """One caller's rows among all that the engine samples. For one thread."""
 
+    shared = True
+
     def __init__(self, stream: Stream, key: int, kind: tuple[float | None, bool]):
         self.stream, self.key, self.kind = stream, key, kind
-        self.ended: queue.SimpleQueue[Row] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self.open = 0
 
     @property
@@ -129,17 +132,20 @@ class Caller(Session):
         self.stream.tell(lambda: self.stream._real(self.kind).forget(row))
 
     def step(self) -> list[Row]:
-        """The rows whose turn ended; waits a moment for the first one."""
-        found = []
-        try:
-            found.append(self.ended.get(timeout=_MOMENT))
+        """The rows whose turn ended; waits a moment for the first one, or for `wake`."""
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            ended.append(self.ended.get(timeout=_MOMENT))
             while True:
-                found.append(self.ended.get_nowait())
-        except queue.Empty:
-            self.open -= len(found)
+                ended.append(self.ended.get_nowait())
+        found = [row for row in ended if row is not None]
+        self.open -= len(found)
         if not found:
             self.stream.check()
         return found
+
+    def wake(self) -> None:
+        self.ended.put(None)
 
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
         done: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()

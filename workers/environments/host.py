@@ -1,16 +1,19 @@
-"""A rank's side of its environments: it never waits for one, and ends those that take too long."""
+"""The processes of a rank's environments, seen from outside: it never waits for one, and ends those that take too
+long."""
 
 from __future__ import annotations
 
 import array
 import json
 import math
+import os
 import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 from distflow.schema.errors import EngineError
@@ -24,30 +27,24 @@ _MOST = 512
 """Processes at a time, as far as they are shared."""
 _AT_ONCE = 64
 """Processes that have been told to end, until it is seen to that they did."""
-_hosts: dict[str, Host] = {}
 _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.environments.nursery import main; main()"
 
 
-def host_of(hosting: Hosting) -> Host:
-    """The host of these environments; it stays for the steps to come."""
-    key = repr(hosting)
-    if key not in _hosts:
-        _hosts[key] = Host(hosting)
-    return _hosts[key]
-
-
 class Host:
-    """Environments by row. `step` hands over what the model said, `turns` gives what has come back."""
+    """Environments by row. `step` hands over what the model said, `turns` gives what has come back.
+
+    For one thread, but for `wake`. Its processes end with the thread that has made it.
+    """
 
     def __init__(self, hosting: Hosting):
         self.hosting = hosting
         self.talks: dict[int, Talk] = {}
         self.selector = selectors.DefaultSelector()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self.bell, selectors.EVENT_READ)
         self.shared: list[Process] = []
         self.over: list[int] = []
         """Processes that have been told to end."""
-        self.lost = 0
-        """Steps in a row of which every trajectory has failed."""
         self.failures: deque[tuple[int, Failure]] = deque()
         self.nursery, self.line = self._start()
 
@@ -83,9 +80,10 @@ class Host:
         self._ask(talk)
 
     def turns(self, patience: float = 0.0) -> list[tuple[int, Turn | Failure]]:
-        """Rows whose environment has answered: waits up to `patience` seconds for one, if a step is under way."""
+        """Rows whose environment has answered: waits up to `patience` seconds for one, if a step is under way and
+        nobody calls `wake`."""
         found: list[tuple[int, Turn | Failure]] = []
-        until = time.monotonic() + patience
+        until, woken = time.monotonic() + patience, False
         while True:
             for process in self._processes():
                 process.pump()
@@ -94,13 +92,19 @@ class Host:
                             *(each.blocked_at for each in self._may_be_left())])
             waits = self.busy and not self.failures
             for key, events in self.selector.select(max(0.0, deadline - time.monotonic()) if waits else 0.0):
-                found += self._hear(key.data, events)
+                woken |= key.data is None and bool(os.eventfd_read(self.bell))
+                found += self._hear(key.data, events) if key.data else []
             for process in [each for each in self._processes() if each.deadline <= time.monotonic()]:
-                self._lose(process, f"took longer than {self.hosting.seconds:g} s", timeout=True)
+                late = [talk for talk, deadline in process.asked.items() if deadline <= time.monotonic()]
+                self._lose(process, late, Failure(f"took longer than {self.hosting.seconds:g} s", timeout=True))
             found += self.failures
             self.failures.clear()
-            if found or not self.busy or time.monotonic() >= until:
+            if found or woken or not self.busy or time.monotonic() >= until:
                 return found
+
+    def wake(self) -> None:
+        """Have a `turns` that waits return, or the next one. From any thread."""
+        os.eventfd_write(self.bell, 1)
 
     def _may_be_left(self) -> list[Process]:
         return self.shared if len(self.selector.get_map()) < _MOST else []
@@ -121,15 +125,18 @@ class Host:
     def end(self, row: int) -> None:
         """The row is not asked again."""
         talk = self.talks.pop(row, None)
-        if talk and talk.place:
-            if talk.place in self.shared:
-                talk.place.forget(row)
-            else:
-                self._close(talk.place)
+        if talk is None or talk.place is None:
+            return
+        if talk.place not in self.shared:
+            self._close(talk.place)
+        elif talk in talk.place.asked:  # it may go on for long
+            self._lose(talk.place, [talk])
+        else:
+            talk.place.forget(talk)
 
-    def tidy(self) -> None:
-        """Let go of everything that was left behind."""
-        for row in list(self.talks):
+    def tidy(self, rows: Iterable[int] | None = None) -> None:
+        """Let go of everything that was left behind, of these rows (None: of all)."""
+        for row in list(self.talks) if rows is None else rows:
             self.end(row)
         if self.over:
             self._reap()
@@ -139,11 +146,12 @@ class Host:
         for process in self._processes():
             process.line.close()
         self.selector.close()
+        os.close(self.bell)
         self.line.close()
         self.nursery.wait()
 
     def _processes(self) -> list[Process]:
-        return [key.data for key in self.selector.get_map().values()]
+        return [key.data for key in self.selector.get_map().values() if key.data]
 
     def _ask(self, talk: Talk) -> None:
         talk.tries += 1
@@ -195,13 +203,13 @@ class Host:
             else:
                 self._retry(self.talks[row], answer)
         if wrong:
-            self._lose(process, wrong)
+            under_way = [talk for talk, deadline in process.asked.items() if deadline < math.inf]
+            self._lose(process, under_way, Failure(wrong))
         return found
 
-    def _lose(self, process: Process, reason: str, timeout: bool = False) -> None:
-        """End a process. The step that was under way has failed; other environments that it held are made again."""
-        late = [talk for talk, deadline in process.asked.items() if deadline <= time.monotonic()] if timeout else \
-            [talk for talk, deadline in process.asked.items() if deadline < math.inf]
+    def _lose(self, process: Process, late: list[Talk], failure: Failure | None = None) -> None:
+        """End a process. The steps of `late` have failed, or are not wanted any more; other environments that it held
+        are made again."""
         others = [talk for talk in [*process.asked, *process.waiting] if talk not in late]
         self._close(process)
         for talk in self.talks.values():
@@ -209,8 +217,8 @@ class Host:
         for talk in others:
             talk.tries -= 1
             self._ask(talk)
-        for talk in late:
-            self._retry(talk, Failure(reason, timeout))
+        for talk in late if failure else ():
+            self._retry(talk, failure)
 
     def _retry(self, talk: Talk, failure: Failure) -> None:
         """Once more from its beginning, if that is safe; else the trajectory has failed."""

@@ -117,8 +117,13 @@ class Process:
             if not self.hosting.coroutine:
                 break
 
-    def forget(self, row: int) -> None:
-        """The row is not asked again."""
+    def forget(self, talk: Talk) -> None:
+        """It is not asked for again."""
+        if talk in self.waiting:
+            self.waiting.remove(talk)
+        self._forget(talk.row)
+
+    def _forget(self, row: int) -> None:
         self.made.discard(row)
         self.out += _packed({"end": row})
 
@@ -126,7 +131,7 @@ class Process:
         """Nobody waits for other answers of this process any more."""
         self.given_up = {other.row for other in self.asked if other is not talk}
         for row in self.made - {talk.row}:
-            self.forget(row)
+            self._forget(row)
         self.asked, self.made = {talk: self.asked[talk]}, {talk.row}
         self.waiting.clear()
 

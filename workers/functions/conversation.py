@@ -24,7 +24,10 @@ from distflow.schema.errors import EngineError
 from distflow.schema.registry import Environment
 from workers.engines.chat import Between
 from workers.engines.rollout import Row, Session
-from workers.environments.host import Failure, Host, Hosting, host_of
+from workers.environments.host import Host
+from workers.environments.losses import losses_of
+from workers.environments.process import Failure, Hosting
+from workers.environments.reception import Guest, environments_for
 from workers.functions.rollout import fingerprint
 from workers.roles import Role
 
@@ -60,20 +63,21 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     kind = kind_of(load_environment(environment))
     hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                       memory_gib)
-    host = host_of(hosting)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
-    with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows):
+    with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
+            environments_for(session, hosting) as host:
+        saved = trajectories().claim(engine.step, engine.stream, len(rows))
         talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()},
-                       place < trajectories().rows) for place, each in enumerate(rows)]
+                       place < saved) for place, each in enumerate(rows)]
         for start in range(0, len(rows), group_size):
             session.add(rows[start : start + group_size])
         talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
         talking.run(talks)
-    _report(talks, ids, environment, talking.idle)
-    host.lost = host.lost + 1 if talks and all(talk.failure for talk in talks) else 0
-    if host.lost >= _PATIENCE:
+    _report(talks, ids, environment, None if session.shared else talking.idle)
+    failures = [talk.failure for talk in talks if talk.failure]
+    if losses_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
         raise EngineError(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a row; "
-                          f"the last: {talks[-1].failure.reason}")
+                          f"the last: {failures[-1].reason}")
     return _columns(talks, engine)
 
 
@@ -105,7 +109,8 @@ class _Talk:
 class _Talking:
     """Samples what can be sampled while environments work on the rest."""
 
-    def __init__(self, session: Session, host: Host, engine: Role, between: Between, limits: tuple[int, int, int]):
+    def __init__(self, session: Session, host: Host | Guest, engine: Role, between: Between,
+                 limits: tuple[int, int, int]):
         self.session, self.host, self.engine, self.between = session, host, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
         self.idle = 0.0
@@ -114,25 +119,22 @@ class _Talking:
     def run(self, talks: list[_Talk]) -> None:
         """All of them to their ends."""
         self.by_row = {talk.row.id: talk for talk in talks}
-        try:
-            while self.session.busy or self.host.busy:
-                start = time.perf_counter()
-                for row in self.session.step():
-                    self._said(self.by_row[row.id])
-                stepped = time.perf_counter()
-                for row, answer in self._turns(stepped - start):
-                    self._heard(self.by_row[row], answer)
-        finally:
-            self.host.tidy()
+        while self.session.busy or self.host.busy:
+            start = time.perf_counter()
+            for row in self.session.step() if self.session.busy else ():
+                self._said(self.by_row[row.id])
+            stepped = time.perf_counter()
+            for row, answer in self._turns(stepped - start):
+                self._heard(self.by_row[row], answer)
 
     def _turns(self, step: float) -> list[tuple[int, Turn | Failure]]:
         """What environments have answered. With nothing to sample the first one is waited for, and those that follow
-        it within the time of a step: they are then read together."""
+        it within the time of a step: they are then read together, unless the engine has others to sample for."""
         if self.session.busy:
             return self.host.turns()
         start = time.perf_counter()
         found = self.host.turns(math.inf)
-        until = time.perf_counter() + step
+        until = time.perf_counter() + (0.0 if self.session.shared else step)
         while self.host.busy and (rest := until - time.perf_counter()) > 0:
             found += self.host.turns(rest)
         self.idle += time.perf_counter() - start
@@ -172,12 +174,12 @@ class _Talking:
     def _save(self, talk: _Talk, answer: Turn | Failure) -> None:
         turn = {"failed": answer.reason} if isinstance(answer, Failure) else {
             "observation": answer.observation, "reward": answer.reward, "done": answer.done}
-        trajectories().write(talk.row.id, {"turn": talk.turns, "text": self._text(talk.row),
-                                           "tokens": len(talk.row.tokens), **turn,
-                                           "seconds": round(time.perf_counter() - talk.asked, 6)})
+        trajectories().write(self.engine.step, talk.row.id, {
+            "turn": talk.turns, "text": self._text(talk.row), "tokens": len(talk.row.tokens), **turn,
+            "seconds": round(time.perf_counter() - talk.asked, 6)})
 
 
-def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float) -> None:
+def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float | None) -> None:
     metrics, failed = current(), [talk for talk in talks if talk.failure]
     kept = [talk for talk in talks if not talk.failure]
     metrics.mean("environment/reward", sum(talk.reward for talk in kept), len(kept))
@@ -188,7 +190,8 @@ def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float) -> N
     metrics.add("environment/failed", len(failed))
     metrics.add("environment/timeouts", sum(talk.failure.timeout for talk in failed))
     metrics.add("tokens", sum(len(tokens) for talk in talks for tokens, _, _, sampled in talk.pieces if sampled))
-    metrics.maximum("environment/idle_seconds", idle)
+    if idle is not None:
+        metrics.maximum("environment/idle_seconds", idle)
     metrics.add("response/fingerprint", fingerprint(Ragged.from_rows([torch.tensor(talk.text) for talk in talks]), ids))
     if failed:
         _tell(talks, failed, environment)

@@ -13,7 +13,8 @@ from harness import ROOT
 
 from distflow.schema.errors import EngineError
 from distflow.schema.registry import Turn
-from workers.environments.host import Failure, Host, Hosting
+from workers.environments.host import Host
+from workers.environments.process import Failure, Hosting
 
 HOSTILE = {"sleep": "took longer than", "deaf": "took longer than", "raises": "KeyError: 'no such tool'",
            "nonsense": "TypeError: `step` returned {'observation': '?'}", "infinite": "a finite number",
@@ -160,7 +161,8 @@ def test_nothing_outlives_the_rank(module, tmp_path, end):
     script = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
-from workers.environments.host import Host, Hosting
+from workers.environments.host import Host
+from workers.environments.process import Hosting
 host = Host(Hosting("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0))
 host.step(1, {{"question": "q"}}, "fork")
 while not os.path.exists({str(tmp_path / 'stray')!r}):

@@ -19,7 +19,7 @@ from workers.engines.chat import Between
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.environments import host as hosts
+from workers.environments import losses, reception
 from workers.functions import conversation
 from workers.functions.conversation import converse
 
@@ -54,14 +54,13 @@ def role(tmp_path, monkeypatch):
     rollout = HFRollout(model, settings.generation, tokenizer.pad_token_id, [tokenizer.eos_token_id, *range(5, 60)])
     rollout.version = 4
     yield SimpleNamespace(
-        tokenizer=tokenizer, settings=settings, rollout=rollout, model=model,
+        tokenizer=tokenizer, settings=settings, rollout=rollout, model=model, step=0, stream=0,
         converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
             rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
     current().collect(lambda mine: [mine])
-    for host in hosts._hosts.values():
-        host.close()
-    hosts._hosts.clear()
+    reception.close_all()
+    losses._losses.clear()
 
 
 @pytest.fixture
@@ -157,10 +156,25 @@ def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
 
 
 def test_an_environment_that_always_fails_ends_the_run(role, prompts):
-    for _ in range(2):
+    for role.step in range(2):
         talk(role, prompts, fates=("break",) * 3)
+    role.step = 2
+    talk(role, prompts, fates=("", "break", "break"))
+    for role.step in (3, 4):
+        talk(role, prompts, fates=("break",) * 3)
+    role.step = 5
     with pytest.raises(EngineError, match="every trajectory of 3 steps in a row.*the tool is gone"):
         talk(role, prompts, fates=("break",) * 3)
+
+
+def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
+    """Of three steps that are under way together, one prompt each has failed: that is no reason to end."""
+    counted = losses.Losses()
+    for step in (0, 0, 0, 0):
+        counted.count(step, 8, failed=1)
+    found = [counted.count(step, 8, failed=8) for step in (1, 2, 3, 1, 1, 1, 2, 2, 2, 3, 3, 3)]
+    assert found == [pytest.approx(0.25 * count) for count in range(1, 13)]
+    assert counted.count(4, 8, failed=7) == 0
 
 
 def test_no_rows(role):
@@ -170,9 +184,7 @@ def test_no_rows(role):
 
 
 class Late:
-    """A host that answers the even rows at once, and the odd ones when nothing is left to sample."""
-
-    lost = 0
+    """Answers the even rows at once, and the odd ones when nothing is left to sample."""
 
     def __init__(self, log):
         self.log, self.asked = log, []
@@ -193,13 +205,11 @@ class Late:
 
     def end(self, row): ...
 
-    def tidy(self): ...
-
 
 def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkeypatch):
     """The rows with a quick environment come to their ends before any of the slow ones has answered once."""
     log = []
-    monkeypatch.setattr(conversation, "host_of", lambda hosting: Late(log))
+    monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(Late(log)))
     found = talk(role, prompts)
     assert found.turns.tolist() == [3] * 6
     first_late = log.index(next(event for event in log if event[0] == "answer" and event[1] % 2))
@@ -210,7 +220,7 @@ def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkey
 def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, monkeypatch):
     path = tmp_path / "trajectories/rank0.jsonl"
     trajectories().open(path, rows=4)
-    trajectories().start(6)
+    role.step = 6
     seen = []
 
     def lines() -> list[dict]:
