@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from distflow.data.dock.lease import Lease
 from distflow.observe.metrics import current
 from distflow.schema.plan import TRAINER, Fans, Plan, Task
 from workers.channel import REPORT, Channel
+from workers.publication import Publication
 
 
 class Arrivals:
@@ -24,7 +25,7 @@ class Arrivals:
     """
 
     def __init__(self, loader: Dataloader, channel: Channel, plan: Plan, rank: int, staleness: int, draws: int | None,
-                 limit: float, publish: Callable[[], None]):
+                 limit: float, publish: Publication):
         """
         Args:
             draws: of the whole run; None if that depends on what filters leave.
@@ -88,7 +89,12 @@ class Arrivals:
             if self.rank == 0:
                 self.dock.commit(lease)
         self.leases = []
-        self.publish()
+        if self.drawn_before != self.draws:  # nobody samples after the last draw
+            self.publish()
+
+    def close(self) -> None:
+        self.publish.close()
+        self.dock.close()
 
     def _order(self) -> None:
         if self.rank > 0:

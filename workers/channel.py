@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,9 @@ from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
 _HOST = "DISTFLOW_HOST"
-_OVER, _FIRST = "over", "first step"
+_OVER, _FIRST, _LEFT = "over", "first step", "left"
+_PARTING, _MOMENT = 10.0, 0.05
+"""Seconds in which all ranks see that the run is over, and between two looks."""
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Channel:
     rows: int
     prompts: int
     """Of a step."""
+    ranks: int
     child: Child | None = None
     """The process of this machine's warehouse, if this rank keeps it."""
 
@@ -78,7 +82,15 @@ class Channel:
     def over(self) -> bool:
         return self.store.check([_OVER])
 
+    def part(self) -> None:
+        """This rank needs the dock no more; one that keeps a warehouse waits for the others."""
+        self.store.add(_LEFT, 1)
+        until = time.monotonic() + _PARTING
+        while self.child is not None and self.store.add(_LEFT, 0) < self.ranks and time.monotonic() < until:
+            time.sleep(_MOMENT)
+
     def close(self) -> None:
+        """End this machine's warehouse."""
         if self.child is not None:
             self.child.stop()
 
@@ -98,7 +110,7 @@ def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
     addresses = [tuple(json.loads(board.store.get(f"dock/{each}"))) for each in range(machines)]
     fans = Fans(plan.tasks, plan.source)
     rows = max(fans.times(fans.of(move.producer)) for move in plan.groups[0].plan.dock)
-    channel = Channel(board.store, token, addresses, host, rows, prompts, child)
+    channel = Channel(board.store, token, addresses, host, rows, prompts, plan.ranks, child)
     if board.rank == 0:
         with channel.dock("trainer 0") as dock:
             dock.meet(_consumers(plan, rows, prompts))

@@ -81,7 +81,8 @@ class DagWorker:
             dist.barrier()  # a rank that leaves early tears the group down under the others
 
     def close(self) -> None:
-        """End what engines have started beside this process."""
+        """End what engines have started beside this process, and the ways to other groups."""
+        self.source.close()
         for role in self.roles.values():
             if role.rollout is not None:
                 role.rollout.close()

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,14 +82,15 @@ class RolloutWorker:
 
     def run(self) -> None:
         """Until the trainer says that it is over."""
-        works = [self._take_prompts, self._finish_prompts, *(partial(stream.drive, lambda: self.over)
-                                                             for stream in list(self.streams.values())[1:])]
-        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        self._guarded(partial(next(iter(self.streams.values())).drive, lambda: self.over))
-        for thread in threads:
-            thread.join()
+        first, *others = (partial(stream.drive, lambda: self.over) for stream in self.streams.values())
+        works = [self._take_prompts, self._finish_prompts, *others]
+        with ThreadPoolExecutor(len(works), "rollout") as threads:
+            for work in works:
+                threads.submit(work).add_done_callback(self._notice)
+            try:
+                first()
+            finally:
+                self.ended = True
         if self.failure is not None:
             raise self.failure
 
@@ -103,22 +104,20 @@ class RolloutWorker:
     def over(self) -> bool:
         return self.ended or self.failure is not None
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """An error in any thread ends the worker; unless the run is over, when everything stops answering."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            if not self.over and not (isinstance(error, DockError) and self.channel.over):
-                self.failure = error
-        finally:
-            self.ended = self.ended or self.channel.over
+    def _notice(self, job: Future[None]) -> None:
+        """An error in any thread ends the worker; unless the run is over, when the dock has gone."""
+        error = job.exception()
+        if isinstance(error, DockError) and self.channel.over:
+            self.ended = True
+        elif error is not None:
+            self.failure = self.failure or error
 
     def _take_prompts(self) -> None:
         """Lease prompts as long as there is room, and give each to a thread."""
         room = threading.Semaphore(self.most)
         with self.channel.dock(self.who) as dock, ThreadPoolExecutor(self.most, "prompt") as pool:
             while not self.over:
-                self.ended = self.channel.over
+                self.ended = self.ended or self.channel.over
                 self._renew_leases(dock)
                 if not room.acquire(timeout=_MOMENT):
                     continue
@@ -128,12 +127,13 @@ class RolloutWorker:
                     room.release()
                     continue
                 self.held[lease.number] = (lease, time.monotonic())
-                pool.submit(self._guarded, partial(self._sample, lease, room))
+                pool.submit(self._sample, lease, room).add_done_callback(self._notice)
 
     def _renew_leases(self, dock: Dock) -> None:
         for number, (lease, since) in list(self.held.items()):
             if time.monotonic() - since > lease.seconds / 3:
-                dock.renew(lease)
+                with contextlib.suppress(LeaseLost):  # its commit will say so
+                    dock.renew(lease)
                 self.held[number] = (lease, time.monotonic())
 
     def _sample(self, lease: Lease, room: threading.Semaphore) -> None:
@@ -177,7 +177,7 @@ class RolloutWorker:
         batch = self._crossing(buffer)
         dock.put(batch.with_columns({REPORT: _on_first(metrics.take(), len(batch))}), wait=self.spec.run.wait_limit)
         for each in some:
-            self.held.pop(each.lease.number)
+            self.held.pop(each.lease.number, None)
             try:
                 dock.commit(each.lease)
             except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before

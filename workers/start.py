@@ -55,6 +55,8 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
             _sample(spec, group, board.rank, channel, device, path)
         else:
             _train(spec, group.plan if group else plan, plan, team, channel, device, path, resume, export)
+        if channel:
+            channel.part()
     finally:
         if channel:
             channel.close()

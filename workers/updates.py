@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from distflow.weights.assembled import Weights
+from distflow.weights.errors import WeightsLate
 from distflow.weights.pull import Puller
 
 _MOMENT = 0.05
 """Seconds between two looks at the board."""
+_PATIENCE = 5.0
+"""Seconds of pulling after which the thread looks whether it is over."""
 
 
 class Updates:
@@ -22,9 +26,8 @@ class Updates:
         self.fresh: Weights | None = None
         self.changed = threading.Condition()
         self.over = False
-        self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._pull, name="weights", daemon=True)
-        self.thread.start()
+        self.pool = ThreadPoolExecutor(1, "weights")
+        self.job = self.pool.submit(self._pull)
 
     @property
     def newest(self) -> int:
@@ -37,8 +40,8 @@ class Updates:
 
         Raises what has ended the thread.
         """
-        if self.failure is not None:
-            raise self.failure
+        if self.job.done():
+            self.job.result()
         yield self.fresh
         if self.fresh is not None:
             with self.changed:
@@ -49,18 +52,16 @@ class Updates:
         with self.changed:
             self.over = True
             self.changed.notify_all()
-        self.thread.join()
+        self.pool.shutdown()
         self.puller.close()
 
     def _pull(self) -> None:
-        try:
-            while not self.over:
-                if self.puller.newest() > self.version:
-                    weights = self.puller.pull()
+        while not self.over:
+            if self.puller.newest() > self.version:
+                with contextlib.suppress(WeightsLate):  # it goes on where it stood
+                    weights = self.puller.pull(seconds=_PATIENCE)
                     with self.changed:
                         self.fresh, self.version = weights, weights.version
                         self.changed.wait_for(lambda: self.fresh is None or self.over)
-                with self.changed:
-                    self.changed.wait_for(lambda: self.over, timeout=_MOMENT)
-        except BaseException as error:  # noqa: BLE001 - the thread that samples raises it
-            self.failure = error
+            with self.changed:
+                self.changed.wait_for(lambda: self.over, timeout=_MOMENT)

@@ -50,6 +50,9 @@ class Dataloader:
     def finish(self) -> None:
         """The step is done."""
 
+    def close(self) -> None:
+        """The run is over."""
+
     @property
     def drawn(self) -> range:
         """The rows of the last step, of all shares."""
