@@ -46,22 +46,33 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
 def _moved(move: Transfer) -> str:
     if move.kind == "local":
         return "by reference"
+    if move.kind == "dock":
+        return f"{_size(move.bytes_per_step)} a step"
     if not move.bytes_per_step:
         return "moved before"
     return f"{_size(move.bytes_per_step)} a step, {_size(move.bytes_of_busiest_rank)} through the busiest rank"
 
 
 def _chain(plan: Plan, batch: int) -> Iterator[str]:
-    last = plan.ranks - 1
-    yield from ("", f"chain of rank{f's 0–{last}' if last else ' 0'}")
+    for group in plan.groups:
+        beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
+        nodes = {task.node for task in group.plan.chain(0)}
+        yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
+                          f" ({group.name}{beside})")
+    if not plan.groups:
+        yield from _tasks(plan, list(plan.chain(0)), batch, 0, plan.ranks - 1)
+
+
+def _tasks(plan: Plan, tasks: list[Task], batch: int, first: int, last: int, group: str = "") -> Iterator[str]:
+    yield from ("", f"chain of rank{f's {first}–{last}' if last > first else f' {first}'}{group}")
     rows = []
-    for number, task in enumerate(plan.chain(0), 1):
+    for number, task in enumerate(tasks, 1):
         count = batch * _repeats(plan, task.fan)
         moved = f"{count} rows" if task.repeats == 1 else f"{count} → {count * task.repeats} rows"
         function = task.function.partition(":")[2]
-        rows.append((str(number), task.node, task.role, task.type, function, _where(task, plan), moved))
+        rows.append((str(number), task.node, task.role, task.type, function, _where(task, last + 1 - first), moved))
     yield from _table(rows)
-    for number, task in enumerate(plan.tasks, 1):
+    for number, task in enumerate(tasks, 1):
         if task.draws > 1:
             yield (f"1 to {number} run for each draw of prompts; a step draws up to {task.draws} times, until {batch} "
                    f"are left after `{task.node}`")
@@ -74,10 +85,10 @@ def _repeats(plan: Plan, fan: Sequence[str]) -> int:
     return count
 
 
-def _where(task: Task, plan: Plan) -> str:
+def _where(task: Task, ranks: int) -> str:
     layout = task.layout
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
-    if layout.dp * layout.width == plan.ranks:
+    if layout.dp * layout.width == ranks:
         return sizes
     ranks = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
     return f"{sizes} ({ranks}; others only send)"
@@ -102,9 +113,17 @@ def _positive(text: str) -> int:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
+    if plan.groups:
+        for group in plan.groups:
+            yield from _memory_of(group.plan, f" of the {group.name}")
+    else:
+        yield from _memory_of(plan)
+
+
+def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:
     from planners.memory import needed
 
-    yield from ("", "memory of a rank (estimate)")
+    yield from ("", f"memory of a rank{where} (estimate)")
     if not plan.memory:
         yield "  unknown: the sizes of its models are not"
         return

@@ -1,0 +1,87 @@
+"""The DAG cut between ranks that sample and ranks that train."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.cli.plan import describe
+from distflow.schema.errors import InvalidInput
+from distflow.schema.plan import ROLLOUT, TRAINER
+from distflow.schema.spec import load
+from planners import plan
+
+
+def planned(dag="grpo.yaml", ranks=4, *overrides):
+    spec = load(dag, None, ["mode=async", *overrides], None)
+    return spec, plan(spec, ranks)
+
+
+def refusal(*arguments):
+    with pytest.raises(InvalidInput) as error:
+        planned(*arguments)
+    return str(error.value)
+
+
+def nodes(made, rank):
+    return [task.node for task in made.chain(rank)]
+
+
+def test_each_rank_has_the_chain_of_its_group():
+    _, made = planned()
+    assert [nodes(made, rank) for rank in range(4)] == 2 * [["reference", "advantage", "update"]] + \
+        2 * [["rollout", "reward"]]
+    assert [(made.group_of(rank)[0].name, made.group_of(rank)[1]) for rank in range(4)] == \
+        [(TRAINER, 0), (TRAINER, 0), (ROLLOUT, 0), (ROLLOUT, 1)]
+    trainer, rollout = (group.plan for group in made.groups)
+    assert (trainer.ranks, rollout.ranks) == (2, 1)
+    assert {task.layout.dp for task in trainer.tasks} == {2}
+
+
+def test_only_what_the_trainer_reads_crosses_and_what_people_look_at():
+    _, made = planned()
+    crossing = {move.producer: move.columns for move in made.groups[0].plan.dock}
+    assert crossing == {"rollout": ("responses", "rollout_logprobs", "versions", "completions"),
+                        "reward": ("rewards", "keep")}
+    docked = {(move.producer, task.node) for task in made.tasks for move in task.transfers if move.kind == "dock"}
+    assert docked == {("rollout", "reference"), ("rollout", "update"), ("reward", "advantage")}
+
+
+@pytest.mark.parametrize(("share", "ranks", "training"), [("0.5", 2, 1), ("0.75", 4, 1), ("0.25", 8, 6), ("3", 8, 5)])
+def test_ranks_or_a_share_of_them_sample(share, ranks, training):
+    _, made = planned("grpo.yaml", ranks, f"groups.rollout={share}")
+    assert made.groups[0].plan.ranks == training
+    assert made.groups[1].replicas == ranks - training
+
+
+def test_a_rank_needs_memory_for_what_its_group_has():
+    _, made = planned()
+    trainer, rollout = ({tenant.name for tenant in group.plan.memory} for group in made.groups)
+    assert rollout == {"actor: rollout weights", "actor: rollout cache"}
+    assert {"actor: training state", "reference: weights"} <= trainer
+
+
+def test_the_plan_shows_both_chains():
+    spec, made = planned("grpo.yaml", 5, "groups.rollout=3")
+    text = "\n".join(describe(made, spec))
+    assert "chain of ranks 0–1 (trainer)" in text
+    assert "chain of ranks 2–4 (rollout, 3 beside each other)" in text
+    assert "dock" in text
+    assert "memory of a rank of the rollout" in text
+
+
+REFUSED = {
+    "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
+    "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),
+    "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
+    "nobody left to train": (("grpo.yaml", 2, "groups.rollout=2"), "leaves none to train"),
+    "sampling that waits for the trainer": (("solver_reviser.yaml", 4), "which runs in the trainer"),
+    "a split model that samples": (("grpo.yaml", 4, "layouts.rollout.tp=2"), "a whole model on each rank that samples"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_what_to_write(case):
+    arguments, said = REFUSED[case]
+    text = refusal(*arguments)
+    assert any(part in text for part in said.split("|"))
+    assert "mode: sync" in text or "Instead:" in text or "Start" in text
