@@ -31,6 +31,9 @@ class TcpOutlet:
     def give(self, line: Line, chunk: numpy.ndarray) -> None:
         line.send({}, [memoryview(chunk)])
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -119,6 +119,9 @@ class UcxOutlet:
         line.send({})
         self.end.move(self.end.endpoint.tag_send, chunk, lambda _: None)
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         self.end.close()
 
