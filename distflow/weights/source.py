@@ -167,7 +167,7 @@ class Source:
             client.line.send({"gone": True})
             return
         place = holding.place(run)
-        client.outlet.give(client.line, place)
+        client.outlet.give(client.line, self._have(holding), place)
         self.sent += len(place)
 
     def _holding(self, key: str) -> Holding:

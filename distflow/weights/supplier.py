@@ -92,13 +92,16 @@ class Supplier:
         self.line.send({"op": "chunks", "key": self.key, "run": run})
 
     def take(self, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """Raises:
+        """What was asked for; and the source says with it what else it has by now.
+
+        Raises:
             Gone: it is not there any more, or the lease is not ours.
             OSError: the source is lost.
         """
         header, size = self.line.receive()
         if "gone" in header:
             raise Gone(f"{self.who} does not have it any more")
+        self._learn(header)
         self.inlet.take(self.line, header, size, into, moved)
 
     def spoil(self, chunk: Chunk) -> None:

@@ -121,8 +121,9 @@ class Serving:
         def serve(client: Any, header: Any) -> None:
             holding, (part, first, count) = self.source.holdings[header["key"]], header["run"]
             if left[0] < count:
+                head = msgpack.packb(self.source._have(holding))
                 place, chunk = holding.place((part, first, count)), holding.parts[part].chunk
-                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", 1, len(place)) + msgpack.packb({}))
+                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(place)) + head)
                 client.line.sock.sendall(memoryview(place)[: left[0] * chunk + chunk // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= count

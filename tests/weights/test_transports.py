@@ -69,7 +69,7 @@ def test_a_machine_is_proved_not_believed(monkeypatch):
     offer = memory.offer()
     assert memory.inlet(offer, 1.0) is not None
     assert Memory(Buffers(), b"b" * 32).inlet(offer, 1.0) is None, "the token is another"
-    assert memory.inlet(offer | {"place": [1, 0, 32]}, 1.0) is None, "that is no memory with weights"
+    assert memory.inlet(offer | {"place": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
     assert memory.inlet(offer | {"machine": "elsewhere"}, 1.0) is None
 
 

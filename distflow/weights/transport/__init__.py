@@ -37,8 +37,9 @@ class Outlet(Protocol):
 
     reply: Header
 
-    def give(self, line: Line, chunk: numpy.ndarray) -> None:
-        """Answer a request. The chunk stays as it is until `WINDOW` more were asked for, or the puller has left."""
+    def give(self, line: Line, header: Header, chunk: numpy.ndarray) -> None:
+        """Answer a request, with this header. The chunk stays as it is until `WINDOW` more were asked for, or the
+        puller has left."""
 
     def rest(self) -> None:
         """The puller has all that it has asked for."""

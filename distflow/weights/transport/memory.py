@@ -113,10 +113,10 @@ class MemoryOutlet:
         self.lent: deque[numpy.ndarray] = deque(maxlen=_LENT)
         """Looked at, so that their buffers are not used again."""
 
-    def give(self, line: Line, chunk: numpy.ndarray) -> None:
+    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
         place, offset = self.buffers.locate(chunk)
         self.lent.append(chunk)
-        line.send({"lies": [*place, offset, len(chunk)]})
+        line.send(header | {"lies": [*place, offset, len(chunk)]})
 
     def rest(self) -> None:
         self.lent.clear()
