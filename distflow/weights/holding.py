@@ -123,7 +123,7 @@ class Holding:
             for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
                 place, same = self.place((number, index, 1)), known.get(part.sum(index))
                 if same is not None and len(old.place(same)) == len(place):
-                    memoryview(place)[:] = memoryview(old.place(same))
+                    numpy.copyto(place, old.place(same))
                     copied += len(place) if self.verify((number, index), checksum(place)) else 0
         return copied
 
