@@ -80,6 +80,8 @@ class Directory:
     def __init__(self, store: dist.Store, entry: Entry, dead: float = DEAD):
         self.store, self.mine, self.dead = dist.PrefixStore("weights", store.clone()), entry, dead
         self.seen: dict[str, _Seen] = {}
+        self.last: dict[str, Entry] = {}
+        self.read_at = 0.0
         self.lock, self.over = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._beat, name="weights heartbeat", daemon=True)
 
@@ -118,8 +120,13 @@ class Directory:
         self.store.set(_NEWEST, str(head.version))
         return True
 
-    def holders(self) -> dict[str, Entry]:
-        """The others that live, by name."""
+    def holders(self, age: float = 0.0) -> dict[str, Entry]:
+        """The others that live, by name; as they were up to `age` seconds ago."""
+        if time.monotonic() - self.read_at > age:
+            self.last, self.read_at = self._holders(), time.monotonic()
+        return self.last
+
+    def _holders(self) -> dict[str, Entry]:
         keys = [key for key in self.store.list_keys() if key.startswith("holder/")]
         found: dict[str, Entry] = {}
         now = time.monotonic()

@@ -18,11 +18,13 @@ from distflow.observe.events import record
 from distflow.weights.choice import can_be_had, is_fed, ordered
 from distflow.weights.directory import Directory, Entry, Held
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
-from distflow.weights.holding import Holding
-from distflow.weights.manifest import Chunk, Head
-from distflow.weights.supplier import LOST, Gone, Supplier
+from distflow.weights.holding import Arrival, Holding
+from distflow.weights.manifest import Chunk, Head, Run
+from distflow.weights.supplier import LOST, Connections, Gone, Supplier
 from distflow.weights.transport import WINDOW
 
+_FRESH = 0.05
+"""Seconds for which what the board said is good enough for a first choice."""
 _PAUSE, _TRIES, _REFUSALS = 0.1, 5, 3
 """Seconds until everybody is asked again when nobody is free; how often one chunk may come corrupt, and how often a
 holder may take us for a stranger: it may just have ended, and another run have its port."""
@@ -32,14 +34,13 @@ class Gather:
     """Fills a holding.
 
     Args:
-        dial: makes a connection to a holder.
         deadline: seconds without a byte after which a source is left.
         until: when to give up (monotonic).
     """
 
-    def __init__(self, directory: Directory, head: Head, holding: Holding, dial: Callable[[Entry], Supplier],
+    def __init__(self, directory: Directory, head: Head, holding: Holding, connections: Connections,
                  deadline: float, until: float):
-        self.directory, self.head, self.holding, self.dial = directory, head, holding, dial
+        self.directory, self.head, self.holding, self.connections = directory, head, holding, connections
         self.me, self.deadline, self.until = directory.mine.who, deadline, until
         self.avoided: dict[str, int] = {}
         """By name, the sign of life of those that failed: they are not asked before the next one."""
@@ -93,11 +94,12 @@ class Gather:
                                    f"corrupt {_TRIES} times, from {', '.join(self.came)}: see weights_corrupt in "
                                    "events.jsonl. Memory or network of one of these machines may be defective")
 
-    def _living(self) -> dict[str, Entry]:
-        return {who: entry for who, entry in self.directory.holders().items() if self.avoided.get(who) != entry.beat}
+    def _living(self, age: float = 0.0) -> dict[str, Entry]:
+        return {who: entry for who, entry in self.directory.holders(age).items()
+                if self.avoided.get(who) != entry.beat}
 
     def _candidates(self, lacking: list[int]) -> list[Entry]:
-        found = ordered(self._living(), self.head.key, self.me, self.holding.count, lacking)
+        found = ordered(self._living(_FRESH), self.head.key, self.me, self.holding.count, lacking)
         return sorted(found, key=lambda entry: entry.who in self.spoilers)
 
     def _lacking(self) -> list[int]:
@@ -106,10 +108,14 @@ class Gather:
 
     def _manifests_of(self, entry: Entry, wanted: list[int], add: Callable[[int, bytes], None]) -> None:
         try:
-            with contextlib.closing(self.dial(entry)) as supplier:
+            with contextlib.ExitStack() as failed:
+                supplier = self.connections.take(entry, self.head)
+                failed.callback(supplier.close)
                 for number in [entry.rank] if entry.rank >= 0 else wanted:
                     if (found := supplier.manifest(number)) is not None:
                         add(number, found)
+                failed.pop_all()
+            self.connections.keep(supplier)
         except (*LOST, Gone) as error:
             self._avoid(entry, error)
 
@@ -139,13 +145,15 @@ class Gather:
     def _lease(self, entry: Entry) -> tuple[Supplier | None, str]:
         """A connection with the lease, if it is worth having; or the name of who has it."""
         try:
-            with contextlib.ExitStack() as useless:
-                supplier = self.dial(entry)
-                useless.callback(supplier.close)
+            with contextlib.ExitStack() as failed:
+                supplier = self.connections.take(entry, self.head)
+                failed.callback(supplier.close)
                 busy = supplier.lease()
                 if not busy and self._is_worthwhile(supplier):
-                    useless.pop_all()
+                    failed.pop_all()
                     return supplier, ""
+                self._let_go(supplier)
+                failed.pop_all()
                 return None, busy
         except (*LOST, Gone) as error:
             self._avoid(entry, error)
@@ -158,15 +166,22 @@ class Gather:
         living = self._living() if supplier.grows else {}
         return supplier.who in living and is_fed(living[supplier.who], self.head.key, self.me, living)
 
+    def _let_go(self, supplier: Supplier) -> None:
+        """The next one may have it."""
+        supplier.release()
+        self.connections.keep(supplier)
+
     def _drain(self, supplier: Supplier) -> None:
         """Take from one source until it has nothing more for us, or is lost."""
-        asked: deque[Chunk] = deque()
+        asked: deque[Run] = deque()
         heard = time.monotonic()
+        failed = contextlib.ExitStack()
+        failed.callback(supplier.close)
         try:
             while self.holding.lacks():
-                while len(asked) < WINDOW and (chunk := self.holding.claim(supplier.have)) is not None:
-                    asked.append(chunk)
-                    supplier.ask(chunk)
+                while len(asked) < WINDOW and (run := self.holding.claim(supplier.have)) is not None:
+                    asked.append(run)
+                    supplier.ask(run)
                 if asked:
                     self._take(supplier, asked)
                     heard = time.monotonic()
@@ -175,36 +190,34 @@ class Gather:
                 supplier.look()
                 heard = time.monotonic() if known != (supplier.count, supplier.moved) else heard
                 if not self._is_worthwhile(supplier):
-                    return
+                    break
                 if time.monotonic() - heard > self.deadline:
                     raise TimeoutError(f"it has had nothing new for {self.deadline:g} s")
+            self._let_go(supplier)
+            failed.pop_all()
         except (*LOST, Gone) as error:
             self._avoid(supplier.entry, error)
         finally:
             self.ways.add(supplier.transport)
-            supplier.close()  # before others may fetch them: from then on nothing comes any more
-            for chunk in asked:
-                self.holding.give_up(chunk)
+            failed.close()  # before others may fetch them: from then on nothing comes any more
+            for run in asked:
+                self.holding.give_up(run)
 
-    def _take(self, supplier: Supplier, asked: deque[Chunk]) -> None:
-        chunk = asked[0]
-        place = self.holding.place(chunk)
-        supplier.take(place, self._moved)
+    def _take(self, supplier: Supplier, asked: deque[Run]) -> None:
+        def bad(chunk: Chunk) -> None:
+            self.corrupt[chunk] += 1
+            self.spoilers.add(supplier.who)
+            supplier.spoil(chunk)
+            record("weights_corrupt", who=self.me, version=self.head.version, source=supplier.who, part=chunk[0],
+                   chunk=chunk[1], transport=supplier.transport)
+
+        place = self.holding.place(asked[0])
+        arrival = Arrival(self.holding, asked[0], bad)
+        supplier.take(place, arrival.moved)
         asked.popleft()
         self.came[supplier.who] += len(place)
-        if self.holding.verify(chunk):
-            self.gained = time.monotonic()
-            self.directory.note(held=self._held())
-            return
-        self.corrupt[chunk] += 1
-        self.spoilers.add(supplier.who)
-        supplier.spoil(chunk)
-        self.holding.give_up(chunk)
-        record("weights_corrupt", who=self.me, version=self.head.version, source=supplier.who, part=chunk[0],
-               chunk=chunk[1], transport=supplier.transport)
-
-    def _moved(self, count: int) -> None:
-        self.holding.moved += count
+        self.gained = time.monotonic() if arrival.good else self.gained
+        self.directory.note(held=self._held())
 
     def _held(self) -> tuple[Held, ...]:
         """As it is now, in place of what the board says of it."""

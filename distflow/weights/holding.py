@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy
+import xxhash
 
 from distflow.weights.boxes import Box
-from distflow.weights.manifest import Chunk, Head, Part, checksum
+from distflow.weights.manifest import Chunk, Head, Part, Run, checksum
 
 Marks = Mapping[int, numpy.ndarray]
 """By part: [chunks] bool."""
+_RUN = 16 << 20
+"""Bytes of chunks that are asked for at once if they lie together: few requests, and still one chunk lost at most."""
 
 
 class Holding:
@@ -57,43 +60,46 @@ class Holding:
                 touched = part.touching(content, (boxes or {}).get(content.box.name, content.box))
                 self.wanted[number][touched.start : touched.stop] = True
 
-    def claim(self, offered: Marks) -> Chunk | None:
-        """The first chunk that is wanted, offered, and nobody's task yet: now it is the caller's."""
+    def claim(self, offered: Marks) -> Run | None:
+        """The first chunks that are wanted, offered, and nobody's task yet: now they are the caller's."""
         with self.changed:
             for number, marks in offered.items():
                 free = self.wanted[number] & ~self.have[number] & ~self.claimed[number] & marks
                 if free.any():
-                    index = int(free.argmax())
-                    self.claimed[number][index] = True
-                    return number, index
+                    first, most = int(free.argmax()), max(1, _RUN // self.parts[number].chunk)
+                    row = free[first : first + most]
+                    count = len(row) if row.all() else int(row.argmin())
+                    self.claimed[number][first : first + count] = True
+                    return number, first, count
         return None
 
-    def give_up(self, chunk: Chunk) -> None:
-        """Somebody else may fetch it."""
+    def give_up(self, run: Run) -> None:
+        """Somebody else may fetch what has not come."""
+        number, first, count = run
         with self.changed:
-            self.claimed[chunk[0]][chunk[1]] = False
+            self.claimed[number][first : first + count] = False
             self.changed.notify_all()
 
-    def place(self, chunk: Chunk) -> numpy.ndarray:
-        """[bytes] uint8 where a chunk lies, or will."""
-        number, index = chunk
-        return self.memory[number][self.parts[number].span(index)]
+    def place(self, run: Run) -> numpy.ndarray:
+        """[bytes] uint8 where chunks lie, or will."""
+        number, first, count = run
+        return self.memory[number][self.parts[number].span(first, count)]
 
-    def verify(self, chunk: Chunk) -> bool:
-        """Whether what lies in the chunk's place is what was published. If so, it is offered from now on."""
+    def verify(self, chunk: Chunk, found: bytes) -> bool:
+        """Whether what came, with the checksum `found`, is what was published. If so, it is offered from now on."""
         number, index = chunk
-        if checksum(self.place(chunk)) != self.parts[number].sum(index):
-            return False
+        good = found == self.parts[number].sum(index)
         with self.changed:
-            self.have[number][index] = True
+            self.have[number][index] |= good
             self.claimed[number][index] = False
-            self.count += 1
+            self.count += good
             self.changed.notify_all()
-        return True
+        return good
 
-    def has(self, chunk: Chunk) -> bool:
-        number, index = chunk
-        return number in self.have and 0 <= index < len(self.have[number]) and bool(self.have[number][index])
+    def has(self, run: Run) -> bool:
+        number, first, count = run
+        return number in self.have and 0 <= first < first + count <= len(self.have[number]) and \
+            bool(self.have[number][first : first + count].all())
 
     def lacks(self, offered: Marks | None = None) -> bool:
         """Whether anything wanted is not here; with `offered`: anything of that, claimed or not."""
@@ -110,17 +116,50 @@ class Holding:
         """Copy the chunks that `old` has too: what did not change need not move. Returns their bytes."""
         if old is None:
             return 0
-        known = {part.sum(index): (number, index) for number, part in old.parts.items()
+        known = {part.sum(index): (number, index, 1) for number, part in old.parts.items()
                  for index in numpy.flatnonzero(old.have[number]).tolist()}
         copied = 0
         for number, part in self.parts.items():
             for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
-                same = known.get(part.sum(index))
-                if same is None or len(old.place(same)) != len(self.place((number, index))):
-                    continue
-                memoryview(self.place((number, index)))[:] = memoryview(old.place(same))
-                copied += len(self.place((number, index))) if self.verify((number, index)) else 0
+                place, same = self.place((number, index, 1)), known.get(part.sum(index))
+                if same is not None and len(old.place(same)) == len(place):
+                    numpy.copyto(place, old.place(same))
+                    copied += len(place) if self.verify((number, index), checksum(place)) else 0
         return copied
+
+
+class Arrival:
+    """A run of chunks that is coming in: each is verified when its last byte is there, still in the cache.
+
+    good: how many chunks were right. bad: called with each chunk that was not.
+    """
+
+    def __init__(self, holding: Holding, run: Run, bad: Callable[[Chunk], None]):
+        self.holding, self.bad, self.good = holding, bad, 0
+        self.part, self.index, _ = run
+        self.memory, self.filled = memoryview(holding.place(run)), 0
+        self.chunk = holding.parts[self.part].chunk
+        self.state = xxhash.xxh3_128()
+
+    def moved(self, count: int) -> None:
+        """So many bytes more have come."""
+        self.holding.moved += count
+        end = self.filled + count
+        while self.filled < end:
+            stop = min(end, len(self.memory), (self.filled // self.chunk + 1) * self.chunk)
+            self.state.update(self.memory[self.filled : stop])
+            self.filled = stop
+            if stop % self.chunk == 0 or stop == len(self.memory):
+                self._verify()
+
+    def _verify(self) -> None:
+        chunk = self.part, self.index
+        if self.holding.verify(chunk, self.state.digest()):
+            self.good += 1
+        else:
+            self.bad(chunk)
+        self.state.reset()
+        self.index += 1
 
 
 def packed(marks: Marks) -> dict[int, bytes]:

@@ -31,6 +31,8 @@ ALIGNMENT = 64
 _LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 64
 Chunk = tuple[int, int]
 """Part, and place in it."""
+Run = tuple[int, int, int]
+"""Chunks that lie one after the other: part, the first of them, how many."""
 
 
 def chunk_size(size: int) -> int:
@@ -68,9 +70,9 @@ class Part:
     def sum(self, index: int) -> bytes:
         return self.sums[index * SUM : (index + 1) * SUM]
 
-    def span(self, index: int) -> slice:
-        """The bytes of a chunk."""
-        return slice(index * self.chunk, min((index + 1) * self.chunk, self.size))
+    def span(self, first: int, count: int = 1) -> slice:
+        """The bytes of a chunk, or of several."""
+        return slice(first * self.chunk, min((first + count) * self.chunk, self.size))
 
     def touching(self, content: Content, box: Box) -> range:
         """The chunks with what `content` and `box` have in common."""

@@ -18,7 +18,7 @@ from distflow.weights.gather import Gather
 from distflow.weights.holding import Holding
 from distflow.weights.manifest import Head, Part
 from distflow.weights.source import Source
-from distflow.weights.supplier import Supplier
+from distflow.weights.supplier import Connections, Supplier
 from distflow.weights.transport import transports
 
 _LOOK = 0.1
@@ -41,10 +41,10 @@ class Puller:
 
     def __init__(self, store: dist.Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
                  deadline: float = 3.0):
-        self.token, self.who, self.wish, self.deadline = token, who, transport, deadline
-        self.buffers = Buffers()
-        self.ways = transports(transport, self.buffers, token)
-        self.source = Source(token, who, host, self.ways, deadline,
+        self.who, self.deadline, self.buffers = who, deadline, Buffers()
+        ways = transports(transport, self.buffers, token)
+        self.connections = Connections(lambda entry, head: Supplier(entry, head, who, token, ways, transport, deadline))
+        self.source = Source(token, who, host, ways, deadline,
                              lambda serving: self.directory.tell(serving=serving))
         self.directory = Directory(store, Entry(who, self.source.address))
         self.whole: Weights | None = None
@@ -110,6 +110,7 @@ class Puller:
 
     def close(self) -> None:
         """Stop serving. What was pulled stays where it is."""
+        self.connections.close()
         self.directory.close()
         self.source.close()
 
@@ -135,8 +136,7 @@ class Puller:
         if self._is_here(head) and self.whole.wanted == wanted:
             return self.whole
         begun, holding = time.monotonic(), self._holding(head, wanted)
-        gather = Gather(self.directory, head, holding, lambda entry: Supplier(
-            entry, head, self.who, self.token, self.ways, self.wish, self.deadline), self.deadline, until)
+        gather = Gather(self.directory, head, holding, self.connections, self.deadline, until)
         gather.manifests(lambda number, packed: self._add(holding, number, packed))
         holding.want(wanted)
         copied = holding.take_over(self.whole.holding if self.whole is not None else None)

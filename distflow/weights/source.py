@@ -1,6 +1,6 @@
 """A process that has weights serves them: manifests and chunks, to one puller at a time (RobustRL §5.2.1).
 
-A puller takes the lease, is told which chunks are here, and asks for them one by one. Whoever else asks is told who has
+A puller takes the lease, is told which chunks are here, and asks for some at a time. Whoever else asks is told who has
 the lease, and will find the same chunks there a moment later: so pullers form a row instead of a queue. A lease without
 a request for some seconds goes to the next one who asks, and that of a broken connection ends with it.
 """
@@ -57,8 +57,7 @@ class Source:
         self.listener = Listener(token, host, 0, self._serve, _log)
         self.address = self.listener.address
         self.actions: dict[str, Callable[[Client, Header], tuple[Header, list[Any]]]] = {
-            "by": self._by, "manifest": self._manifest, "lease": self._lease, "state": self._state,
-            "release": self._release}
+            "by": self._by, "manifest": self._manifest, "lease": self._lease, "state": self._state}
 
     def start(self) -> None:
         self.listener.start()
@@ -104,8 +103,8 @@ class Source:
 
     def _answer(self, client: Client, header: Header) -> None:
         try:
-            if header["op"] == "chunk":
-                self._give(client, header)
+            if header["op"] in ("chunks", "release"):
+                (self._give if header["op"] == "chunks" else self._release)(client, header)
                 return
             reply, buffers = self.actions[header["op"]](client, header)
         except WeightsError as error:
@@ -148,9 +147,11 @@ class Source:
             return {"count": holding.count, "moved": holding.moved, "have": packed(holding.have),
                     "grows": holding.lacks()}
 
-    def _release(self, client: Client, header: Header) -> tuple[Header, list[Any]]:
+    def _release(self, client: Client, header: Header) -> None:
+        """Not answered."""
+        if client.outlet is not None:
+            client.outlet.rest()
         self._leave(client)
-        return {}, []
 
     def _leave(self, client: Client) -> None:
         with self.changed:
@@ -161,12 +162,12 @@ class Source:
         self.told("")
 
     def _give(self, client: Client, header: Header) -> None:
-        holding, chunk = self.holdings.get(header["key"]), (header["part"], header["index"])
-        if holding is None or not holding.has(chunk) or client.outlet is None or self.tenant is not client:
+        holding, run = self.holdings.get(header["key"]), tuple(header["run"])
+        if holding is None or not holding.has(run) or client.outlet is None or self.tenant is not client:
             client.line.send({"gone": True})
             return
-        place = holding.place(chunk)
-        client.outlet.give(client.line, place)
+        place = holding.place(run)
+        client.outlet.give(client.line, self._have(holding), place)
         self.sent += len(place)
 
     def _holding(self, key: str) -> Holding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,13 @@ from distflow.data.dock.line import Closed, dial
 from distflow.weights.directory import Entry
 from distflow.weights.errors import NoTransport
 from distflow.weights.holding import Holding, Marks, unpacked
-from distflow.weights.manifest import Chunk, Head, digest
+from distflow.weights.manifest import Chunk, Head, Run, digest
 from distflow.weights.transport import Header, Inlet, Transport
 
 LOST = (OSError, DockError, Closed)
 """What says that a source is gone, cut off, or no source of this run."""
+
+_KEPT = 8
 
 
 class Gone(Exception):
@@ -38,13 +41,7 @@ class Supplier:
 
     def __init__(self, entry: Entry, head: Head, me: str, token: bytes, transports: dict[str, Transport], wish: str,
                  deadline: float):
-        self.entry, self.who, self.head, self.key = entry, entry.who, head, head.key
-        self.have: Marks = {}
-        self.grows = True
-        """Whether it is still pulling itself."""
-        self.spoilt: set[Chunk] = set()
-        """What came corrupt from here; to be had elsewhere."""
-        self.count = self.moved = self.bytes = 0
+        self.turn_to(entry, head)
         self.transports, self.wish, self.deadline = transports, wish, deadline
         self.inlet: Inlet | None = None
         self.line = dial(entry.address, token, deadline)
@@ -53,6 +50,16 @@ class Supplier:
             self.line.send({"who": me})
             self.theirs = self.line.receive()[0]["offers"]
             failed.pop_all()
+
+    def turn_to(self, entry: Entry, head: Head) -> None:
+        """Use the connection for this version."""
+        self.entry, self.who, self.head, self.key = entry, entry.who, head, head.key
+        self.have: Marks = {}
+        self.count = self.moved = 0
+        self.grows = True
+        """Whether it is still pulling itself."""
+        self.spoilt: set[Chunk] = set()
+        """What came corrupt from here; to be had elsewhere."""
 
     def lease(self) -> str:
         """Empty if this process has the lease now; else who has it.
@@ -80,20 +87,22 @@ class Supplier:
             raise Gone(header["error"])
         return found if header["has"] and digest(found) == self.head.shares[part].digest else None
 
-    def ask(self, chunk: Chunk) -> None:
-        """Have a chunk sent; `take` it later, in the order of asking."""
-        self.line.send({"op": "chunk", "key": self.key, "part": chunk[0], "index": chunk[1]})
+    def ask(self, run: Run) -> None:
+        """Have chunks sent; `take` them later, in the order of asking."""
+        self.line.send({"op": "chunks", "key": self.key, "run": run})
 
     def take(self, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """Raises:
+        """What was asked for; and the source says with it what else it has by now.
+
+        Raises:
             Gone: it is not there any more, or the lease is not ours.
             OSError: the source is lost.
         """
         header, size = self.line.receive()
         if "gone" in header:
             raise Gone(f"{self.who} does not have it any more")
+        self._learn(header)
         self.inlet.take(self.line, header, size, into, moved)
-        self.bytes += len(into)
 
     def spoil(self, chunk: Chunk) -> None:
         """Not to be asked of this source again."""
@@ -104,6 +113,14 @@ class Supplier:
         """Whether it has something that is wanted and not here."""
         return holding.lacks(self.have)
 
+    def release(self) -> None:
+        """End the lease; the connection stays."""
+        self.line.send({"op": "release"})
+
+    def is_quiet(self) -> bool:
+        """Whether it can still be used: one that has ended, or has something to say unasked, cannot."""
+        return not select.select([self.line.sock], [], [], 0)[0]
+
     def close(self) -> None:
         """Hang up; that ends the lease."""
         if self.inlet is not None:
@@ -111,6 +128,8 @@ class Supplier:
         self.line.close()
 
     def _agree(self) -> None:
+        if self.inlet is not None:
+            return
         for name, way in self.transports.items():
             self.inlet = way.inlet(self.theirs[name], self.deadline) if name in self.theirs else None
             if self.inlet is not None:
@@ -133,3 +152,33 @@ class Supplier:
         if "error" in reply:
             raise Gone(reply["error"])
         return reply
+
+
+class Connections:
+    """A puller's connections. Those that are not in use are kept: to make one may take as long as a small pull.
+
+    dial: makes a new one.
+    """
+
+    def __init__(self, dial: Callable[[Entry, Head], Supplier]):
+        self.dial = dial
+        self.idle: dict[str, Supplier] = {}
+
+    def take(self, entry: Entry, head: Head) -> Supplier:
+        """One to this holder. Raises what `Supplier` raises."""
+        kept = self.idle.pop(entry.who, None)
+        if kept is not None and kept.entry.address == entry.address and kept.is_quiet():
+            kept.turn_to(entry, head)
+            return kept
+        if kept is not None:
+            kept.close()
+        return self.dial(entry, head)
+
+    def keep(self, supplier: Supplier) -> None:
+        self.idle[supplier.who] = supplier
+        while len(self.idle) > _KEPT:
+            self.idle.pop(next(iter(self.idle))).close()
+
+    def close(self) -> None:
+        while self.idle:
+            self.idle.popitem()[1].close()

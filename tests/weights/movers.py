@@ -103,7 +103,7 @@ class Serving:
     def port(self) -> dict[str, Any]:
         return {"port": self.source.address[1]}
 
-    def tire(self, seconds: float) -> None:
+    def tire(self, seconds: float) -> dict[str, Any]:
         """From now on each chunk takes at least so long."""
         give = self.source._give
 
@@ -112,18 +112,21 @@ class Serving:
             give(client, header)
 
         self.source._give = slowly
+        return {"tired": True}
 
     def die_serving(self, chunks: int) -> None:
         """Serve so many chunks whole, and of the next one a half."""
         give, left = self.source._give, [chunks]
 
         def serve(client: Any, header: Any) -> None:
-            if not left[0]:
-                place = self.source.holdings[header["key"]].place((header["part"], header["index"]))
-                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", 1, len(place)) + msgpack.packb({}))
-                client.line.sock.sendall(memoryview(place)[: len(place) // 2])
+            holding, (part, first, count) = self.source.holdings[header["key"]], header["run"]
+            if left[0] < count:
+                head = msgpack.packb(self.source._have(holding))
+                place, chunk = holding.place((part, first, count)), holding.parts[part].chunk
+                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(place)) + head)
+                client.line.sock.sendall(memoryview(place)[: left[0] * chunk + chunk // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
+            left[0] -= count
             give(client, header)
 
         self.source._give = serve
@@ -131,7 +134,7 @@ class Serving:
     def spoil(self, part: int, chunk: int) -> None:
         """What is served of this chunk is not what was published."""
         holding = list(self.source.holdings.values())[-1]
-        holding.place((part, chunk))[100] ^= 255
+        holding.place((part, chunk, 1))[100] ^= 255
 
 
 class Publishing(Serving):
@@ -176,11 +179,11 @@ class Pulling(Serving):
 
         verify, left = Holding.verify, [chunks]
 
-        def count(holding: Any, chunk: Any) -> bool:
+        def count(holding: Any, chunk: Any, found: bytes) -> bool:
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return verify(holding, chunk)
+            return verify(holding, chunk, found)
 
         Holding.verify = count
 

@@ -27,7 +27,7 @@ from distflow.weights.transport.ucx import Ucx, is_installed
 
 Header = dict[str, Any]
 Moved = Callable[[int], None]
-"""Called with the bytes that came, as they come."""
+"""Called with the number of bytes that came, in their order and as they come."""
 WINDOW = 2
 """Chunks that a puller asks for ahead: while one is verified, the next is under way."""
 
@@ -37,8 +37,12 @@ class Outlet(Protocol):
 
     reply: Header
 
-    def give(self, line: Line, chunk: numpy.ndarray) -> None:
-        """Answer a request with a chunk. It stays as it is until `WINDOW` more were asked for, or the line ends."""
+    def give(self, line: Line, header: Header, chunk: numpy.ndarray) -> None:
+        """Answer a request, with this header. The chunk stays as it is until `WINDOW` more were asked for, or the
+        puller has left."""
+
+    def rest(self) -> None:
+        """The puller has all that it has asked for."""
 
     def close(self) -> None: ...
 

@@ -28,8 +28,11 @@ class Tcp:
 class TcpOutlet:
     reply: dict[str, Any] = {}
 
-    def give(self, line: Line, chunk: numpy.ndarray) -> None:
-        line.send({}, [memoryview(chunk)])
+    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
+        line.send(header, [memoryview(chunk)])
+
+    def rest(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

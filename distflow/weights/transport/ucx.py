@@ -115,9 +115,12 @@ class UcxOutlet:
         self.end.connect(said["worker"])
         self.reply = {"worker": self.end.address}
 
-    def give(self, line: Line, chunk: numpy.ndarray) -> None:
-        line.send({})
+    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
+        line.send(header)
         self.end.move(self.end.endpoint.tag_send, chunk, lambda _: None)
+
+    def rest(self) -> None:
+        pass
 
     def close(self) -> None:
         self.end.close()

@@ -1,0 +1,246 @@
+"""One pull of weights between two processes against the raw transport, in the same run.
+
+A trainer process publishes one new version after the other, untimed, and a rollout process pulls each: the time is from
+the call to verified weights in its memory, with everything that belongs to it: the board, finding a source, the proof
+of the token, the lease, the manifest, requests, checksums. The raw transport moves as many bytes from the same memory
+to the same memory, and nothing else: one connection that is open already, no header, no checksum.
+
+    memory  one copy out of the other process's memory
+    ucx     messages of 1 MiB from worker to worker; left out where `ucxx` is not installed
+    tcp     sendall on one side, recv_into on the other
+
+The copy in memory that is printed beside them is the physical limit: memory to memory, within one process. All memory
+has been used before. Repeats of all sides take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy  # noqa: E402 - needs the path above
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
+from distflow.weights.buffers import Place  # noqa: E402
+from distflow.weights.publish import Publisher  # noqa: E402
+from distflow.weights.pull import Puller  # noqa: E402
+from distflow.weights.supplier import Connections, Supplier  # noqa: E402
+from distflow.weights.transport import transports  # noqa: E402
+from distflow.weights.transport.memory import MemoryInlet  # noqa: E402
+from distflow.weights.transport.ucx import is_installed  # noqa: E402
+
+TRANSPORTS = ["memory", "ucx", "tcp"] if is_installed() else ["memory", "tcp"]
+GOAL, MIB = 0.8, 1 << 20
+_TENSOR = _PART = 16 * MIB
+
+
+class Trainer:
+    """The process that has the weights."""
+
+    def __init__(self, store: dist.Store, token: bytes):
+        self.publisher, self.version = Publisher(store, token, rank=0, ranks=1), 0
+        self.server = socket.create_server(("127.0.0.1", 0))
+
+    def make(self, mib: int) -> None:
+        """Tensors of so many MiB together, published twice: both buffers have been used then."""
+        self.tensors = {f"layers.{number}.weight": torch.full((_TENSOR // 4,), self.version, dtype=torch.int32)
+                        for number in range(mib * MIB // _TENSOR)}
+        self.publisher.buffers.trim()
+        for _ in range(3):
+            self.publish()
+
+    def publish(self) -> float:
+        for tensor in self.tensors.values():
+            tensor += 1
+        self.version += 1
+        begun = time.perf_counter()
+        self.publisher.publish(self.version, self.tensors)
+        return time.perf_counter() - begun
+
+    def open(self, said: dict[str, Any]) -> dict[str, Any]:
+        """What the raw transports need to know."""
+        if "worker" in said:
+            self.outlet = transports("ucx", self.publisher.buffers, b"")["ucx"].outlet(said)
+            return self.outlet.reply
+        return {"port": self.server.getsockname()[1]}
+
+    def accept(self) -> None:
+        self.sock = self.server.accept()[0]
+
+    def lend(self) -> dict[str, Any]:
+        place, offset = self.publisher.buffers.locate(self.memory)
+        return {"process": os.getpid(), "place": list(place), "offset": offset}
+
+    def send(self, way: str) -> None:
+        """All of it, when the other side has said that it is ready."""
+        self.sock.recv(1)
+        if way == "tcp":
+            self.sock.sendall(memoryview(self.memory))
+        for begin in range(0, len(self.memory) if way == "ucx" else 0, _PART):
+            self.outlet.end.move(self.outlet.end.endpoint.tag_send, self.memory[begin : begin + _PART], lambda _: None)
+
+    @property
+    def memory(self) -> numpy.ndarray:
+        return self.publisher.held[-1].memory[0]
+
+
+class Rollout:
+    """The process that wants them."""
+
+    def __init__(self, store: dist.Store, token: bytes):
+        self.puller = Puller(store, token, "rollout")
+        self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
+
+    def pull(self, way: str) -> float:
+        self.puller.connections = self.connections[way]
+        begun = time.perf_counter()
+        weights = self.puller.pull()
+        seconds = time.perf_counter() - begun
+        name, first = next(weights.tensors())
+        if int(first[0]) != weights.version or int(first[-1]) != weights.version:
+            raise SystemExit(f"version {weights.version} has {first[0]} and {first[-1]} in {name}")
+        return seconds
+
+    def _connections(self, token: bytes, way: str) -> Connections:
+        """As the puller makes them itself, for one of the transports."""
+        ways = transports(way, self.puller.buffers, token)
+        return Connections(lambda entry, head: Supplier(entry, head, "rollout", token, ways, way, self.puller.deadline))
+
+    def trim(self) -> None:
+        self.puller.buffers.trim()
+
+    def begin(self) -> dict[str, Any]:
+        self.inlet = transports("ucx", self.puller.buffers, b"")["ucx"].inlet({}, 60.0)
+        return self.inlet.said
+
+    def connect(self, port: int, reply: dict[str, Any] | None) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port))
+        if reply is not None:
+            self.inlet.met(reply)
+
+    def raw(self, way: str, size: int, lent: dict[str, Any]) -> float:
+        """Into the staging memory that the next pull will use."""
+        target = self.puller.buffers.take(size)
+        source = MemoryInlet(lent["process"]).windows.open(Place(*lent["place"])) if way == "memory" else None
+        view = memoryview(target)
+        if source is not None:
+            source = source[lent["offset"] : lent["offset"] + size]
+            source[::4096].max()  # its pages are mapped, as those of a source that was pulled from before
+        begun, filled = time.perf_counter(), 0
+        if source is not None:
+            view[:] = memoryview(source)
+        else:
+            self.sock.sendall(b"x")
+        for begin in range(0, size if way == "ucx" else 0, _PART):
+            self.inlet.end.move(self.inlet.end.endpoint.tag_recv, target[begin : begin + _PART], lambda _: None)
+        while way == "tcp" and filled < size:
+            filled += self.sock.recv_into(view[filled:])
+        return time.perf_counter() - begun
+
+    def copy(self, size: int) -> float:
+        """Memory to memory, both of this process."""
+        target, source = self.puller.buffers.take(size), self.puller.whole.holding.memory[0]
+        begun = time.perf_counter()
+        memoryview(target)[:] = memoryview(source)[:size]
+        return time.perf_counter() - begun
+
+
+def serve(line: Connection, kind: str, port: int, token: bytes) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    one = {"trainer": Trainer, "rollout": Rollout}[kind](store, token)
+    with contextlib.suppress(EOFError):
+        while True:
+            do, given = line.recv()
+            line.send(getattr(one, do)(*given))
+
+
+class Pair:
+    """Both processes; `ask` one of them, or `order` something and hear the answer later."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context, token = multiprocessing.get_context("spawn"), secrets.token_bytes(32)
+        self.lines: dict[str, Connection] = {}
+        for kind in ("trainer", "rollout"):
+            self.lines[kind], theirs = context.Pipe()
+            context.Process(target=serve, args=(theirs, kind, self.store.port, token), daemon=True).start()
+        port = self.ask("trainer", "open", {})["port"]
+        reply = self.ask("trainer", "open", self.ask("rollout", "begin")) if is_installed() else None
+        self.order("trainer", "accept")
+        self.ask("rollout", "connect", port, reply)
+        self.lines["trainer"].recv()
+
+    def order(self, kind: str, do: str, *given: Any) -> None:
+        self.lines[kind].send((do, given))
+
+    def ask(self, kind: str, do: str, *given: Any) -> Any:
+        self.order(kind, do, *given)
+        return self.lines[kind].recv()
+
+    def pull(self, way: str) -> float:
+        self.ask("trainer", "publish")
+        return self.ask("rollout", "pull", way)
+
+    def raw(self, way: str, size: int) -> float:
+        lent = self.ask("trainer", "lend")
+        if way != "memory":
+            self.order("trainer", "send", way)
+        seconds = self.ask("rollout", "raw", way, size, lent)
+        if way != "memory":
+            self.lines["trainer"].recv()
+        return seconds
+
+
+def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
+    """Raw seconds over those of a pull, by transport."""
+    size = mib * MIB
+    pair.ask("rollout", "trim")
+    pair.ask("trainer", "make", mib)
+    sides: dict[str, Any] = {"copy": lambda _: pair.ask("rollout", "copy", size)}
+    for way in TRANSPORTS:
+        sides[f"raw {way}"] = lambda _, way=way: pair.raw(way, size)
+        sides[way] = lambda _, way=way: pair.pull(way)
+    for way in TRANSPORTS:  # connections, and both of the rollout's buffers
+        pair.pull(way)
+        pair.raw(way, size)
+    runs = interleaved(sides, repeats)
+    rates = {side: Spread.of([size / run[side] / 1e9 for run in runs]) for side in sides}
+    print(f"{mib} MiB, GB/s: copy in memory {rates['copy']} (load {os.getloadavg()[0]:.1f})")
+    found = {way: Spread.of([run[f"raw {way}"] / run[way] for run in runs]) for way in TRANSPORTS}
+    for way in TRANSPORTS:
+        print(f"  {way}: a pull {rates[way]}, raw {rates[f'raw {way}']}; a pull has {found[way]} of raw", flush=True)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--mib", type=int, nargs="+", help="multiples of 16; default 64 512 2048, with --quick 64 256")
+    given = parsed(parser, arguments)
+    sizes = given.mib or ([64, 256] if given.quick else [64, 512, 2048])
+    if any(mib < 16 or mib % 16 for mib in sizes):
+        parser.error("--mib: multiples of 16")
+    pair = Pair()
+    if "ucx" not in TRANSPORTS:
+        print("ucx is left out: ucxx is not installed")
+    found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
+    worst = min(found, key=lambda case: found[case].median)
+    print(f"the least of all is {worst[1]} at {worst[0]} MiB")
+    conclude("a pull's rate, verified, over that of the raw transport: the least of all sizes and transports",
+             found[worst], GOAL, unit="of raw")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Weights from one trainer to many rollouts over links of equal rate: with relays, and from the trainer alone.
+
+Every process is on a machine of its own, a network namespace whose link is shaped (`machines.py`). All rollouts are
+told at once that a version is there; the time is that of the last one to have it whole and verified, over the time that
+a single rollout takes, in the same round. With relays each rollout serves the chunks that it has to the next one. The
+other side is the same program, but rollouts take from the trainer only: its link carries everything.
+
+At the end one more rollout joins, and pulls: the trainer's bytes stay what they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402 - needs the path above
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.machines import NoMachines, enter, machines  # noqa: E402
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
+from distflow.weights import gather  # noqa: E402
+from distflow.weights.publish import Publisher  # noqa: E402
+from distflow.weights.pull import Puller  # noqa: E402
+
+MIB, PORT = 1 << 20, 29400
+GOALS = {8: 1.6, 16: 2.5}
+_FIRST = "10.77.0.1"
+
+
+class Trainer:
+    """On the first machine, with the board."""
+
+    def __init__(self, token: bytes, address: str, mib: int):
+        self.board = dist.TCPStore(_FIRST, PORT, is_master=True, wait_for_workers=False)
+        self.publisher = Publisher(dist.TCPStore(_FIRST, PORT, is_master=False, wait_for_workers=False), token, rank=0,
+                                   ranks=1, host=address, transport="tcp")
+        self.tensors, self.version = {"weight": torch.zeros(mib * MIB // 4, dtype=torch.int32)}, 0
+
+    def publish(self) -> int:
+        self.version += 1
+        self.tensors["weight"] += 1
+        self.publisher.publish(self.version, self.tensors)
+        return self.version
+
+    def sent(self) -> int:
+        return self.publisher.sent
+
+
+class Rollout:
+    def __init__(self, token: bytes, address: str, mib: int):
+        store = dist.TCPStore(_FIRST, PORT, is_master=False, wait_for_workers=False)
+        self.puller = Puller(store, token, f"rollout-{address}", host=address, transport="tcp", deadline=30.0)
+
+    def pull(self, version: int, relays: bool) -> float:
+        """Seconds until it is here. Without relays only trainer ranks are seen."""
+        gather.ordered = _ORDERED if relays else _trainers
+        gather.Gather._successor = _SUCCESSOR if relays else lambda *_: None
+        begun = time.monotonic()
+        weights = self.puller.pull(least=version)
+        seconds = time.monotonic() - begun
+        whole = next(weights.tensors())[1]
+        if weights.version != version or int(whole.min()) != version or int(whole.max()) != version:
+            raise SystemExit(f"version {version} came as {int(whole.min())} to {int(whole.max())}")
+        return seconds
+
+
+_ORDERED, _SUCCESSOR = gather.ordered, gather.Gather._successor
+
+
+def _trainers(*given: Any) -> Sequence[Any]:
+    return [entry for entry in _ORDERED(*given) if entry.rank >= 0]
+
+
+def serve(line: Connection, machine: str, kind: str, token: bytes, address: str, mib: int) -> None:
+    enter(machine)
+    one = {"trainer": Trainer, "rollout": Rollout}[kind](token, address, mib)
+    line.send(True)
+    with contextlib.suppress(EOFError):
+        while True:
+            do, given = line.recv()
+            line.send(getattr(one, do)(*given))
+
+
+class Fleet:
+    """A trainer and rollouts, each on its machine."""
+
+    def __init__(self, names: list[str], mib: int):
+        token, context = secrets.token_bytes(32), multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.weights_relay"])
+        self.lines: list[Connection] = []
+        self.mib = mib
+        for number, name in enumerate(names):
+            ours, theirs = context.Pipe()
+            kind, address = "rollout" if number else "trainer", f"10.77.0.{number + 1}"
+            context.Process(target=serve, args=(theirs, name, kind, token, address, mib), daemon=True).start()
+            theirs.close()
+            ours.recv()
+            self.lines.append(ours)
+
+    def ask(self, number: int, do: str, *given: Any) -> Any:
+        self.lines[number].send((do, given))
+        return self.lines[number].recv()
+
+    def update(self, count: int, relays: bool) -> float:
+        """Seconds until the first `count` rollouts have a new version."""
+        version = self.ask(0, "publish")
+        for line in self.lines[1 : count + 1]:
+            line.send(("pull", (version, relays)))
+        return max(line.recv() for line in self.lines[1 : count + 1])
+
+    def join_late(self, count: int) -> tuple[int, int]:
+        """The trainer's bytes before and after a rollout joins that has nothing yet; it is the last one."""
+        self.update(count, True)
+        version, before = self.ask(0, "publish") - 1, self.ask(0, "sent")
+        for line in self.lines[1 : count + 1]:
+            line.send(("pull", (version + 1, True)))
+        for line in self.lines[1 : count + 1]:
+            line.recv()
+        first = self.ask(0, "sent")
+        self.ask(len(self.lines) - 1, "pull", version + 1, True)
+        return first - before, self.ask(0, "sent") - before
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--rollouts", type=int, nargs="+", help="default 8 16, with --quick 4")
+    parser.add_argument("--mib", type=int, help="of weights; default 32, with --quick 8")
+    parser.add_argument("--megabit", type=float, default=200.0, help="rate of each machine's link, in Mbit/s")
+    given = parsed(parser, arguments)
+    counts = sorted(given.rollouts or ([4] if given.quick else [8, 16]))
+    try:
+        run(counts, given.mib or (8 if given.quick else 32), given)
+    except NoMachines as error:
+        print(f"skipped: this system cannot make machines of network namespaces: {error}")
+
+
+def run(counts: list[int], mib: int, given: argparse.Namespace) -> None:
+    bound = mib * MIB * 8 / (given.megabit * 1e6)
+    sides: dict[str, tuple[int, bool]] = {"one": (1, True)}
+    sides |= {f"{count} with relays": (count, True) for count in counts}
+    sides |= {f"{count} from the trainer alone": (count, False) for count in counts}
+    with ExitStack() as stack:
+        names = stack.enter_context(machines(max(counts) + 2, given.megabit))
+        fleet = Fleet(names, mib)
+        fleet.update(max(counts), True)  # memory, and connections
+        rounds = interleaved({side: lambda _, what=what: fleet.update(*what) for side, what in sides.items()},
+                             given.repeats)
+        once, after = fleet.join_late(max(counts))
+    print(f"{mib} MiB over links of {given.megabit:g} Mbit/s: the link's bound is {bound:.2f} s "
+          f"(load {os.getloadavg()[0]:.1f})")
+    found = {side: Spread.of([seconds[side] / seconds["one"] for seconds in rounds]) for side in sides}
+    for side in sides:
+        print(f"  {side}: {Spread.of([seconds[side] for seconds in rounds])} s, {found[side]} of one")
+    print(f"the trainer sent {once / MIB:.0f} MiB for a version, and {after / MIB:.0f} MiB when another rollout had "
+          "joined late", flush=True)
+    for count in counts:
+        conclude(f"{count} rollouts have new weights in how many times what one takes, and a late one costs the "
+                 "trainer nothing", found[f"{count} with relays"], GOALS.get(count, 2.5), unit="x", at_least=False,
+                 holds=after == once == mib * MIB)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Each transport moves the same bytes; one that is asked for and cannot be had is an error."""
+
+import importlib.util
+
+import pytest
+
+from distflow.weights.buffers import Buffers
+from distflow.weights.errors import NoTransport
+from distflow.weights.transport import transports
+from distflow.weights.transport.memory import Memory
+
+UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
+WHOLE = 8 << 20
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", pytest.param("ucx", marks=UCX)])
+def test_each_moves_weights_and_survives_its_source(mover, events, transport):
+    trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay", transport=transport)
+    trainer.ask("publish", version=1, mib=8)
+    assert relay.ask("pull", mib=8) == {"version": 1, "right": True}
+    relay.ask("tire", seconds=0.02)
+    rollout = mover("puller", who="a", transport=transport).send("pull", mib=8)
+    relay.kill()
+    assert rollout.answer() == {"version": 1, "right": True}
+    assert {tuple(event["transports"]) for event in events("weights_pulled")} == {(transport,)}
+    assert WHOLE <= events("weights_pulled")[-1]["bytes"] <= WHOLE + (256 << 10)
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", pytest.param("ucx", marks=UCX)])
+def test_a_source_that_stands_still_may_wake_up_late(mover, events, transport):
+    """What it was sending must not come any more: its place is somebody else's by then."""
+    trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay")
+    trainer.ask("publish", version=1, mib=8)
+    relay.ask("pull", mib=8)
+    relay.ask("tire", seconds=0.02)
+    rollout = mover("puller", who="a", transport=transport).send("pull", mib=8)
+    relay.stop()
+    assert rollout.answer() == {"version": 1, "right": True}
+    relay.go_on()
+    assert rollout.ask("pull", mib=8) == {"version": 1, "right": True}
+
+
+def test_auto_takes_what_both_ends_can_use_and_says_so(mover, events, monkeypatch):
+    mover("publisher", rank=0, ranks=1, transport="tcp").ask("publish", version=1, mib=1)
+    assert mover("puller", who="a").ask("pull", mib=1)["right"]
+    assert events("weights_pulled")[0]["transports"] == ["tcp"]
+
+
+def test_one_that_the_source_cannot_use_is_an_error(mover):
+    mover("publisher", rank=0, ranks=1, transport="tcp").ask("publish", version=1, mib=1)
+    said = mover("puller", who="a", transport="memory").ask("pull", mib=1)
+    assert said["error"] == "NoTransport"
+    assert "`transport: memory` is asked for here, trainer-0 offers tcp. Set  transport: auto" in said["message"]
+
+
+def test_what_is_not_here_is_an_error(monkeypatch):
+    monkeypatch.setattr("distflow.weights.transport.ucx.is_installed", lambda: False)
+    with pytest.raises(NoTransport, match=r"pip install 'ucxx-cu12==0.52.0'"):
+        transports("ucx", Buffers(), bytes(32))
+    monkeypatch.setenv("DISTFLOW_MACHINE", "")
+    with pytest.raises(NoTransport, match="Set  transport: auto"):
+        transports("memory", Buffers(), bytes(32))
+    with pytest.raises(NoTransport, match="Did you mean `memory`"):
+        transports("memry", Buffers(), bytes(32))
+
+
+def test_a_machine_is_proved_not_believed(monkeypatch):
+    memory = Memory(Buffers(), b"a" * 32)
+    offer = memory.offer()
+    assert memory.inlet(offer, 1.0) is not None
+    assert Memory(Buffers(), b"b" * 32).inlet(offer, 1.0) is None, "the token is another"
+    assert memory.inlet(offer | {"place": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
+    assert memory.inlet(offer | {"machine": "elsewhere"}, 1.0) is None
+
+
+def test_buffers_are_used_again_when_nobody_looks_at_them():
+    buffers = Buffers()
+    first = buffers.take(5000)
+    piece = first[1000:2000]
+    address = first.ctypes.data
+    del first
+    other = buffers.take(5000)
+    assert other.ctypes.data != address, "a view is left"
+    assert buffers.locate(piece)[1] == 1000
+    del piece
+    assert buffers.take(4096).ctypes.data == address
