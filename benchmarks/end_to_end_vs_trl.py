@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_environment import peer_python  # noqa: E402 - needs the path above
-from benchmarks.ratio import conclude, interleaved, options, parsed, ratios  # noqa: E402
+from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios  # noqa: E402
 from distflow.data.dataloader import Dataloader  # noqa: E402
 from distflow.data.records import open_records  # noqa: E402
 from distflow.schema.shipped import SHIPPED  # noqa: E402
@@ -58,10 +58,6 @@ from distflow.schema.spec import Spec, load  # noqa: E402
 RANKS, GOAL = 2, 2.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _STEP = re.compile(r"\bstep (\d+)/\d+\b")
-
-
-_STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""How many standard errors either way hold 95%, by the number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +205,7 @@ def last_third(curve: Curve) -> float:
 
 def difference(pairs: Sequence[dict[str, Curve]]) -> tuple[float, float | None]:
     """distflow's reward minus TRL's over the last third: mean over seeds, half its 95% interval (None: too few)."""
-    each = [last_third(pair["distflow"]) - last_third(pair["trl"]) for pair in pairs]
-    if len(each) < 3:
-        return statistics.mean(each), None
-    quantile = _STUDENT.get(len(each), 2.2 if len(each) < 20 else 2.0)
-    return statistics.mean(each), quantile * statistics.stdev(each) / len(each) ** 0.5
+    return interval_of([last_third(pair["distflow"]) - last_third(pair["trl"]) for pair in pairs])
 
 
 def show_curves(pairs: Sequence[dict[str, Curve]]) -> None:

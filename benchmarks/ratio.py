@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+_STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""How many standard errors either way hold 95%, by the number of values."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ def interleaved(sides: dict[str, Callable[[int], T]], repeats: int) -> list[dict
 def ratios(pairs: Sequence[dict[str, T]], over: str, under: str, value: Callable[[T], float]) -> Spread:
     """`over` divided by `under`, for each repeat on its own."""
     return Spread.of([value(pair[over]) / value(pair[under]) for pair in pairs])
+
+
+def interval_of(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and half its 95% interval (None: too few values to say), by Student's t."""
+    if len(values) < 3:
+        return statistics.mean(values), None
+    quantile = _STUDENT.get(len(values), 2.2 if len(values) < 20 else 2.0)
+    return statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
 def conclude(claim: str, measured: Spread, goal: float, *, unit: str = "x", holds: bool = True,

@@ -15,7 +15,7 @@ metric, `mismatch/…`          formula                                 when bot
 ============================= ======================================= ===============================================
 
 `staleness/mean` and `staleness/max` count the optimizer steps between the weights that sampled a token and those that
-are about to train on it.
+are about to train on it; `staleness/tokens/N` is how many tokens are so old.
 """
 
 from __future__ import annotations
@@ -60,3 +60,5 @@ def report_staleness(engine: Role, versions: Ragged, mask: Ragged) -> None:
     age_T = engine.version - versions.values[mask.values].long()
     current().mean_of("staleness/mean", age_T)
     current().maximum("staleness/max", age_T.max() if len(age_T) else 0)
+    for age, tokens in zip(*(counted.tolist() for counted in age_T.unique(return_counts=True))):
+        current().add(f"staleness/tokens/{age}", tokens)

@@ -1,0 +1,197 @@
+"""One DAG in each mode: samples per second of `async` and `semi_sync` against `sync`, where tools have a long tail.
+
+`grpo_tools.yaml` on the embedded task, from one start model for all, 2 ranks in every mode, one thread each, on the
+CPU: in sync both sample and both train; in async one samples and one trains, with weights pulled between them; in
+semi_sync one samples, and one does both. The modes take turns; repeat `i` uses seed `i`. Each run makes equally many
+updates, each of 32 prompts with 8 conversations.
+
+The tool is a calculator that answers after a while (see slow_tools.py): lognormally distributed, median 0.1 s, sigma
+1.2, so that one call of a hundred takes 1.6 s. A conversation has one to four turns. The seconds depend on what was
+said only, so that no mode has luckier tools than another. To wait for a tool costs no processor. How much asynchrony
+brings depends on how long the tail is against what is computed; here a step of sync waits for tools for a good half of
+its time (it is printed), and without any latency async brings nothing on two cores that are always busy. Responses have
+their natural lengths, 5 to 50 tokens: no length is made up.
+
+What is timed are the steps between the first ones and the last ones: at the beginning samples are made ahead, and at
+the end none are, so that neither lasts as long as a step usually does. There is no validation meanwhile. Held-out
+accuracy is measured afterwards, in conversations with the same calculator at temperature 0 and without latency; `async`
+and `sync` agree if zero lies in the 95% interval (Student's t over the seeds) of the difference. Beside that, no token
+may be older than the staleness that was asked for, and a short run with staleness 0 must have the conversations and
+losses of sync.
+
+TRL 1.16 cannot run beside this on a CPU: the trainer's side of its vLLM server refuses a device other than CUDA
+(`VLLMClient.init_communicator` raises NotImplementedError), and its `AsyncGRPOTrainer` hands weights over by vLLM's
+NCCL engine alone; what it exchanges on the way, adapters as files, needs no NCCL, but is another training.
+Run by hand:  python -m benchmarks.modes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios
+from distflow.schema.run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS, GROUP = 2, 8
+GOALS = {"async": 1.5, "semi_sync": 1.2}
+AHEAD = {"async": 1, "async, 3 ahead": 3, "semi_sync": 1}
+"""Staleness by side."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has left: its metrics, step by step, and how good the model is afterwards."""
+
+    steps: list[dict[str, Any]]
+    rows: int
+    """Samples of a step."""
+    accuracy: float
+
+    def samples_per_second(self, skip: int) -> float:
+        """Over all steps but the first and the last ones."""
+        timed = self.steps[skip:-skip]
+        return self.rows * len(timed) / sum(step["seconds"] for step in timed)
+
+    def ages(self) -> dict[int, float]:
+        """How many tokens were so many versions old when they were trained on."""
+        found: Counter[int] = Counter()
+        for step in self.steps:
+            found.update({int(name.rpartition("/")[2]): value for name, value in step.items()
+                          if name.startswith("staleness/tokens/")})
+        return dict(sorted(found.items()))
+
+
+class Contest:
+    """Runs of all modes from one start model."""
+
+    def __init__(self, given: Namespace, scratch: Path):
+        self.given, self.scratch = given, scratch
+        self.dag, self.exam = scratch / "slow.yaml", scratch / "exam.yaml"
+        tools = yaml.safe_load((ROOT / "dags/grpo_tools.yaml").read_text())
+        talk = tools["nodes"]["rollout"]["with"]
+        talk |= {"environment": "benchmarks.slow_tools:SlowCalculator", "group_size": GROUP, "step_seconds": 120.0,
+                 "environment_settings": {"median": given.median, "sigma": given.sigma}}
+        self.dag.write_text(yaml.safe_dump(tools))
+        quiz = {"role": "actor", "type": "MODEL_INFERENCE", "function": "converse",
+                "with": {**{name: talk[name] for name in ("max_turns", "max_tokens")}, "environment": "Calculator"}}
+        self.exam.write_text(yaml.safe_dump({"name": "exam", "roles": {"actor": {}}, "nodes": {"rollout": quiz}}))
+        self.model = given.start_model.resolve() if given.start_model else self._start_model()
+
+    def run(self, side: str, seed: int) -> Course:
+        mode, given = side.partition(",")[0], self.given
+        folder = self._launch(f"{side.replace(', ', '-').replace(' ', '-')}-{seed}", mode, AHEAD.get(side, 0), seed,
+                              given.updates)
+        course = Course(_steps(folder), given.prompts * GROUP, self._accuracy(folder))
+        waits = course.steps[len(course.steps) // 2].get("environment/idle_seconds")
+        idle = "" if waits is None else f", of a step's {course.steps[len(course.steps) // 2]['seconds']:.2f} s the " \
+                                        f"busiest rank waits {waits:.2f} s for tools"
+        print(f"seed {seed}, {side}: {course.samples_per_second(given.skip):.1f} samples/s, accuracy "
+              f"{course.accuracy:.3f}, tokens by staleness {course.ages()}{idle}", flush=True)
+        return course
+
+    def equal_without_staleness(self) -> bool:
+        """Whether async with staleness 0 samples what sync samples, and has its losses to 1e-5."""
+        sync, apart = (_steps(self._launch(f"equal-{mode}", mode, 0, 0, 4)) for mode in ("sync", "async"))
+        same = all(one["response/fingerprint"] == other["response/fingerprint"]
+                   and abs(one.get("loss", 0.0) - other.get("loss", 0.0)) <= 1e-5 for one, other in zip(sync, apart))
+        print(f"async with staleness 0 {'equals' if same else 'DOES NOT EQUAL'} sync in {len(sync)} steps", flush=True)
+        return same
+
+    def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int) -> Path:
+        apart = () if mode == "sync" else ("groups.rollout=1", f"staleness={staleness}")
+        return _run(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
+            f"mode={mode}", *apart, f"seed={seed}", f"steps={updates}", f"data.batch={self.given.prompts}",
+            f"roles.actor.model={self.model}", "roles.actor.generation.batch_rows=2048", "validation=null"))
+
+    def _accuracy(self, folder: Path) -> float:
+        done = _run(self.scratch, f"exam-{folder.name}", self.exam, "embedded_evaluate.yaml", 1,
+                    (f"roles.actor.model={folder / 'model'}", "roles.actor.generation.batch_rows=256"))
+        return _steps(done)[0]["environment/reward"]
+
+    def _start_model(self) -> Path:
+        """Weak: it has seen few conversations with a calculator."""
+        made = _run(self.scratch, "start", ROOT / "dags/sft.yaml", "embedded_sft.yaml", RANKS, (
+            "data.train=arithmetic/tool_demonstrations.jsonl", "data.batch=48", "validation=null",
+            f"steps={30 if self.given.quick else 120}"))
+        return made / "model"
+
+
+def _run(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str]) -> Path:
+    """One run; its folder.
+
+    Raises:
+        SystemExit: it failed; shows its last lines.
+    """
+    words = [word for setting in (f"output={scratch}", "checkpoint.every=0", *settings) for word in ("--set", setting)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+               str(ROOT / "distflow/launch.py"), "--dag", str(dag), "--run-file", run_file, "--name", name, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}{done.stderr[-6000:]}\nthis command failed: {' '.join(command)}")
+    return scratch / name
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "seconds" in line]
+
+
+def judge(courses: Sequence[dict[str, Course]], side: str, skip: int, equal: bool) -> bool:
+    """Print how one side fared against sync, and its last line."""
+    gap, half = interval_of([pair[side].accuracy - pair["sync"].accuracy for pair in courses])
+    agree = half is None or abs(gap) <= half
+    print(f"held-out accuracy, {side} minus sync: {gap:+.3f} " + (
+        "(too few seeds to judge)" if half is None else f"± {half:.3f}: {'the same' if agree else 'NOT the same'}"))
+    oldest = max(step.get("staleness/max", 0.0) for pair in courses for step in pair[side].steps)
+    bounded = oldest <= AHEAD[side]
+    print(f"oldest token of {side}: {oldest:.0f} versions, {'within' if bounded else 'BEYOND'} {AHEAD[side]}")
+    speed = ratios(courses, side, "sync", lambda course: course.samples_per_second(skip))
+    return conclude(f"samples per second of {side} (staleness {AHEAD[side]}) over sync, long-tailed tools", speed,
+                    GOALS[side.partition(",")[0]], holds=agree and bounded and equal)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--updates", type=int, help="of each run; default 40, with --quick 4")
+    parser.add_argument("--skip", type=int, help="first and last updates that are not timed; default 5, with --quick 1")
+    parser.add_argument("--prompts", type=int, help="of an update; default 32, with --quick 8")
+    parser.add_argument("--median", type=float, default=0.1, help="seconds of a call")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a call's seconds")
+    parser.add_argument("--start-model", type=Path, help="a model folder; default: it is trained first")
+    given = parsed(parser, arguments)
+    given.updates = given.updates or (4 if given.quick else 40)
+    given.skip = given.skip or (1 if given.quick else 5)
+    given.prompts = given.prompts or (8 if given.quick else 32)
+    if given.updates <= 2 * given.skip:
+        parser.error(f"--updates {given.updates} leaves nothing to time between {given.skip} first and last ones")
+    modes = get_args(Run.model_fields["mode"].annotation)
+    sides = [side for side in ("semi_sync", "async, 3 ahead", "async") if side.partition(",")[0] in modes]
+    sides = sides[-1:] if given.quick else sides
+    with tempfile.TemporaryDirectory(prefix="modes-") as scratch:
+        contest = Contest(given, Path(scratch))
+        equal = given.quick or contest.equal_without_staleness()
+        courses = interleaved({side: partial(contest.run, side) for side in ("sync", *sides)}, given.repeats)
+    print("held-out accuracy: " + ", ".join(
+        f"{side} {statistics.mean(pair[side].accuracy for pair in courses):.3f}" for side in courses[0]))
+    for side in sides:
+        judge(courses, side, given.skip, equal)
+
+
+if __name__ == "__main__":
+    main()
