@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from distflow.schema.contract import Contract
 from distflow.schema.engines import untested
 from distflow.schema.lora import base_of
+from distflow.schema.run import Run
 from distflow.schema.spec import Spec
 from planners.bind import model_roles
 from planners.columns import Flow
 from planners.settings import setting_value
+
+_APART = ("groups", "staleness", "on_new_weights")
+"""What the run file says of ranks that sample while others train."""
 
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow], generating: set[str]) -> tuple[str, ...]:
@@ -22,6 +26,8 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow], gen
               for node, column, setting in _idle(spec, bound, flows)
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
     notes += untested(spec)
+    notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
+              for key in _APART if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

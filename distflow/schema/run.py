@@ -181,8 +181,15 @@ class Parallel(Document):
 class Groups(Document):
     """How the ranks are divided where training and sampling do not share them."""
 
-    rollout: PositiveInt | Annotated[float, Field(gt=0, lt=1)] = 0.5
+    rollout: float = 0.5
     """Ranks that sample, or their share of all. The others train."""
+
+    @field_validator("rollout")
+    @classmethod
+    def _ranks_or_share(cls, value: float) -> float:
+        if 0 < value < 1 or (value >= 1 and value == int(value)):
+            return value if value < 1 else int(value)
+        raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
 
 
 class Run(Document):

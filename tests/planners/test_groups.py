@@ -69,7 +69,13 @@ def test_the_plan_shows_both_chains():
     assert "memory of a rank of the rollout" in text
 
 
+def test_what_only_other_modes_need_is_noted():
+    _, made = planned("grpo.yaml", 2, "mode=sync", "staleness=3")
+    assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
+
+
 REFUSED = {
+    "neither ranks nor a share": (("grpo.yaml", 4, "groups.rollout=1.5"), "neither a number of ranks"),
     "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
     "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),
     "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
@@ -84,4 +90,3 @@ def test_what_cannot_be_cut_is_refused_with_what_to_write(case):
     arguments, said = REFUSED[case]
     text = refusal(*arguments)
     assert any(part in text for part in said.split("|"))
-    assert "mode: sync" in text or "Instead:" in text or "Start" in text
