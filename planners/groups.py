@@ -1,8 +1,9 @@
 """The DAG cut at the border between those that sample and those that train (RobustRL §2.1).
 
 The rollout group runs the nodes that sample, what these need, and all functions of no model that read only what is
-there: rewards are computed while others are still sampled. Where rows may have been dropped, and everything else, runs
-in the trainer. Between the two, columns pass through the dock.
+there: rewards are computed while others are still sampled, of whole prompts, but not of all of a step together. What
+works on rows that may have been dropped, what `layouts` names, and everything else runs in the trainer. Between the
+two, columns pass through the dock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         late = sorted(other for other in producers if other not in nodes or KEEP in flows[other].writes)
         if node in sampling and late:
             mistakes.append(_too_late(spec, node, late[0]))
-        computes = bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
+        computes = (bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
+                    and node not in spec.run.layouts)
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
             nodes.add(node)
     crossing = {node: names for node in chain if node in nodes and (names := _crossing(node, nodes, flows))}
@@ -83,8 +85,8 @@ def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
 def of_trainer(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
     """The trainer's tasks; those of the other half only bring what crosses."""
     return tuple(task if task.node not in halves.nodes else
-                 replace(task, writes=halves.crossing[task.node], transfers=(), arrives=True)
-                 for task in tasks if task.node not in halves.nodes or task.node in halves.crossing)
+                 replace(task, writes=halves.crossing.get(task.node, ()), transfers=(), arrives=True)
+                 for task in tasks if task.node not in halves.nodes or task.node in halves.crossing or task.samples)
 
 
 def of_rollout(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
-from harness import ROOT, metrics_of
+from harness import REWARD, ROOT, environment, metrics_of
 
 ASYNC = ("--run-file", "tiny.yaml", "--set", "mode=async")
 GRPO = ("--dag", "grpo.yaml", *ASYNC)
@@ -35,16 +37,33 @@ def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, setti
 
 
 def test_draws_of_a_filter_and_samples_of_two_kinds_cross_too(launch, workspace):
-    """DAPO draws again until enough groups are left; ReMax has an answer for each prompt beside its samples."""
+    """DAPO draws again until enough groups are left, of which some teach nothing; ReMax has an answer for each prompt
+    beside its samples."""
+    (workspace / "brevity.py").write_text(REWARD + "\n\n@reward\ndef uneven(completion, answer):\n"
+                                          "    return brevity(completion, answer) * (len(answer) % 2)\n")
     for name in ("dapo", "remax"):
         shipped = (ROOT / f"dags/{name}.yaml").read_text()
-        brief = shipped.replace("function: score,", "function: score, with: {reward: brevity},")
+        brief = shipped.replace("function: score,", "function: score, with: {reward: uneven},")
         (workspace / f"{name}.yaml").write_text(brief + "imports: [brevity]\n")
         dag = ("--dag", f"{name}.yaml", *ASYNC, "--set", "steps=3")
         launch(1, *dag, "--name", f"{name}_sync", "--set", "mode=sync")
         launch(2, *dag, *STRICT, "--name", f"{name}_apart")
         sync, apart = (metrics_of(workspace / f"runs/{name}_{mode}") for mode in ("sync", "apart"))
         require_equal(apart, sync, steps=(1, 2, 3))
+    assert max(step["filter/filter/draws"] for step in metrics_of(workspace / "runs/dapo_apart").values()) > 1
+
+
+def test_a_run_may_end_while_rows_are_under_way(launch, workspace):
+    """The trainer has reached its goal; the others had begun with what would have come."""
+    (workspace / "held.jsonl").write_text((workspace / "train.jsonl").read_text())
+    launch(2, *GRPO, "--name", "early", "--set", "staleness=3", "--set", "steps=9", "--set", "validation.every=2",
+           "--set", "validation.data.held=held.jsonl", "--set", "validation.reward=brevity", "--set",
+           "validation.stop_at=0.0", "--set", "roles.actor.generation.batch_rows=8")
+    assert len(metrics_of(workspace / "runs/early")) < 9
+    exported = subprocess.run([sys.executable, "-m", "distflow.cli", "export", "runs/early", "out"], cwd=workspace,
+                              env=environment(), capture_output=True, text=True, check=False)
+    assert exported.returncode == 0, exported.stderr
+    assert (workspace / "out/model/config.json").is_file()
 
 
 @pytest.mark.parametrize("on_new_weights", ["continue", "restart"])

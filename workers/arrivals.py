@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
@@ -38,6 +37,7 @@ class Arrivals:
         self.arriving = [task for task in plan.tasks if task.arrives]
         self.fans = Fans(plan.tasks, plan.source)
         self.leases: list[Lease] = []
+        """Of the step, on the rank that commits them."""
         self.rows: Batch | None = None
         self.ordered = self.drawn_before
         """Draws that rollouts may sample."""
@@ -45,7 +45,7 @@ class Arrivals:
 
     @property
     def drawn_before(self) -> int:
-        return self.loader.position // self.loader.batch
+        return self.loader.drawn_before
 
     @property
     def batch(self) -> int:
@@ -67,7 +67,8 @@ class Arrivals:
         count = self.loader.batch * channel.rows
         lease = self.dock.lease(TRAINER, count, wait=self.limit, step=number, share=self.rank, shares=self.plan.ranks)
         self.rows = self.dock.fetch(lease)
-        self.leases.append(lease)
+        if self.rank == 0:
+            self.leases.append(lease)
         reports: Ragged = self.rows[REPORT]
         for report in reports.rows:
             if len(report):
@@ -84,10 +85,8 @@ class Arrivals:
 
     def finish(self) -> None:
         """The step is trained on: its rows are consumed for good, and its weights go out."""
-        dist.barrier()  # a rank that is still at it must not lose its rows
         for lease in self.leases:
-            if self.rank == 0:
-                self.dock.commit(lease)
+            self.dock.commit(lease)
         self.leases = []
         if self.drawn_before != self.draws:  # nobody samples after the last draw
             self.publish()
@@ -103,7 +102,7 @@ class Arrivals:
         last = last if self.draws is None else min(last, self.draws)
         if last > self.ordered:
             size = self.loader.batch
-            self.channel.order(self.dock, self.ordered * size, last * size - 1, self.limit)
+            self.channel.order(self.dock, self.ordered * size, last * size - 1, self.publish.issues, self.limit)
             self.ordered = last
 
     def state_dict(self) -> dict[str, int]:

@@ -59,11 +59,20 @@ class Channel:
         """The ids of all samples of these prompts."""
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
 
-    def order(self, dock: Dock, first: int, last: int, wait: float) -> None:
-        """Let the prompts from `first` to `last` be sampled."""
+    def order(self, dock: Dock, first: int, last: int, issue: int, wait: float) -> None:
+        """Let the prompts from `first` to `last` be sampled, by weights that are at least those of an issue."""
         prompts = torch.arange(first, last + 1)
         ids = self.rows_of(prompts)
-        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // self.rows, wait=wait)
+        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=issue, group=ids // self.rows,
+                 wait=wait)
+
+    def issue(self, number: int, versions: dict[str, int]) -> None:
+        """These versions of the roles' weights are published, for the `number`-th time."""
+        self.store.set(f"issue/{number}", json.dumps(versions))
+
+    def versions_of(self, issue: int) -> dict[str, int]:
+        """Those of an issue that something was ordered of."""
+        return json.loads(self.store.get(f"issue/{issue}"))
 
     def begin(self, step: int) -> None:
         """Let those that sample know at which step the trainer begins."""

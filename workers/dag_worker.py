@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import attended
@@ -102,14 +103,22 @@ class DagWorker:
 
     def tasks(self) -> Iterator[Task]:
         """The chain over the step's prompts; its beginning over further ones while a filter leaves too few."""
-        self.buffer.start(self.source.next(), self.source.drawn)
+        self.buffer.start(self._next(), self.source.drawn)
         self._receive()
         for index, task in enumerate(self.chain):
             yield task
             while task.draws > 1 and not self.buffer.full(task, self.source.batch):
-                self.buffer.draw_again(self.source.next(), self.source.drawn)
+                self.buffer.draw_again(self._next(), self.source.drawn)
                 self._receive()
                 yield from self.chain[: index + 1]
+
+    def _next(self) -> Batch:
+        """The prompts of the next draw."""
+        number = self.source.drawn_before
+        for role in self.roles.values():
+            role.draw = number
+        with _Watch(self.presence, f"is waiting for the prompts of draw {number}", f"before draw {number} of prompts"):
+            return self.source.next()
 
     def _receive(self) -> None:
         """What another group has computed on the prompts of a draw."""

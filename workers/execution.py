@@ -17,6 +17,9 @@ from distflow.schema.errors import ColumnError
 from distflow.schema.plan import Task
 from workers.roles import Role
 
+_BEHIND = 1_000
+"""No run has as many roles. Which of them are on a rank must not matter."""
+
 
 class Execution:
     """Runs the tasks of a chain with a rank's roles."""
@@ -67,7 +70,7 @@ def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict
     found: dict[str, int] = {}
     for task in (task for task in chain if task.samples):
         own = of_role[task.role]
-        found[task.node] = len(of_role) + len(found) if own in found.values() else own
+        found[task.node] = _BEHIND + len(found) if own in found.values() else own
     return found
 
 

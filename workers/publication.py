@@ -23,6 +23,7 @@ class Publication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, rank=dist.get_rank(),
                                            ranks=dist.get_world_size(), host=channel.host) for name in self.roles}
+        self.channel, self.issues = channel, 0
         self.known: dict[str, int] = {}
         """The versions that were published last."""
 
@@ -31,6 +32,10 @@ class Publication:
             if role.version != self.known.get(name):  # a step may leave nothing to train on
                 self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
                 self.known[name] = role.version
+        dist.barrier()  # it can be had as soon as the last rank has its part ready
+        self.issues += 1
+        if dist.get_rank() == 0:
+            self.channel.issue(self.issues, self.known)
 
     def close(self) -> None:
         for publisher in self.publishers.values():

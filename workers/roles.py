@@ -64,6 +64,8 @@ class Role:
         self.kind, self.config, self.sight = type(model), model.config, getattr(model, "sight", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
+        self.draw = 0
+        """The number of the prompts' draw, which is that of the step unless a filter draws again."""
         self.max_target_tokens = spec.run.data.max_target_tokens
         self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
         device = meshes.rollout.device_type
@@ -98,7 +100,7 @@ class Role:
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None) -> Samples:
-        """`repeats` samples for each prompt [P], drawn by (seed, step, row id) with the newest weights.
+        """`repeats` samples for each prompt [P], drawn by (seed, draw of the prompts, row id) with the newest weights.
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
@@ -122,12 +124,12 @@ class Role:
             yield rollout.session(self._key(), keeps=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
 
     def _key(self) -> int:
-        return key_of(self.seed, self.step, self.stream) if self.stream else key_of(self.seed, self.step)
+        return key_of(self.seed, self.draw, self.stream) if self.stream else key_of(self.seed, self.draw)
 
-    def at_step(self, step: int) -> Role:
-        """The same role, which draws as in this step."""
+    def of_draw(self, draw: int) -> Role:
+        """The same role, which samples for a draw of prompts."""
         other = copy.copy(self)
-        other.step = step
+        other.draw = draw
         return other
 
     def _sampling(self) -> contextlib.AbstractContextManager[Sampler]:

@@ -23,17 +23,19 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer, Shelves
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock, DockError, LeaseLost, Overdue
+from distflow.data.dock import Dock, LeaseLost, Overdue
 from distflow.data.dock.lease import Lease
 from distflow.data.selecting import joined
 from distflow.observe import events
 from distflow.observe.metrics import Metrics, recording
 from distflow.schema.contract import ENGINE_TYPES
+from distflow.schema.errors import DistflowError
 from distflow.schema.plan import KEEP, ROLLOUT, Plan, Task
 from distflow.schema.spec import Spec
 from distflow.weights.pull import Puller
 from workers.channel import REPORT, Channel
-from workers.engines.stream import Stream
+from workers.engines.sampling import key_of
+from workers.engines.stream import Stopped, Stream
 from workers.execution import Execution
 from workers.roles import Role
 from workers.updates import Updates
@@ -63,7 +65,8 @@ class RolloutWorker:
         last = max(place for place, task in enumerate(plan.tasks) if task.samples)
         self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
         sampling = {name: role for name, role in roles.items() if role.rollout is not None}
-        self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who), role.rollout.version)
+        self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who, host=channel.host),
+                                      role.rollout.version)
                         for name, role in sampling.items() if spec.dag.roles[name].trained}
         self.streams = {name: Stream(role.rollout, partial(_renew, self.updates.get(name), spec.run.on_new_weights))
                         for name, role in sampling.items()}
@@ -75,8 +78,10 @@ class RolloutWorker:
         self.held: dict[int, tuple[Lease, float]] = {}
         """Leases by number, and when each was last renewed."""
         self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
+        self.loading = threading.Lock()
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
+        self.doing = ""
         self.failure: BaseException | None = None
         self.ended = False
 
@@ -107,9 +112,9 @@ class RolloutWorker:
     def _notice(self, job: Future[None]) -> None:
         """An error in any thread ends the worker; unless the run is over, when the dock has gone."""
         error = job.exception()
-        if isinstance(error, DockError) and self.channel.over:
+        if isinstance(error, DistflowError) and (self.ended or self.channel.over):
             self.ended = True
-        elif error is not None:
+        elif error is not None and not isinstance(error, Stopped):
             self.failure = self.failure or error
 
     def _take_prompts(self) -> None:
@@ -130,21 +135,24 @@ class RolloutWorker:
                 pool.submit(self._sample, lease, room).add_done_callback(self._notice)
 
     def _renew_leases(self, dock: Dock) -> None:
+        dock.doing(self.doing)
         for number, (lease, since) in list(self.held.items()):
             if time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so
                     dock.renew(lease)
-                self.held[number] = (lease, time.monotonic())
+                with contextlib.suppress(KeyError):  # committed meanwhile
+                    self.held.pop(number)
+                    self.held[number] = (lease, time.monotonic())
 
     def _sample(self, lease: Lease, room: threading.Semaphore) -> None:
         """One prompt up to the last node that samples."""
         prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
         step = int(prompt) // self.channel.prompts
         try:
-            for name, updates in self.updates.items():
-                self.streams[name].wait(updates.newest)
+            for name, version in self.channel.versions_of(int(lease.versions[0])).items():
+                self.streams[name].wait(version)
             with recording(metrics):
-                with self.computing:
+                with self.loading:
                     batch = self.loader.at(prompt)
                 buffer = self._buffer(metrics)
                 buffer.start(batch)
@@ -172,10 +180,10 @@ class RolloutWorker:
             buffer = self._buffer(metrics)
             buffer.shelves = functools.reduce(_joined, (each.shelves for each in some))
             self._run(self.tail, buffer, step)
-        for each in some:
-            metrics.add_all(each.metrics.take())
-        batch = self._crossing(buffer)
-        dock.put(batch.with_columns({REPORT: _on_first(metrics.take(), len(batch))}), wait=self.spec.run.wait_limit)
+        some[0].metrics.add_all(metrics.take())
+        reports = _reports([each.metrics.take() for each in some], self.channel.rows)
+        dock.doing(f"putting samples of step {step}")
+        dock.put(self._crossing(buffer).with_columns({REPORT: reports}), wait=self.spec.run.wait_limit)
         for each in some:
             self.held.pop(each.lease.number, None)
             try:
@@ -184,12 +192,18 @@ class RolloutWorker:
                 events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
 
     def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int) -> None:
-        roles = {name: role.at_step(step) for name, role in self.roles.items()}
+        roles = {name: role.of_draw(step) for name, role in self.roles.items()}
         execution = Execution(self.plan.tasks, self.functions, roles, rank=0)
         for task in tasks:
             inputs = buffer.take(task)
-            with contextlib.nullcontext() if task.type in ENGINE_TYPES else self.computing:
+            if task.type in ENGINE_TYPES:
                 written, ids = execution.run(task, inputs)
+            else:
+                with self.computing:
+                    self.doing = f"computing node `{task.node}` of step {step}"
+                    torch.manual_seed(key_of(self.spec.run.seed, step, int(inputs.ids[0])))
+                    written, ids = execution.run(task, inputs)
+                    self.doing = "sampling"
             # Rows that are to be dropped leave in the trainer, as in other modes: they are counted once.
             buffer.put(replace(task, writes=tuple(name for name in task.writes if name != KEEP)), written, ids)
 
@@ -227,8 +241,8 @@ def _joined(first: Shelves, second: Shelves) -> Shelves:
     return {key: joined(first[key], batch) for key, batch in second.items()}
 
 
-def _on_first(report: bytes, rows: int) -> Ragged:
-    """A column that has `report` in its first row, and nothing in the others."""
-    lengths = torch.zeros(rows, dtype=torch.int64)
-    lengths[0] = len(report)
-    return Ragged(torch.frombuffer(bytearray(report), dtype=torch.uint8), lengths)
+def _reports(reports: list[bytes], rows: int) -> Ragged:
+    """A column that has each prompt's report in the first of its rows, and nothing in the others."""
+    lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
+    lengths[::rows] = torch.tensor([len(report) for report in reports])
+    return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)

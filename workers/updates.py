@@ -29,11 +29,6 @@ class Updates:
         self.pool = ThreadPoolExecutor(1, "weights")
         self.job = self.pool.submit(self._pull)
 
-    @property
-    def newest(self) -> int:
-        """The version that the trainer has published last."""
-        return max(self.puller.newest(), self.version)
-
     @contextlib.contextmanager
     def taken(self) -> Iterator[Weights | None]:
         """Weights that have come and were not taken yet; while they are in use, no others are pulled.
@@ -42,8 +37,9 @@ class Updates:
         """
         if self.job.done():
             self.job.result()
-        yield self.fresh
-        if self.fresh is not None:
+        fresh = self.fresh
+        yield fresh
+        if fresh is not None:  # not what came meanwhile
             with self.changed:
                 self.fresh = None
                 self.changed.notify_all()

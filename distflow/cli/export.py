@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
+    options.overrides = ["mode=sync"]  # whoever samples has no model of its own to write
     plan(load_spec(options), ranks)
     folder = Path(options.folder or options.resume)
-    code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder)])
+    code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), "--set", "mode=sync"])
     if not code:
         print("\n".join(f"wrote {path}" for path in sorted(folder.glob("model*")) if path.is_dir()))
     return code

@@ -54,6 +54,11 @@ class Dataloader:
         """The run is over."""
 
     @property
+    def drawn_before(self) -> int:
+        """The number of draws so far."""
+        return self.position // self.batch
+
+    @property
     def drawn(self) -> range:
         """The rows of the last step, of all shares."""
         return range(self.position - self.batch, self.position)

@@ -206,10 +206,11 @@ class Run(Document):
     groups: Groups = Groups()
     staleness: NonNegativeInt = 1
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
-    training waits for samples of its newest weights, as in mode sync."""
+    training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
+    steps, of which a node with several mini-batches makes several.)"""
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
-    all of them."""
+    the turn that is under way begins anew."""
     layouts: dict[str, Parallel] = {}
     validation: Validation | None = None
     checkpoint: Checkpoint = Checkpoint()
@@ -219,4 +220,5 @@ class Run(Document):
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective may wait for the slowest rank before the run stops and says who is missing."""
+    """Seconds that a collective may wait for the slowest rank, and in mode async the trainer for the samples of a draw,
+    before the run stops and says who is missing."""

@@ -46,6 +46,12 @@ def test_only_what_the_trainer_reads_crosses_and_what_people_look_at():
     assert docked == {("rollout", "reference"), ("rollout", "update"), ("reward", "advantage")}
 
 
+def test_a_function_of_the_whole_batch_can_be_kept_in_the_trainer():
+    _, made = planned("grpo.yaml", 4, "layouts.reward.dp=1")
+    assert nodes(made, 0)[0] == "reward"
+    assert nodes(made, 3) == ["rollout"]
+
+
 @pytest.mark.parametrize(("share", "ranks", "training"), [("0.5", 2, 1), ("0.75", 4, 1), ("0.25", 8, 6), ("3", 8, 5)])
 def test_ranks_or_a_share_of_them_sample(share, ranks, training):
     _, made = planned("grpo.yaml", ranks, f"groups.rollout={share}")

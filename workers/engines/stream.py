@@ -22,6 +22,10 @@ _MOMENT = 0.05
 """Seconds that a caller waits for its rows, and the engine for a caller, before they look at what else there is."""
 
 
+class Stopped(EngineError):
+    """The stream has come to an end, or its engine has failed, which whoever drives it says."""
+
+
 class Stream(Sampler):
     """`renew` is called between two tokens, with the engine to itself; it may replace the weights.
 
@@ -55,7 +59,7 @@ class Stream(Sampler):
             self._fail(error)
             raise
         finally:
-            self._fail(EngineError("the run is over"))
+            self._fail(EngineError("nothing is sampled any more"))
 
     def wait(self, version: int) -> None:
         """Until the engine has at least these weights."""
@@ -65,7 +69,7 @@ class Stream(Sampler):
 
     def check(self) -> None:
         if self.failure is not None:
-            raise EngineError(str(self.failure)) from self.failure
+            raise Stopped(str(self.failure)) from self.failure
 
     def restart(self) -> None:
         """All turns under way begin anew. In the thread that drives."""
