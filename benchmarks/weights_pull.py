@@ -213,7 +213,7 @@ def measure(pair: Pair, mib: int, repeats: int) -> dict[str, Spread]:
     for way in TRANSPORTS:
         sides[f"raw {way}"] = lambda _, way=way: pair.raw(way, size)
         sides[way] = lambda _, way=way: pair.pull(way)
-    for way in TRANSPORTS:  # connections, and both of the rollout's buffers
+    for way in 2 * TRANSPORTS:  # connections, and both buffers of either side
         pair.pull(way)
         pair.raw(way, size)
     runs = interleaved(sides, repeats)

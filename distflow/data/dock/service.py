@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +19,12 @@ import numpy
 from distflow.data.dock.controller import Granted
 from distflow.data.dock.desk import Desk, Person, read_ids
 from distflow.data.dock.diagnosis import crowd, fates, shortage, status
-from distflow.data.dock.door import Door
-from distflow.data.dock.errors import DockError, Full, Overdue, Refused
+from distflow.data.dock.errors import Full, Overdue, Refused
 from distflow.data.dock.journal import Journal
 from distflow.data.dock.kept import Marks
 from distflow.data.dock.layout import Address, Layout
-from distflow.data.dock.line import Closed, Line, check_token, welcome
+from distflow.data.dock.line import Closed, Line
+from distflow.data.dock.listener import Listener
 from distflow.data.dock.memory import Windows
 from distflow.data.dock.parcel import unpack
 from distflow.data.dock.selection import Ask
@@ -61,21 +60,14 @@ class Service:
 
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, max_rows: int = 1 << 20,
                  max_bytes: int = 16 << 30, snapshot: Path | None = None, journal: Path | None = None):
-        check_token(token)
         self.token = token
         kept = Journal(journal) if journal is not None else None
         self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes, kept)
-        self.door = Door()
-        self.lines: set[Line] = set()
         self.writing = threading.Lock()
         """Held while a snapshot is taken and written: a repeated request must not write into the first one's file."""
         self.over = False
-        self.thread: threading.Thread | None = None
-        try:
-            self.socket = socket.create_server((host, port), backlog=1024)
-        except OSError as error:
-            raise DockError(f"cannot listen at {host}:{port}: {error}") from None
-        self.address: Address = (host, self.socket.getsockname()[1])
+        self.listener = Listener(token, host, port, self._serve, _log)
+        self.address: Address = self.listener.address
         if snapshot is not None:
             with self.desk.changed:
                 restore(self.desk, snapshot)
@@ -88,60 +80,23 @@ class Service:
 
     def start(self) -> Address:
         """Serve in threads of this process; returns where."""
-        self.thread = threading.Thread(target=self.accept, name="dock", daemon=True)
-        self.thread.start()
-        return self.address
-
-    def accept(self) -> None:
-        """Serve until `close`."""
-        while not self.over:
-            try:
-                sock, (host, port, *_) = self.socket.accept()
-            except OSError as error:
-                if not self.over:  # too many open files, perhaps: others may end
-                    _log.warning("%s:%d cannot take a connection: %s", *self.address, error)
-                    time.sleep(_WAKE)
-                continue
-            self.door.arrive(sock)
-            peer = f"{host}:{port}"
-            try:
-                threading.Thread(target=self._serve, args=(sock, peer), name="dock client", daemon=True).start()
-            except RuntimeError as error:
-                _log.warning("%s:%d has no thread for %s: %s", *self.address, peer, error)
-                self.door.leave(sock)
-                sock.close()
+        return self.listener.start()
 
     def close(self) -> None:
         """Stop listening and hang up; the rows are gone with the process."""
         self.over = True
-        with contextlib.suppress(OSError):  # closing alone leaves a thread in `accept`, and with it the port
-            self.socket.shutdown(socket.SHUT_RDWR)
-        if self.thread is not None:
-            self.thread.join()
-        self.socket.close()
-        self.door.close()
+        self.listener.close()
         with self.desk.changed:
             self.desk.stop()
-            for line in list(self.lines):
-                line.hang_up()
             self.desk.changed.notify_all()
             if self.desk.journal is not None:
                 self.desk.journal.close()
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
-        """One connection: its proof, then requests until it ends."""
-        try:
-            line, hello = welcome(sock, peer, self.token)
-        except (OSError, ValueError, Refused, Closed) as error:
-            _log.warning("refused %s: %s", peer, str(error) or type(error).__name__)
-            sock.close()
-            return
-        finally:
-            self.door.leave(sock)
-        session = str(hello.get("session", ""))
+    def _serve(self, line: Line, hello: Header) -> None:
+        """One connection: requests until it ends."""
+        session, peer = str(hello.get("session", "")), line.peer
         with self.desk.changed:
             person = self.desk.enter(session, str(hello.get("who", peer)))
-            self.lines.add(line)
         try:
             line.memory = Windows.onto(hello.get("memory"), self.token)
             line.send({"epoch": self.desk.epoch, "memory": line.memory is not None})
@@ -154,11 +109,9 @@ class Service:
             _log.debug("%s (%s) hung up: %s", person.who, peer, error)
         finally:
             with self.desk.changed:
-                self.lines.discard(line)
                 self.desk.sent += line.sent
                 self.desk.received += line.received
                 self.desk.leave(session)
-            line.close()
 
     def _answer(self, line: Line, person: Person, session: str) -> None:
         header, size = line.receive()
@@ -274,7 +227,7 @@ class Service:
 
     def status(self, *_: Any) -> Reply:
         with self.desk.changed:
-            return status(self.desk, list(self.lines), time.monotonic()), []
+            return status(self.desk, list(self.listener.lines), time.monotonic()), []
 
     def snapshot(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
         with self.writing:

@@ -75,8 +75,14 @@ class _End:
         return self.worker.address.tobytes()
 
     def connect(self, address: bytes) -> None:
-        found = self.ucx.UCXAddress.create_from_buffer(address)
-        self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, found, True)
+        """Raises:
+            OSError: there is no way to it.
+        """
+        try:
+            found = self.ucx.UCXAddress.create_from_buffer(address)
+            self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, found, True)
+        except self.ucx.UCXError as error:
+            raise ConnectionError(f"UCX: {error}") from None
 
     def move(self, post: Callable[[Any, Any], Any], chunk: numpy.ndarray, moved: Callable[[int], None]) -> None:
         """Send or receive a chunk, piece by piece.

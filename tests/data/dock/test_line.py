@@ -42,7 +42,7 @@ def test_a_wrong_token_is_refused_and_logged(service, caplog):
 def test_a_server_that_does_not_know_the_token_is_refused(token):
     """It could answer anything: so it must prove itself too."""
     impostor = Service(b"y" * 32)
-    impostor._serve = lambda sock, peer: (sock.sendall(bytes(32)), sock.recv(64), sock.sendall(bytes(32)))
+    impostor.listener._meet = lambda sock, peer: (sock.sendall(bytes(32)), sock.recv(64), sock.sendall(bytes(32)))
     impostor.start()
     with pytest.raises(Refused, match="does not know this run's token"):
         dial(impostor.address, token, 5.0)

@@ -58,13 +58,13 @@ def test_strangers_are_few_and_keep_nobody_out(dock, token, monkeypatch):
     strangers = [socket.create_connection(at.addresses[0]) for _ in range(12)]
     with Dock(at.addresses, token, "late") as late:
         assert late.status()[0]["rows"] == 0
-    assert len(at.services[0].door.outside) <= 4
+    assert len(at.services[0].listener.door.outside) <= 4
     strangers[0].settimeout(2)
     strangers[0].recv(32)
     with pytest.raises(ConnectionResetError):
         strangers[0].recv(32)
     at.services[0].close()
-    until(lambda: not at.services[0].door.outside, 2)
+    until(lambda: not at.services[0].listener.door.outside, 2)
     for stranger in strangers:
         stranger.close()
 
@@ -86,7 +86,7 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last(token, caplog):
             return getattr(self.sock, name)
 
     service = Service(token)
-    service.socket = Scarce(service.socket)
+    service.listener.socket = Scarce(service.listener.socket)
     with (caplog.at_level(logging.WARNING, "distflow.dock"), Dock([service.start()], token, "one") as client,
           pytest.raises(DockError, match="no place in a dock yet")):
         client.layout  # noqa: B018 - asks
