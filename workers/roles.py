@@ -30,6 +30,7 @@ from distflow.schema.plan import Plan
 from distflow.schema.run import Lora, RoleRun
 from distflow.schema.spec import Spec
 from workers.engines import attention, engine_class
+from workers.engines.chat import encoding
 from workers.engines.handover import Handover
 from workers.engines.loading import load_model
 from workers.engines.meshes import mesh_of
@@ -211,8 +212,9 @@ class Role:
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
     """The answers' tokens with an end; one longer than `longest` loses its end, and the metrics count it."""
-    targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-               for answer in answers]
+    with encoding:
+        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                   for answer in answers]
     current().add("data/targets_cut", sum(len(row) > longest for row in targets))
     return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
 
 from jinja2 import TemplateError
@@ -11,14 +12,17 @@ from distflow.schema.errors import InvalidInput
 
 _ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
 """Texts that no template writes of its own."""
+encoding = threading.Lock()
+"""A tokenizer keeps how it is to treat special tokens from one call to the next: two threads would mix that up."""
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     """A question by the chat template; without one, as it is, on a line of its own."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": question}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    return tokenizer(f"{question}\n")["input_ids"]
+    with encoding:
+        if tokenizer.chat_template:
+            message = [{"role": "user", "content": question}]
+            return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        return tokenizer(f"{question}\n")["input_ids"]
 
 
 class Between:
@@ -39,13 +43,16 @@ class Between:
                  role: Literal["user", "tool"] = "user"):
         self.tokenizer = tokenizer
         before, after = _around(tokenizer, role) if tokenizer.chat_template else ("\n", "\n")
-        self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
+        with encoding:
+            self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"]
+                                       for text in (before, after))
         ends = [place for place, token in enumerate(self.before) if token in end_tokens]
         self._behind_end = self.before[ends[0] + 1 :] if ends else self.before
 
     def tokens(self, observation: str, ended: bool) -> list[int]:
         """`ended`: the answer before has its end token; else the template's is put after it."""
-        text = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        with encoding:
+            text = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*(self._behind_end if ended else self.before), *text, *self.after]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ from distflow.schema.errors import DistflowError, EngineError
 from workers.engines.rollout import Rollout, Row, Sampler, Session
 
 _MOMENT = 0.05
-"""Seconds that a caller waits for its rows, and the engine for a caller, before they look at what else there is."""
+"""Seconds that the engine waits for a caller, and one that aborts for the engine, before they look what else there
+is."""
 
 
 class Stopped(EngineError):
@@ -40,10 +42,14 @@ class Stream(Sampler):
         self.asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.failure: DistflowError | None = None
         self.changed = threading.Condition()
+        self.callers: weakref.WeakSet[Caller] = weakref.WeakSet()
         self.version = rollout.version
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Caller:
-        return Caller(self, key, (temperature, keeps))
+        caller = Caller(self, key, (temperature, keeps))
+        with self.changed:
+            self.callers.add(caller)
+        return caller
 
     def drive(self, over: Callable[[], bool]) -> None:
         """Sample whatever callers ask for, until `over`."""
@@ -82,8 +88,9 @@ class Stream(Sampler):
 
     def tell(self, action: Callable[[], None]) -> None:
         """Have the driving thread do it before the next token."""
-        self.check()
-        self.asked.put(action)
+        with self.changed:
+            self.check()
+            self.asked.put(action)
 
     def _obey(self) -> None:
         """Do what callers ask. Without anything to sample, wait a moment for it."""
@@ -105,6 +112,8 @@ class Stream(Sampler):
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
+            for caller in self.callers:
+                caller.wake()
 
     def _real(self, kind: tuple[float | None, bool]) -> Session:
         if kind not in self.sessions:
@@ -136,10 +145,10 @@ class Caller(Session):
         self.stream.tell(lambda: self.stream._real(self.kind).forget(row))
 
     def step(self) -> list[Row]:
-        """The rows whose turn ended; waits a moment for the first one, or for `wake`."""
-        ended = []
+        """The rows whose turn ended; waits for the first one, or for `wake`."""
+        # Without a time limit: to look around now and then, some hundred threads would use half a processor.
+        ended = [self.ended.get()] if self.busy else []
         with contextlib.suppress(queue.Empty):
-            ended.append(self.ended.get(timeout=_MOMENT))
             while True:
                 ended.append(self.ended.get_nowait())
         found = [row for row in ended if row is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from distflow.schema.errors import InvalidInput
@@ -78,3 +80,18 @@ def test_a_template_without_such_turns_is_refused(chatml):
     with pytest.raises(InvalidInput, match=r"no turn of `tool`.*no tools.*\{observation_role: user\}"):
         Between(chatml, [2], "tool")
     Between(chatml, [2], "user")
+
+
+def test_threads_do_not_mix_up_how_special_tokens_are_read(chatml):
+    """One thread reads observations, in which an end token is mere text; another one questions, where it is not."""
+    tokenizer, end = chatml, chatml.eos_token
+    between = Between(tokenizer, [tokenizer.eos_token_id])
+    text, question = between.tokens(end, ended=True), prompt_tokens(tokenizer, end)
+
+    def work(number: int) -> bool:
+        if number % 2:
+            return all(between.tokens(end, ended=True) == text for _ in range(300))
+        return all(prompt_tokens(tokenizer, end) == question for _ in range(300))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))

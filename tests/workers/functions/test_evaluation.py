@@ -12,7 +12,7 @@ from workers.functions.evaluation import tally
 
 @pytest.fixture
 def metrics(monkeypatch) -> Metrics:
-    monkeypatch.setattr(module, "_current", Metrics())
+    monkeypatch.setattr(module, "_of_rank", Metrics())
     return module.current()
 
 

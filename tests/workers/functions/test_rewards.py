@@ -17,7 +17,7 @@ from workers.functions.rewards import as_list, score
 @pytest.fixture(autouse=True)
 def numbers(tmp_path, monkeypatch):
     """Metrics of this test alone, and a file for its events."""
-    monkeypatch.setattr("distflow.observe.metrics._current", type(current())())
+    monkeypatch.setattr("distflow.observe.metrics._of_rank", type(current())())
     monkeypatch.setattr("distflow.observe.events._current", events.Events())
     events.current().open(tmp_path / "events.jsonl", 3)
     events.current().step = 7
