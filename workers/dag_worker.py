@@ -129,7 +129,7 @@ class DagWorker:
         spec = self.spec
         draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
         return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
-                        spec.run.wait_limit, Publication(channel, self.plan, self.roles))
+                        spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport))
 
     def _dataloader(self) -> Dataloader:
         role = self.roles[prompted_role(self.spec, self.chain)]

@@ -17,12 +17,12 @@ from workers.roles import Role
 class Publication:
     """Publishes the roles that are trained here and sampled from elsewhere. Collective over the trainer."""
 
-    def __init__(self, channel: Channel, plan: Plan, roles: Mapping[str, Role]):
+    def __init__(self, channel: Channel, plan: Plan, roles: Mapping[str, Role], transport: str):
         trained = {task.role for task in plan.tasks if task.type == "MODEL_TRAIN"}
         sampled = {task.role for task in plan.tasks if task.arrives and task.samples}
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
-        self.publishers = {name: Publisher(channel.weights(name), channel.token, rank=dist.get_rank(),
-                                           ranks=dist.get_world_size(), host=channel.host) for name in self.roles}
+        mine = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "host": channel.host, "transport": transport}
+        self.publishers = {name: Publisher(channel.weights(name), channel.token, **mine) for name in self.roles}
         self.channel, self.issues = channel, 0
         self.known: dict[str, int] = {}
         """The versions that were published last."""

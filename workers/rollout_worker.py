@@ -65,8 +65,8 @@ class RolloutWorker:
         last = max(place for place, task in enumerate(plan.tasks) if task.samples)
         self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
         sampling = {name: role for name, role in roles.items() if role.rollout is not None}
-        self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who, host=channel.host),
-                                      role.rollout.version)
+        self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who, host=channel.host,
+                                             transport=spec.run.transport), role.rollout.version)
                         for name, role in sampling.items() if spec.dag.roles[name].trained}
         self.streams = {name: Stream(role.rollout, partial(_renew, self.updates.get(name), spec.run.on_new_weights))
                         for name, role in sampling.items()}

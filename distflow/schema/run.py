@@ -211,6 +211,9 @@ class Run(Document):
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins anew."""
+    transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
+    """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
+    (`distflow[ucx]`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
     layouts: dict[str, Parallel] = {}
     validation: Validation | None = None
     checkpoint: Checkpoint = Checkpoint()
