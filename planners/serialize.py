@@ -70,7 +70,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     elsewhere = halves.elsewhere(training) if halves else frozenset()
     layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
     roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
-    generating = _generating(spec, bound) if not halves or not training or spec.run.validation else set()
+    generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
     tenants = memory.estimate(spec, roles, generating, placement.engine_layouts(
         spec, roles, layouts, draft.sampling, max(ranks, 1)), training)
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
@@ -86,6 +86,11 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
         dock = crossings(spec, halves, flows, bound)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock)
+
+
+def _samples_too(spec: Spec, halves: Halves | None, training: bool) -> bool:
+    """Whether such ranks have an engine that samples: the trainer of mode async has one only to validate."""
+    return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.validation is not None
 
 
 def _place(mistake: Mistake) -> tuple[str, int]:

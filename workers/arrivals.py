@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,10 +11,13 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.dataloader import Dataloader
+from distflow.data.dock import Dock
 from distflow.data.dock.lease import Lease
 from distflow.observe.metrics import current
 from distflow.schema.plan import TRAINER, Fans, Plan, Task
 from workers.channel import REPORT, Channel
+from workers.crew import Crew
+from workers.engines.stream import Stream
 from workers.publication import Publication
 
 
@@ -24,14 +29,16 @@ class Arrivals:
     """
 
     def __init__(self, loader: Dataloader, channel: Channel, plan: Plan, rank: int, staleness: int, draws: int | None,
-                 limit: float, publish: Publication):
+                 limit: float, publish: Publication, crew: Crew | None = None, switch_at: float = 1.0):
         """
         Args:
             draws: of the whole run; None if that depends on what filters leave.
             limit: seconds to wait for a draw's rows.
             publish: makes the newest weights known to the rollouts.
+            crew: samples on this rank too, until `switch_at` of a draw's prompts are done.
         """
         self.loader, self.channel, self.plan, self.publish = loader, channel, plan, publish
+        self.crew, self.enough = crew, math.ceil(switch_at * loader.batch) * channel.rows
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
         self.dock = channel.dock(f"trainer {rank}")
         self.arriving = [task for task in plan.tasks if task.arrives]
@@ -62,6 +69,8 @@ class Arrivals:
             self.publish()
             self.begun = True
         self._order()
+        if self.crew is not None:
+            self._sample()
         self.loader.position += self.loader.batch
         self.dock.doing(f"waiting for the samples of step {number}")
         count = self.loader.batch * channel.rows
@@ -90,6 +99,18 @@ class Arrivals:
         self.leases = []
         if self.drawn_before != self.draws:  # nobody samples after the last draw
             self.publish()
+
+    def _sample(self) -> None:
+        """Help with the samples, with the weights that this rank has."""
+        with contextlib.ExitStack() as stack:
+            streams = {name: Stream(stack.enter_context(role.handover.sampling()))
+                       for name, role in self.crew.sampling.items()}
+            self.crew.work(streams, self._have_enough)
+
+    def _have_enough(self, dock: Dock) -> bool:
+        """Another rank of the trainer may have seen it before, and taken its share."""
+        consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
+        return any(each["leases"] or each["ready"] >= self.enough for each in consumers)
 
     def close(self) -> None:
         self.publish.close()

@@ -24,6 +24,7 @@ from distflow.schema.plan import KEEP, Plan, Task
 from distflow.schema.spec import Spec
 from workers.arrivals import Arrivals
 from workers.channel import Channel
+from workers.crew import Crew
 from workers.encode import encoder
 from workers.engines.sampling import key_of
 from workers.execution import Execution
@@ -38,17 +39,23 @@ class DagWorker:
     """Holds a rank's engines, buffer and loader, and runs its chain."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
-                 folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None):
-        """`writes`: the run folder is this worker's to write to; without that it cannot `run`. `channel`: to those that
-        sample, where this rank does not."""
+                 folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
+                 rollout: Plan | None = None):
+        """
+        Args:
+            writes: the run folder is this worker's to write to; without that it cannot `run`.
+            channel: to those that sample while this rank trains.
+            rollout: their plan, if this rank samples too.
+        """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
         self.chain = plan.chain(self.rank)
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
+        self.hybrid = rollout is not None
         self.roles = build_roles(spec, plan, names, self._sampling_roles(), device)
         self.execution = Execution(self.chain, functions, self.roles, self.rank)
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
-        self.source = self._dataloader() if channel is None else self._arrivals(channel)
+        self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
         self.first = self._restore() if resume else 0
@@ -125,18 +132,23 @@ class DagWorker:
         for task, columns, ids in self.source.arrivals():
             self.buffer.put(task, columns, ids)
 
-    def _arrivals(self, channel: Channel) -> Arrivals:
-        spec = self.spec
+    def _arrivals(self, channel: Channel, functions: dict[str, Callable[..., Any]], rollout: Plan | None) -> Arrivals:
+        spec, crew = self.spec, None
+        if rollout is not None:
+            crew = Crew(spec, rollout, functions, self.roles, self._dataloader(), channel,
+                        f"trainer {self.rank}, which samples", channel.ranks)
         draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
         return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
-                        spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport))
+                        spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport), crew,
+                        spec.run.switch_at)
 
     def _dataloader(self) -> Dataloader:
         role = self.roles[prompted_role(self.spec, self.chain)]
         return dataloader(self.spec, role, self.plan.source.share(self.rank), self.plan.source.dp)
 
     def _sampling_roles(self) -> set[str]:
-        sampling = {task.role for task in self.chain if task.samples}  # none where others sample
+        tasks = self.plan.tasks if self.hybrid else self.chain  # of which none samples where only others do
+        sampling = {task.role for task in tasks if task.samples}
         return sampling | ({prompted_role(self.spec, self.chain)} if self.spec.run.validation else set())
 
     def _validator(self) -> Validator:

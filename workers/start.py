@@ -107,14 +107,15 @@ def _train(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | No
 def _worker(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | None, device: str, path: Path,
             resume: bool, writes: bool) -> DagWorker:
     """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
-    functions = _load_functions(spec, own)
+    rollout = plan.groups[1].plan if channel and spec.run.mode == "semi_sync" else None
+    functions = _load_functions(spec, own) | (_load_functions(spec, rollout) if rollout else {})
     with contextlib.ExitStack() as starting:
         if team.rank == 0 and not resume:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
             search = [place for place in sys.path if place]
             starting.enter_context(RunFolder.created(path, spec, plan, search))
         presence = Presence(team.store, team.rank, team.ranks)
-        worker = DagWorker(spec, own, functions, device, path, resume, presence, writes, channel)
+        worker = DagWorker(spec, own, functions, device, path, resume, presence, writes, channel, rollout)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 
@@ -130,7 +131,8 @@ def _sample(spec: Spec, group: Group, rank: int, channel: Channel | None, device
     roles = build_roles(spec, plan, names, {task.role for task in plan.tasks if task.samples}, device, training=False)
     loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
     trajectories().open(path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, channel.first)
-    worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}", group.replicas)
+    worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}",
+                           channel.ranks if spec.run.mode == "semi_sync" else group.replicas)
     try:
         worker.run()
     finally:

@@ -201,8 +201,9 @@ class Run(Document):
     seed: int = Field(default=0, ge=0, lt=2**64)
     ranks: PositiveInt | None = None
     """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
-    mode: Literal["sync", "async"] = "sync"
-    """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace."""
+    mode: Literal["sync", "semi_sync", "async"] = "sync"
+    """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
+    semi_sync: as async, but those that train sample too, until `switch_at` of a step's prompts are done."""
     groups: Groups = Groups()
     staleness: NonNegativeInt = 1
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
@@ -211,6 +212,8 @@ class Run(Document):
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins anew."""
+    switch_at: float = Field(default=0.5, gt=0, le=1)
+    """The share of a step's prompts after which ranks that do both go over to training (mode semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
     (`distflow[ucx]`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""

@@ -1,0 +1,237 @@
+"""A rank that only samples: it takes prompts from the dock, many at a time, and puts back what it made of them.
+
+Each prompt has a thread that runs the chain up to its last sampling node; all of them sample from one engine, whose
+slots are never empty while there is work. What has no model, such as rewards, is computed of all prompts that have come
+so far, while others are still sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.databuffer import Databuffer, Shelves
+from distflow.data.dataloader import Dataloader
+from distflow.data.dock import Dock, LeaseLost, Overdue
+from distflow.data.dock.lease import Lease
+from distflow.data.selecting import joined
+from distflow.observe import events
+from distflow.observe.metrics import Metrics, recording
+from distflow.schema.contract import ENGINE_TYPES
+from distflow.schema.errors import DistflowError
+from distflow.schema.plan import KEEP, ROLLOUT, Plan, Task
+from distflow.schema.spec import Spec
+from workers.channel import REPORT, Channel
+from workers.engines.sampling import key_of
+from workers.engines.stream import Stopped, Stream
+from workers.execution import Execution
+from workers.roles import Role
+
+_MOMENT = 0.2
+"""Seconds that a thread waits for work before it looks whether the run is over."""
+
+
+@dataclass
+class _Sampled:
+    """A prompt whose samples are there."""
+
+    lease: Lease
+    step: int
+    shelves: Shelves
+    metrics: Metrics
+
+
+class Crew:
+    """Runs the rollout group's chain on prompts that were ordered, as long as it is told to."""
+
+    def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
+                 loader: Dataloader, channel: Channel, who: str, shares: int):
+        """`shares`: how many such crews the run has."""
+        self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
+        self.functions, self.who = functions, who
+        last = max(place for place, task in enumerate(plan.tasks) if task.samples)
+        self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
+        self.sampling = {name: role for name, role in roles.items() if role.rollout is not None and any(
+            task.samples and task.role == name for task in plan.tasks)}
+        fitting = min(role.rollout.generation.batch_rows for role in self.sampling.values()) // channel.rows
+        self.most = max(1, min(fitting, -(-channel.prompts * (spec.run.staleness + 1) // shares)))
+        """Prompts that are sampled at a time: no more than a fair part of those that may be."""
+        self.streams: Mapping[str, Stream] = {}
+        self.held: dict[int, tuple[Lease, float]] = {}
+        """Leases by number, and when each was last renewed."""
+        self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
+        self.loading = threading.Lock()
+        self.computing = threading.Lock()
+        """Functions without a model are called one at a time: users need not think of threads."""
+        self.doing = ""
+        self.failure: BaseException | None = None
+        self.ended = False
+
+    def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
+        """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then, and
+        those that are sampled are put into the dock."""
+        self.streams, self.ended, self.failure, self.held = streams, False, None, {}
+        self.taken, self.put = threading.Event(), threading.Event()
+        for name, stream in streams.items():
+            self.roles[name].many = stream
+        first, *others = (partial(stream.drive, lambda: self.over) for stream in streams.values())
+        works = [partial(self._take_prompts, over), self._finish_prompts, *others]
+        with ThreadPoolExecutor(len(works), "crew") as threads:
+            for work in works:
+                threads.submit(work).add_done_callback(self._notice)
+            try:
+                first()
+            finally:
+                self.ended = True
+        for name in streams:
+            self.roles[name].many = None
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def over(self) -> bool:
+        return self.ended or self.failure is not None
+
+    def _notice(self, job: Future[None]) -> None:
+        """An error in any thread ends the worker; unless the run is over, when the dock has gone."""
+        error = job.exception()
+        if isinstance(error, DistflowError) and (self.ended or self.channel.over):
+            self.ended = True
+        elif error is not None and not isinstance(error, Stopped):
+            self.failure = self.failure or error
+
+    def _take_prompts(self, over: Callable[[Dock], bool]) -> None:
+        """Lease prompts as long as there is room, and give each to a thread."""
+        room = threading.Semaphore(self.most)
+        with self.channel.dock(self.who) as dock:
+            with ThreadPoolExecutor(self.most, "prompt") as pool:
+                while not self.over:
+                    self.ended = self.ended or over(dock)
+                    self._renew_leases(dock)
+                    if not room.acquire(timeout=_MOMENT):
+                        continue
+                    try:
+                        lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
+                    except Overdue:
+                        room.release()
+                        continue
+                    self.held[lease.number] = (lease, time.monotonic())
+                    pool.submit(self._sample, lease, room).add_done_callback(self._notice)
+            self.taken.set()
+            while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
+                self._renew_leases(dock)
+        # With the connection go the leases of prompts that were under way: others take them at once.
+
+    def _renew_leases(self, dock: Dock) -> None:
+        dock.doing(self.doing)
+        for number, (lease, since) in list(self.held.items()):
+            if time.monotonic() - since > lease.seconds / 3:
+                with contextlib.suppress(LeaseLost):  # its commit will say so
+                    dock.renew(lease)
+                with contextlib.suppress(KeyError):  # committed meanwhile
+                    self.held.pop(number)
+                    self.held[number] = (lease, time.monotonic())
+
+    def _sample(self, lease: Lease, room: threading.Semaphore) -> None:
+        """One prompt up to the last node that samples."""
+        prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
+        step = int(prompt) // self.channel.prompts
+        try:
+            for name, version in self.channel.versions_of(int(lease.versions[0])).items():
+                self.streams[name].wait(version)
+            with recording(metrics):
+                with self.loading:
+                    batch = self.loader.at(prompt)
+                buffer = self._buffer(metrics)
+                buffer.start(batch)
+                self._run(self.head, buffer, step)
+        finally:
+            room.release()
+        self.sampled.put(_Sampled(lease, step, buffer.shelves, metrics))
+
+    def _finish_prompts(self) -> None:
+        """Compute what is left, of all prompts of a step that have come, and put it into the dock."""
+        with self.channel.dock(f"{self.who}, which puts") as dock:
+            while not (self.taken.is_set() and self.sampled.empty()) and self.failure is None:
+                found: dict[int, list[_Sampled]] = {}
+                with contextlib.suppress(queue.Empty):
+                    each = self.sampled.get(timeout=_MOMENT)
+                    while True:
+                        found.setdefault(each.step, []).append(each)
+                        each = self.sampled.get_nowait()
+                for step, some in sorted(found.items()):
+                    self._finish(dock, step, sorted(some, key=lambda each: int(each.lease.ids[0])))
+        self.put.set()
+
+    def _finish(self, dock: Dock, step: int, some: list[_Sampled]) -> None:
+        metrics = Metrics()
+        with recording(metrics):
+            buffer = self._buffer(metrics)
+            buffer.shelves = functools.reduce(_joined, (each.shelves for each in some))
+            self._run(self.tail, buffer, step)
+        some[0].metrics.add_all(metrics.take())
+        reports = _reports([each.metrics.take() for each in some], self.channel.rows)
+        dock.doing(f"putting samples of step {step}")
+        dock.put(self._crossing(buffer).with_columns({REPORT: reports}), wait=self.spec.run.wait_limit)
+        for each in some:
+            self.held.pop(each.lease.number, None)
+            try:
+                dock.commit(each.lease)
+            except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before
+                events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
+
+    def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int) -> None:
+        roles = {name: role.of_draw(step) for name, role in self.roles.items()}
+        execution = Execution(self.plan.tasks, self.functions, roles, rank=0)
+        for task in tasks:
+            inputs = buffer.take(task)
+            if task.type in ENGINE_TYPES:
+                written, ids = execution.run(task, inputs)
+            else:
+                with self.computing:
+                    self.doing = f"computing node `{task.node}` of step {step}"
+                    torch.manual_seed(key_of(self.spec.run.seed, step, int(inputs.ids[0])))
+                    written, ids = execution.run(task, inputs)
+                    self.doing = "sampling"
+            # Rows that are to be dropped leave in the trainer, as in other modes: they are counted once.
+            buffer.put(replace(task, writes=tuple(name for name in task.writes if name != KEEP)), written, ids)
+
+    def _buffer(self, metrics: Metrics) -> Databuffer:
+        return Databuffer(self.plan, 0, metrics, limit=self.spec.run.wait_limit)
+
+    def _crossing(self, buffer: Databuffer) -> Batch:
+        """What the trainer needs of these rows; what belongs to several of them is repeated."""
+        tasks = {task.node: task for task in self.plan.tasks}
+        finest = max(self.plan.dock, key=lambda move: len(tasks[move.producer].out_fan)).producer
+        ids = buffer.shelves[finest, tasks[finest].layout].ids
+        columns = {}
+        for move in self.plan.dock:
+            task = tasks[move.producer]
+            part = buffer.shelves[task.node, task.layout]
+            times = len(ids) // len(part)
+            if times > 1:
+                part = part.select(torch.arange(len(part)).repeat_interleave(times))
+            columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
+        return Batch(ids, columns)
+
+
+def _joined(first: Shelves, second: Shelves) -> Shelves:
+    return {key: joined(first[key], batch) for key, batch in second.items()}
+
+
+def _reports(reports: list[bytes], rows: int) -> Ragged:
+    """A column that has each prompt's report in the first of its rows, and nothing in the others."""
+    lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
+    lengths[::rows] = torch.tensor([len(report) for report in reports])
+    return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)
