@@ -147,6 +147,8 @@ class Caller(Session):
     def step(self) -> list[Row]:
         """The rows whose turn ended; waits for the first one, or for `wake`."""
         # Without a time limit: to look around now and then, some hundred threads would use half a processor.
+        if self.busy and self.ended.empty():
+            self.stream.check()  # what would wake it may have been taken together with a row
         ended = [self.ended.get()] if self.busy else []
         with contextlib.suppress(queue.Empty):
             while True:

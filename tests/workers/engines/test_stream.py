@@ -78,6 +78,21 @@ def test_an_engine_that_fails_fails_all_callers(rollout, driven):
         stream.session(key=0).add(stream.rows(PROMPTS.slice(0, 1), 1, torch.arange(1)))
 
 
+def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
+    stream = Stream(rollout)
+    session = stream.session(key=0)
+    rows = stream.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
+    session.add(rows)
+    session.ended.put(rows[0])
+    with pytest.raises(EngineError, match="its memory is gone"):
+        stream.tell(lambda: stream._fail(EngineError("its memory is gone")))
+        stream.drive(lambda: stream.failure is not None)
+        stream.check()
+    assert session.step() == [rows[0]]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EngineError, match="its memory is gone"):
+        pool.submit(session.step).result(SOON)
+
+
 @pytest.mark.parametrize("anew", [False, True], ids=["continue", "restart"])
 def test_new_weights_come_between_two_tokens(model, rollout, anew):
     """Rows under way go on with them, or begin anew."""
