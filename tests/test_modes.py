@@ -36,6 +36,18 @@ def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, setti
     assert pulled.keys() == {2, 3}, "each rank that samples pulls for itself"
 
 
+def test_those_that_train_may_sample_too(launch, workspace):
+    """Until some of a step is done; what they have begun then, others make."""
+    semi = ("--set", "mode=semi_sync", "--set", "groups.rollout=1")
+    launch(1, *GRPO, "--name", "sync", "--set", "mode=sync")
+    launch(3, *GRPO, *semi, *STRICT, "--name", "semi")
+    require_equal(metrics_of(workspace / "runs/semi"), metrics_of(workspace / "runs/sync"))
+    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=0.25")
+    steps = metrics_of(workspace / "runs/ahead")
+    assert len(steps) == 8
+    assert all(step["staleness/max"] <= 2 for step in steps.values())
+
+
 def test_draws_of_a_filter_and_samples_of_two_kinds_cross_too(launch, workspace):
     """DAPO draws again until enough groups are left, of which some teach nothing; ReMax has an answer for each prompt
     beside its samples."""

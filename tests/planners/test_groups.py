@@ -66,6 +66,13 @@ def test_a_rank_needs_memory_for_what_its_group_has():
     assert {"actor: training state", "reference: weights"} <= trainer
 
 
+def test_a_rank_that_does_both_needs_memory_for_both():
+    _, made = planned("grpo.yaml", 4, "mode=semi_sync", "validation=null")
+    assert {"actor: training state", "actor: rollout cache"} <= {each.name for each in made.groups[0].plan.memory}
+    _, made = planned("grpo.yaml", 4, "validation=null")
+    assert not any("rollout" in each.name for each in made.groups[0].plan.memory)
+
+
 def test_the_plan_shows_both_chains():
     spec, made = planned("grpo.yaml", 5, "groups.rollout=3")
     text = "\n".join(describe(made, spec))

@@ -84,10 +84,8 @@ def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
     rows = stream.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
     session.add(rows)
     session.ended.put(rows[0])
-    with pytest.raises(EngineError, match="its memory is gone"):
-        stream.tell(lambda: stream._fail(EngineError("its memory is gone")))
-        stream.drive(lambda: stream.failure is not None)
-        stream.check()
+    stream.tell(lambda: stream._fail(EngineError("its memory is gone")))
+    stream.drive(lambda: stream.failure is not None)
     assert session.step() == [rows[0]]
     with ThreadPoolExecutor(1) as pool, pytest.raises(EngineError, match="its memory is gone"):
         pool.submit(session.step).result(SOON)
