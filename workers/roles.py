@@ -130,7 +130,7 @@ class Role:
     def of_draw(self, draw: int) -> Role:
         """The same role, which samples for a draw of prompts."""
         other = copy.copy(self)
-        other.draw = draw
+        other.draw = other.step = draw
         return other
 
     def _sampling(self) -> contextlib.AbstractContextManager[Sampler]:
