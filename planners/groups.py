@@ -31,10 +31,9 @@ class Halves:
     crossing: dict[str, tuple[str, ...]]
     chain: tuple[str, ...]
     trainer: int
-    """Ranks."""
-    rollout: int
-    """Ranks of one replica."""
+    """Ranks that train."""
     replicas: int
+    """Ranks that sample, each by itself."""
 
     def elsewhere(self, training: bool) -> frozenset[str]:
         """The nodes that one half does not run."""
@@ -63,8 +62,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows)
-    trainer, replicas, width, found = _sizes(spec, sampling, ranks)
-    return Halves(frozenset(nodes), crossing, tuple(chain), trainer, width, replicas), [*mistakes, *found]
+    trainer, found = _sizes(spec, sampling, ranks)
+    return Halves(frozenset(nodes), crossing, tuple(chain), trainer, max(ranks - trainer, 1)), [*mistakes, *found]
 
 
 def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
@@ -148,23 +147,21 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
     return []
 
 
-def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, int, list[Mistake]]:
-    """Ranks of the trainer, replicas that sample, ranks of each replica; and what is wrong with them."""
-    wanted, where = spec.run.groups.rollout, spec.run_source.spot(("groups", "rollout"))
+def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, list[Mistake]]:
+    """How many ranks train, and what is wrong with that; the others sample, each with a whole model."""
+    wanted, mode = spec.run.groups.rollout, spec.run.mode
+    count = wanted if isinstance(wanted, int) else max(round(wanted * ranks), 1)
     asked = spec.run.layouts.get(sampling[0]) if sampling else None
     width = asked.tp * asked.cp * asked.pp if asked else 1
-    count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
-        what = f"mode {spec.run.mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
-        return 1, 1, 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
-    if count >= ranks or count % width:
-        fitting = [str(size) for size in range(width, ranks, width)]
-        what = (f"groups.rollout: {count} of {ranks} ranks sample" if count >= ranks else
-                f"groups.rollout: {count} ranks sample, and each model that samples takes {width}")
-        hint = f"Instead:  groups: {{rollout: {' or '.join(fitting) or wanted}}}" if fitting else "Start more ranks."
-        return 1, 1, 1, [Mistake(f"{what}, which leaves none to train" if count >= ranks else what, where, hint)]
+        what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
+        return 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
+    if count >= ranks:
+        what = f"groups.rollout: {count} of {ranks} ranks sample, which leaves none to train"
+        return 1, [Mistake(what, spec.run_source.spot(("groups", "rollout")),
+                           f"Instead:  groups: {{rollout: {ranks - 1}}}  or less")]
     if width > 1:
-        what = f"mode {spec.run.mode} has a whole model on each rank that samples, and `layouts` wants it on {width}"
-        return 1, 1, 1, [Mistake(what, spec.run_source.spot(("layouts", sampling[0])),
-                                 f"Instead:  layouts: {{{sampling[0]}: {{tp: 1}}}}")]
-    return ranks - count, count // width, width, []
+        what = f"mode {mode} has a whole model on each rank that samples, and `layouts` wants it on {width}"
+        return 1, [Mistake(what, spec.run_source.spot(("layouts", sampling[0])),
+                           f"Instead:  layouts: {{{sampling[0]}: {{tp: 1}}}}")]
+    return ranks - count, []

@@ -137,8 +137,12 @@ def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> 
     settings = spec.settings_of(role)
     if settings is None:
         return []
-    width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
-    return _rollout(spec, role, shape, layouts[role, True].tp, width, has_adapters=False)
+    return _rollout(spec, role, shape, layouts[role, True].tp, _width(shape, settings), has_adapters=False)
+
+
+def _width(shape: Shape, settings: RoleRun) -> int:
+    """Bytes of a number in the forward pass."""
+    return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
 def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[Tenant]:
@@ -147,7 +151,7 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
         return []
     valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
     shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
-    width = 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
+    width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role)

@@ -31,7 +31,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
-    rollout = _lay_out(spec, draft, halves.rollout, halves, training=False)
+    rollout = _lay_out(spec, draft, 1, halves, training=False)
     return picture(trainer, rollout, halves, ranks)
 
 

@@ -1,4 +1,4 @@
-"""A rank that only samples: it takes prompts from the dock, many at a time, and puts back what it made of them.
+"""Threads that take prompts from the dock, many at a time, and put back what they made of them.
 
 Each prompt has a thread that runs the chain up to its last sampling node; all of them sample from one engine, whose
 slots are never empty while there is work. What has no model, such as rewards, is computed of all prompts that have come
@@ -77,12 +77,15 @@ class Crew:
         self.doing = ""
         self.failure: BaseException | None = None
         self.ended = False
+        self.taken, self.put = threading.Event(), threading.Event()
+        """No prompt is sampled any more; all that were are in the dock."""
 
     def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
         """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then, and
         those that are sampled are put into the dock."""
         self.streams, self.ended, self.failure, self.held = streams, False, None, {}
-        self.taken, self.put = threading.Event(), threading.Event()
+        self.taken.clear()
+        self.put.clear()
         for name, stream in streams.items():
             self.roles[name].many = stream
         first, *others = (partial(stream.drive, lambda: self.over) for stream in streams.values())

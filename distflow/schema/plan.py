@@ -175,7 +175,7 @@ class Plan:
     def group_of(self, rank: int) -> tuple[Group | None, int]:
         """The group of a rank and which of its replicas it is in; (None, 0) in sync mode."""
         for group in self.groups:
-            if group.first <= rank < group.first + group.replicas * group.plan.ranks:
+            if group.first <= rank <= group.last:
                 return group, (rank - group.first) // group.plan.ranks
         return None, 0
 
