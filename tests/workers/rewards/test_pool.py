@@ -55,9 +55,9 @@ def hostile(completion, answer):
         subprocess.run([sys.executable, "-c", program])
         time.sleep(600)
     if completion == "closes":
-        os.closerange(3, 64)
+        os.closerange(3, 4096)
     if completion.startswith("["):
-        for number in range(3, 64):
+        for number in range(3, 4096):
             try:
                 os.write(number, msgpack.packb(eval(completion)))
             except OSError:
