@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up
 
 from distflow.robust.whole import whole  # noqa: E402 - needs the path above
 from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402
+from distflow.schema.plan import Plan  # noqa: E402
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 INVALID = 2
@@ -38,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(result)
     result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
+    result.add_argument("--in-process", action="store_true",
+                        help="work in the process that torchrun starts, for debuggers; what dies is not started again")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     return result
 
@@ -65,14 +69,35 @@ def main(arguments: list[str] | None = None) -> int:
 
         plan = make_plan(spec, ranks)
         folder = prepare(spec, plan.name, options, rank)
-        from workers.start import start  # imports torch
-
-        start(spec, plan, folder, bool(options.resume), Path(options.export) if options.export else None)
+        if options.export or options.in_process:
+            return alone(spec, plan, folder, options)
+        return seated(spec, plan, folder, options)
     except DistflowError as error:
         if options.debug:
             raise
         report(error, rank)
         return INVALID if isinstance(error, InvalidInput) else 1
+
+
+def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
+    """Work in a process that may die while this one, its seat, lives on and starts another."""
+    from distflow.robust.seat import Seat  # imports torch
+    from workers.start import settle, work
+
+    place = settle(spec, plan, folder, bool(options.resume))
+    with place.kept():
+        return Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust,
+                    place.companions).run()
+
+
+def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
+    """Work in this process: a debugger sees everything, and nothing is started again."""
+    from distflow.robust.seat import Berth
+    from workers.start import settle, work
+
+    place = settle(spec, plan, folder, bool(options.resume), alone=bool(options.export))
+    with place.kept():
+        work(place, Berth(), Path(options.export) if options.export else None)
     return 0
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
@@ -94,6 +95,7 @@ class Arrivals:
 
     def finish(self) -> None:
         """The step is trained on: its rows are consumed for good, and its weights go out."""
+        dist.barrier()  # until all ranks remember the step, a restart would need its rows again
         for lease in self.leases:
             self.dock.commit(lease)
         self.leases = []
@@ -123,7 +125,7 @@ class Arrivals:
         last = last if self.draws is None else min(last, self.draws)
         if last > self.ordered:
             size = self.loader.batch
-            self.channel.order(self.dock, self.ordered * size, last * size - 1, self.publish.issues, self.limit)
+            self.channel.order(self.dock, self.ordered * size, last * size - 1, self.publish.issue, self.limit)
             self.ordered = last
 
     def state_dict(self) -> dict[str, int]:

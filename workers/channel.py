@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,12 @@ class Channel:
     child: Child | None = None
     """The process of this machine's warehouse, if this rank keeps it."""
 
+    def joined(self, store: dist.Store) -> Channel:
+        """The same for a worker, by a connection of its own to the board. The warehouse stays its seat's."""
+        if self.child is not None:  # or the warehouse would not see its seat end
+            self.child.process.stdin.close()
+        return replace(self, store=store, child=None)
+
     def dock(self, who: str) -> Dock:
         """A connection; for one thread."""
         return Dock(self.addresses, self.token, who)
@@ -66,9 +72,11 @@ class Channel:
         dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=issue, group=ids // self.rows,
                  wait=wait)
 
-    def issue(self, number: int, versions: dict[str, int]) -> None:
-        """These versions of the roles' weights are published, for the `number`-th time."""
+    def issue(self, versions: dict[str, int]) -> int:
+        """These versions of the roles' weights are published; the number of this issue, which no other has."""
+        number = self.store.add("issues", 1)
         self.store.set(f"issue/{number}", json.dumps(versions))
+        return number
 
     def versions_of(self, issue: int) -> dict[str, int]:
         """Those of an issue that something was ordered of."""

@@ -28,6 +28,7 @@ from distflow.data.dock.lease import Lease
 from distflow.data.selecting import joined
 from distflow.observe import events
 from distflow.observe.metrics import Metrics, recording
+from distflow.robust import pulse
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import DistflowError
 from distflow.schema.plan import KEEP, ROLLOUT, Plan, Task
@@ -150,6 +151,7 @@ class Crew:
         """One prompt up to the last node that samples."""
         prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
         step = int(prompt) // self.channel.prompts
+        pulse.current().begin(step + 1)
         try:
             for name, version in self.channel.versions_of(int(lease.versions[0])).items():
                 self.streams[name].wait(version)
@@ -191,6 +193,7 @@ class Crew:
             self.held.pop(each.lease.number, None)
             try:
                 dock.commit(each.lease)
+                pulse.current().finish()
             except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before
                 events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
 

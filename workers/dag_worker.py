@@ -16,11 +16,13 @@ from distflow.data.exchange import attended
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
-from distflow.robust.checkpoint import Checkpoints
+from distflow.robust import pulse
 from distflow.robust.presence import Presence
+from distflow.robust.snapshots import Snapshots
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import RankMissing
 from distflow.schema.plan import KEEP, Plan, Task
+from distflow.schema.robust import Phase
 from distflow.schema.spec import Spec
 from workers.arrivals import Arrivals
 from workers.channel import Channel
@@ -32,6 +34,7 @@ from workers.eyes import eyes_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
 from workers.sink import Sink
+from workers.standing import Standing
 from workers.validation import Validator
 
 
@@ -40,12 +43,14 @@ class DagWorker:
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
                  folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
-                 rollout: Plan | None = None):
+                 rollout: Plan | None = None, snapshots: Snapshots | None = None):
         """
         Args:
+            resume: go on from the newest state that is whole, if there is one.
             writes: the run folder is this worker's to write to; without that it cannot `run`.
             channel: to those that sample while this rank trains.
             rollout: their plan, if this rank samples too.
+            snapshots: this rank's memory that outlives it.
         """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
@@ -57,8 +62,9 @@ class DagWorker:
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
-        self.checkpoints = Checkpoints(folder / "checkpoints", spec.run.checkpoint.keep)
-        self.first = self._restore() if resume else 0
+        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep,
+                                 snapshots if spec.run.robust.snapshots else None, self.trained, self.source)
+        self.first = self.standing.restore() if resume else 0
         if writes:
             self._open(folder, self.first if resume else None)
 
@@ -66,7 +72,8 @@ class DagWorker:
         """Lines of steps that a resumed run does again are dropped."""
         trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, resumed_at)
         validator = self._validator() if self.spec.run.validation else None
-        self.sink = Sink(self.spec, self.plan, folder, resumed_at, validator, self._save)
+        self.sink = Sink(self.spec, self.plan, folder, resumed_at, self.standing.from_memory, validator,
+                         self.standing.save)
 
     def run(self) -> None:
         """All steps, from the first or from where the checkpoint stands."""
@@ -74,19 +81,30 @@ class DagWorker:
             for task in self.tasks():
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
-                    self.presence.now(f"is in step {step}, computing node `{task.node}`")
+                    self.presence.now(f"is in step {step}, computing node `{task.node}`", _phase(task))
                     written = self.execution.run(task, inputs)
                     if KEEP in task.writes:
                         self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
                     self.buffer.put(task, *written)
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
-                self.source.finish()
-                last = self.sink.finish(step, self.buffer)
-            if last:
-                break
-        with _Watch(self.presence, "is ending the run", "at the end of the run"), attended():
+                if self._finish(step):
+                    break
+        with _Watch(self.presence, "is ending the run", "at the end of the run", "ending"), attended():
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
+
+    def _finish(self, step: int) -> bool:
+        """What is done is first written down and remembered, and only then told to others: a worker that dies between
+        two of these lines does none of it twice. True after the last step."""
+        self.sink.record(step + 1, self.buffer)
+        self.presence.now(f"is remembering step {step}", "saving")
+        self.standing.remember(step + 1)
+        self.presence.now(f"is publishing the weights of step {step}", "publishing")
+        self.source.finish()
+        self.presence.now(f"is validating and saving after step {step}", "validating")
+        last = self.sink.conclude(step + 1)
+        pulse.current().finish()
+        return last
 
     def close(self) -> None:
         """End what engines have started beside this process, and the ways to other groups."""
@@ -101,8 +119,10 @@ class DagWorker:
 
     def steps(self) -> Iterator[int]:
         """Step numbers. Each step's global randomness depends on (seed, step) alone, so that none has to be saved."""
-        self.sink.start(self.first)
+        if self.sink.start(self.first):
+            return
         for step in range(self.first, self.spec.run.steps):
+            pulse.current().begin(step + 1)
             torch.manual_seed(key_of(self.spec.run.seed, step))
             for role in self.roles.values():
                 role.step = step
@@ -155,15 +175,6 @@ class DagWorker:
         name = prompted_role(self.spec, self.chain)
         return Validator(self.spec, self.roles[name], self.plan.layout_of(name, samples=True))
 
-    def _save(self, step: int) -> None:
-        engines = {name: role.engine for name, role in self.trained.items()}
-        self.checkpoints.save(step, engines, {"source": self.source.state_dict()})
-
-    def _restore(self) -> int:
-        progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
-        self.source.load_state_dict(progress["source"])
-        return progress["step"]
-
 
 def dataloader(spec: Spec, role: Role, share: int | None = None, shares: int = 1) -> Dataloader:
     """The training data, encoded for a role."""
@@ -180,13 +191,20 @@ def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
     return next(trained, tasks[0].role)
 
 
+def _phase(task: Task) -> Phase:
+    """What a node's function does, as seats distinguish it."""
+    if task.type == "MODEL_TRAIN":
+        return "training"
+    return "computing" if task.type == "COMPUTE" else "generating" if task.samples else "inference"
+
+
 class _Watch:
     """Tells the others what this rank does; adds to an error that passes through where it comes from and who is
     missing."""
 
-    def __init__(self, presence: Presence, doing: str, where: str):
+    def __init__(self, presence: Presence, doing: str, where: str, phase: Phase = "waiting"):
         self.presence, self.note = presence, f"{where}, rank {presence.rank}"
-        presence.now(doing)
+        presence.now(doing, phase)
 
     def __enter__(self) -> None: ...
 

@@ -23,7 +23,7 @@ class Publication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         mine = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "host": channel.host, "transport": transport}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, **mine) for name in self.roles}
-        self.channel, self.issues = channel, 0
+        self.channel, self.issue = channel, 0
         self.known: dict[str, int] = {}
         """The versions that were published last."""
 
@@ -33,9 +33,8 @@ class Publication:
                 self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
                 self.known[name] = role.version
         dist.barrier()  # it can be had as soon as the last rank has its part ready
-        self.issues += 1
         if dist.get_rank() == 0:
-            self.channel.issue(self.issues, self.known)
+            self.issue = self.channel.issue(self.known)
 
     def close(self) -> None:
         for publisher in self.publishers.values():

@@ -25,35 +25,44 @@ from workers.validation import Validator
 class Sink:
     """Every rank has one and calls it alike; rank 0 writes."""
 
-    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, validator: Validator | None,
-                 save: Callable[[int], None]):
+    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, again: bool,
+                 validator: Validator | None, save: Callable[[int], None]):
+        """`again`: the step at which it goes on may not have been concluded."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
-        self.folder = RunFolder(path, resumed_at) if dist.get_rank() == 0 else None
+        self.again = again
+        self.folder = RunFolder(path, resumed_at, again) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
         events.current().open(path / "events.jsonl", dist.get_rank())
 
-    def start(self, step: int) -> None:
-        """Before the first step: how good is the model? A run that goes on knows already."""
+    def start(self, step: int) -> bool:
+        """Before the first step: how good is the model? A run that goes on knows already, or looks again, since it may
+        have ended before it knew. True if it was over then."""
         events.current().step = step + 1
+        over = False
         if self.folder:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self.progress.say(line)
         if not self.resumed:
             self._validate(step)
+        elif self.again:
+            over = self.conclude(step)
         self.began = time.perf_counter()
+        return over
 
-    def finish(self, step: int, buffer: Databuffer) -> bool:
-        """After a step, on every rank: `step` counts from 0. True if it was the last one."""
+    def record(self, done: int, buffer: Databuffer) -> None:
+        """When the work of a step is done, on every rank: `done` counts from 1."""
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
         values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
-        done = step + 1
         if self.folder:
             self.folder.write_metrics(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
             self._say_what_is_short(done, values)
+
+    def conclude(self, done: int) -> bool:
+        """After a step, on every rank: validate and save if it is time. True if it was the last one."""
         last = done == self.run.steps
         if self.run.validation and (last or done % self.run.validation.every == 0):
             last |= self._validate(done)  # before the save, after which a resume would not do it again

@@ -1,4 +1,4 @@
-"""From a plan to a running worker on this rank."""
+"""From a plan to the work of this rank: what its seat prepares once, and what each of its workers does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ import torch.distributed as dist
 from distflow.observe import events
 from distflow.observe.folder import RunFolder
 from distflow.observe.trajectories import trajectories
+from distflow.robust import pulse
 from distflow.robust.board import Board
+from distflow.robust.faults import Faults
+from distflow.robust.lives import Unit
 from distflow.robust.presence import Presence
+from distflow.robust.seat import Berth
 from distflow.schema.contract import ENGINE_TYPES, load_function
-from distflow.schema.plan import ROLLOUT, Group, Plan
+from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
 from workers.channel import Channel, open_channel
@@ -31,13 +35,64 @@ from workers.rollout_worker import RolloutWorker
 from workers.sink import write_models
 
 
-def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Path | None = None) -> None:
-    """Join the others, make sure that all have the same plan, and work.
+@dataclass(frozen=True)
+class Place:
+    """A rank's part of a run: what its seat knows, and all its workers alike."""
+
+    spec: Spec
+    plan: Plan
+    board: Board
+    path: Path
+    """Of the run's folder."""
+    device: str
+    resume: bool
+    """Whether the run goes on from its newest checkpoint."""
+    channel: Channel | None
+
+    @property
+    def group(self) -> Group | None:
+        """This rank's; None in mode sync."""
+        return self.plan.group_of(self.board.rank)[0]
+
+    @property
+    def own(self) -> Plan:
+        """The plan of the ranks that compute together with this one."""
+        return self.group.plan if self.group else self.plan
+
+    @property
+    def unit(self) -> Unit:
+        """The ranks that compute together with this one."""
+        group, replica = self.plan.group_of(self.board.rank)
+        if group is None:
+            return Unit("the run", range(self.board.ranks))
+        first = group.first + replica * group.plan.ranks
+        name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
+        return Unit(name, range(first, first + group.plan.ranks))
+
+    @property
+    def companions(self) -> dict[int, str]:
+        """Processes without which there is no run: a descriptor of each, and what its end means."""
+        child = self.channel and self.channel.child
+        return {child.process.stdout.fileno(): "the process of this machine's samples has ended"} if child else {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What other ranks need of this one is there as long as they need it."""
+        try:
+            yield
+            if self.channel:
+                self.channel.part()
+        finally:
+            if self.channel:
+                self.channel.close()
+
+
+def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False) -> Place:
+    """Meet the others, and make sure that all have the same plan.
 
     Args:
         folder: of the run; on rank 0 only, the others learn it from the board.
-        export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
-            going on elsewhere.
+        alone: nothing will be trained, so that groups need no dock.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
@@ -46,38 +101,47 @@ def start(spec: Spec, plan: Plan, folder: Path | None, resume: bool, export: Pat
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
     device = _device(board)
-    group, replica = plan.group_of(board.rank)
-    team = _Team.of(board, group, replica)
-    team.join(device, spec.run.wait_limit)
-    channel = open_channel(plan, spec.run.data.batch, board) if group and not export else None
-    try:
-        if group and group.name == ROLLOUT:
-            _sample(spec, group, board.rank, channel, device, path)
-        else:
-            _train(spec, group.plan if group else plan, plan, team, channel, device, path, resume, export)
-        if channel:
-            channel.part()
-    finally:
-        if channel:
-            channel.close()
+    channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
+    return Place(spec, plan, board, path, device, resume, channel)
+
+
+def work(place: Place, berth: Berth, export: Path | None = None) -> None:
+    """A worker's life.
+
+    Args:
+        export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
+            going on elsewhere.
+    """
+    pulse.show(berth.pulse)
+    berth.pulse.answer()
+    team = _Team.of(place, berth.life.number)
+    if place.spec.run.faults:
+        group = TRAINER if place.group is None else place.group.name
+        ranks = place.group.ranks if place.group else range(place.board.ranks)
+        berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, team.board, berth.snapshots)
+    team.join(place.device, place.spec.run.wait_limit)
+    channel = place.channel and place.channel.joined(team.board)
+    if place.group and place.group.name == ROLLOUT:
+        _sample(place, berth, channel)
+    else:
+        _train(place, berth, team, channel, export)
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 
 @dataclass(frozen=True)
 class _Team:
-    """The ranks that have process groups together: all of them, or those of a group's replica."""
+    """The ranks that have process groups together, in one life. `board`: a connection of this process to it."""
 
+    board: dist.Store
     store: dist.Store
     rank: int
     ranks: int
 
     @classmethod
-    def of(cls, board: Board, group: Group | None, replica: int) -> _Team:
-        if group is None:
-            return cls(board.store, board.rank, board.ranks)
-        ranks = group.plan.ranks
-        store = dist.PrefixStore(f"{group.name}/{replica}", board.store)
-        return cls(store, board.rank - group.first - replica * ranks, ranks)
+    def of(cls, place: Place, life: int) -> _Team:
+        board, unit = place.board.store.clone(), place.unit
+        return cls(board, dist.PrefixStore(f"{unit.name}/{life}", board), place.board.rank - unit.ranks.start,
+                   len(unit.ranks))
 
     def join(self, device: str, limit: float) -> None:
         if device == "cuda":
@@ -87,15 +151,14 @@ class _Team:
                                 timeout=datetime.timedelta(seconds=limit))
 
 
-def _train(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | None, device: str,
-           path: Path, resume: bool, export: Path | None) -> None:
+def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, export: Path | None) -> None:
     """Run the chain of a rank that trains, and in sync mode samples too."""
-    worker = _worker(spec, own, plan, team, channel, device, path, resume, writes=not export)
+    worker = _worker(place, berth, team, channel, writes=not export)
     if export:
         write_models(worker.trained, export)
     else:
-        if team.rank == 0 and resume:
-            RunFolder.describe(path, spec, plan)  # what was overridden stays so when it is resumed again
+        if team.rank == 0 and place.resume:
+            RunFolder.describe(place.path, place.spec, place.plan)  # what was overridden stays so when resumed again
         if channel and team.rank == 0:
             channel.begin(worker.first)
         worker.run()
@@ -104,35 +167,38 @@ def _train(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | No
     worker.close()
 
 
-def _worker(spec: Spec, own: Plan, plan: Plan, team: _Team, channel: Channel | None, device: str, path: Path,
-            resume: bool, writes: bool) -> DagWorker:
+def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, writes: bool) -> DagWorker:
     """The worker, once all ranks have theirs; a start that fails on any rank leaves no folder of a new run."""
-    rollout = plan.groups[1].plan if channel and spec.run.mode == "semi_sync" else None
+    spec, own, anew = place.spec, place.own, place.resume or berth.life.number > 0
+    rollout = place.plan.groups[1].plan if channel and spec.run.mode == "semi_sync" else None
     functions = _load_functions(spec, own) | (_load_functions(spec, rollout) if rollout else {})
     with contextlib.ExitStack() as starting:
-        if team.rank == 0 and not resume:  # from here on a rank that fails is noticed by the others at once
+        if team.rank == 0 and not anew:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
-            search = [place for place in sys.path if place]
-            starting.enter_context(RunFolder.created(path, spec, plan, search))
+            search = [folder for folder in sys.path if folder]
+            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search))
         presence = Presence(team.store, team.rank, team.ranks)
-        worker = DagWorker(spec, own, functions, device, path, resume, presence, writes, channel, rollout)
+        worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
+                           berth.snapshots)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 
 
-def _sample(spec: Spec, group: Group, rank: int, channel: Channel | None, device: str, path: Path) -> None:
+def _sample(place: Place, berth: Berth, channel: Channel | None) -> None:
     """Run the chain of a rank that only samples. Without a channel there is nobody to sample for."""
     if channel is None:
         return
-    plan = group.plan
+    spec, plan, rank = place.spec, place.own, place.board.rank
     functions = _load_functions(spec, plan)
-    events.current().open(path / "events.jsonl", rank)
+    events.current().open(place.path / "events.jsonl", rank)
     names = {task.role for task in plan.tasks if task.type in ENGINE_TYPES}
-    roles = build_roles(spec, plan, names, {task.role for task in plan.tasks if task.samples}, device, training=False)
+    sampling = {task.role for task in plan.tasks if task.samples}
+    roles = build_roles(spec, plan, names, sampling, place.device, training=False)
     loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
-    trajectories().open(path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, channel.first)
+    first = None if berth.life.number else channel.first
+    trajectories().open(place.path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, first)
     worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}",
-                           channel.ranks if spec.run.mode == "semi_sync" else group.replicas)
+                           channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)
     try:
         worker.run()
     finally:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from distflow.robust import pulse
 from distflow.weights.assembled import Weights
 from distflow.weights.errors import WeightsLate
 from distflow.weights.pull import Puller
@@ -54,6 +55,7 @@ class Updates:
     def _pull(self) -> None:
         while not self.over:
             if self.puller.newest() > self.version:
+                pulse.current().happens("pulling")
                 with contextlib.suppress(WeightsLate):  # it goes on where it stood
                     weights = self.puller.pull(seconds=_PATIENCE)
                     with self.changed:

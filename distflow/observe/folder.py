@@ -55,13 +55,14 @@ def _exists(path: Path) -> InvalidInput:
 class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
-    def __init__(self, path: Path, resumed_at: int | None = None):
+    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False):
+        """`again`: the last step before `resumed_at` is validated once more."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
 
         self.path = path
         if resumed_at is not None:
             for name in ("metrics.jsonl", "samples.jsonl"):
-                forget_after(path / name, resumed_at)
+                forget_after(path / name, resumed_at, again)
         self.metrics = append(path / "metrics.jsonl")
         self.samples = append(path / "samples.jsonl")
         redone = None if resumed_at is None else resumed_at + 1
@@ -156,13 +157,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run will do again, and a torn last line."""
+def forget_after(path: Path, step: int, validation: bool = False) -> None:
+    """Drop the lines of steps that a resumed run will do again, with `validation` also those of the step's validation,
+    and a torn last line."""
     if not path.exists():
         return
     rest = path.with_suffix(".rest")
     with path.open("rb") as old, rest.open("wb") as new:  # as bytes: text has more line ends than JSON Lines
-        new.writelines(line for line in old if _step_of(line) <= step)
+        new.writelines(line for line in old if _step_of(line) <= step - (validation and b'"validation/' in line))
     rest.replace(path)
 
 

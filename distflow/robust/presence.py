@@ -7,6 +7,9 @@ import time
 
 import torch.distributed as dist
 
+from distflow.robust import pulse
+from distflow.schema.robust import Phase
+
 _SHOWN = 8
 
 
@@ -17,9 +20,10 @@ class Presence:
         self.store, self.rank, self.ranks = store, rank, ranks
         self.mine = ""
 
-    def now(self, doing: str) -> None:
-        """Say what this rank does from now on, such as "step 3: computes node `rollout`"."""
+    def now(self, doing: str, phase: Phase = "waiting") -> None:
+        """Say what this rank does from now on, such as "is in step 3, computing node `rollout`"."""
         self.mine = doing
+        pulse.current().enter(phase, doing)
         with contextlib.suppress(dist.DistError):  # without the store nobody can ask; the work may still go on
             self.store.set(f"doing/{self.rank}", f"{time.time()} {doing}")
 

@@ -21,6 +21,11 @@ def whole(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if not path.suffix and read_progress(path) is not None)
 
 
+def step_of(checkpoint: Path) -> int:
+    """The steps that were done when it was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def part(folder: Path, name: str) -> Path:
     """The files of a further part of the newest whole checkpoint, such as the dock's; by `Service(snapshot=…)` a
     process of the dock starts from its own before the ranks load theirs.

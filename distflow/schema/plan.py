@@ -208,6 +208,11 @@ class Group:
     def last(self) -> int:
         return self.first + self.replicas * self.plan.ranks - 1
 
+    @property
+    def ranks(self) -> range:
+        """Of the run."""
+        return range(self.first, self.last + 1)
+
 
 def whole(layouts: list[Layout], ranks: int) -> Layout:
     """All of `ranks`, with the model split as in the first of `layouts`; not split if there is none."""

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from distflow.schema.document import Document
+from distflow.schema.robust import Fault, Robust
 
 
 class Model(Document):
@@ -220,6 +221,8 @@ class Run(Document):
     layouts: dict[str, Parallel] = {}
     validation: Validation | None = None
     checkpoint: Checkpoint = Checkpoint()
+    robust: Robust = Robust()
+    faults: list[Fault] = []
     output: str = "runs"
     samples: NonNegativeInt = 4
     """Rows that samples.jsonl gets each step."""

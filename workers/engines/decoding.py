@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from distflow.data.batch import Ragged
+from distflow.robust import pulse
 from workers.engines.rollout import Row, Session
 from workers.engines.sampling import pick, uniform
 from workers.engines.slots import Past, Slots, beginnings
@@ -90,6 +91,7 @@ class Decoding(Session):
             return []
         if self.version != self.engine.version:
             self._renew()
+        pulse.current().tick()
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
         settings = self.engine.generation
         chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,

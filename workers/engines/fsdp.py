@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch, Ragged
+from distflow.robust import pulse
 from distflow.schema.engines import TRAINERS
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
@@ -165,6 +166,7 @@ class FSDPEngine(Trainer):
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        pulse.current().tick()
         images = micro.columns.get("images")
         same = True if images is None else alike(images)
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from distflow.robust import pulse
 from distflow.schema.errors import DistflowError, EngineError
 from workers.engines.rollout import Rollout, Row, Sampler, Session
 
@@ -44,6 +45,7 @@ class Stream(Sampler):
         self.changed = threading.Condition()
         self.callers: weakref.WeakSet[Caller] = weakref.WeakSet()
         self.version = rollout.version
+        self.was_busy = False
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Caller:
         caller = Caller(self, key, (temperature, keeps))
@@ -58,6 +60,7 @@ class Stream(Sampler):
                 self._obey()
                 self.renew(self)
                 self._see_version()
+                self._show()
                 for session in self.sessions.values():
                     for row in session.step():
                         self.owners.pop(row).ended.put(row)
@@ -66,6 +69,13 @@ class Stream(Sampler):
             raise
         finally:
             self._fail(EngineError("nothing is sampled any more"))
+
+    def _show(self) -> None:
+        """Having nothing to sample is no silence."""
+        busy = any(session.busy for session in self.sessions.values())
+        if busy != self.was_busy:
+            self.was_busy = busy
+            pulse.current().enter("generating" if busy else "waiting", "sampling" if busy else "waiting for prompts")
 
     def wait(self, version: int) -> None:
         """Until the engine has at least these weights."""

@@ -19,6 +19,7 @@ from distflow import Ragged, Turn, node
 from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
+from distflow.robust import pulse
 from distflow.schema.environments import kind_of, load_environment
 from distflow.schema.errors import EngineError
 from distflow.schema.registry import Environment
@@ -146,6 +147,7 @@ class _Talking:
         talk.turns += 1
         talk.add(row.tokens, row.logprobs, row.versions, True)
         talk.asked = time.perf_counter()
+        pulse.current().happens("tools")
         self.host.step(row.id, talk.columns, self._text(row))
 
     def _heard(self, talk: _Talk, answer: Turn | Failure) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Batch, Ragged
+from distflow.robust import pulse
 from distflow.schema.errors import EngineError
 from distflow.schema.run import RoleRun
 from workers.engines.precision import is_half
@@ -123,6 +124,7 @@ class MegatronEngine(Trainer):
 
         def forward(rows: Iterator[tuple[Batch, Packed]], model: nn.Module) -> tuple[Tensor, Any]:
             micro, packed = next(rows)
+            pulse.current().tick()
             hidden = model(packed.tokens, None, None, packed_seq_params=packed.sequences)
             return hidden, partial(self._finish, micro, packed, temperature, loss_of)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from distflow.robust import pulse
 from distflow.schema.errors import EngineError
 from workers.engines.rollout import Row, Session
 from workers.engines.sampling import key_of
@@ -66,6 +67,7 @@ class Requests(Session):
         fresh, self.fresh = self.fresh, {}
         self.turns.update(fresh)
         if self.turns:
+            pulse.current().tick()
             self._take(self.engine.share.tell(lambda: self._advance(fresh)))
         ended, self.ended = self.ended, []
         return ended

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from distflow.robust import pulse
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
 from workers.engines.precision import is_half
@@ -161,6 +162,7 @@ class Sampling(Session):
         """What vLLM sampled for a turn in this step."""
         turn = self.turns[output.request_id]
         turn.tokens += output.new_token_ids
+        pulse.current().tick()
         turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         turn.versions += [self.engine.version] * len(output.new_token_ids)
         if output.finished:

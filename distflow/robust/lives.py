@@ -1,0 +1,124 @@
+"""Which life the ranks of a group are in, as the board says: they die together, and begin the next one together.
+
+No process decides. Whoever sees a worker of the group end writes down why, and proposes the next life; the board takes
+the first proposal, and all others follow it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+
+import torch.distributed as dist
+
+_SETTLE, _LOOK = 1.0, 0.02
+"""Seconds in which the rank that failed first is heard, when another fails because of it."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Ranks that live and die together: the trainer, one replica of the rollouts, or in mode sync all ranks."""
+
+    name: str
+    ranks: range
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a worker: `what` in one line, and `details` for who looks for a mistake in a program.
+
+    step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
+    missed another rank. hopeless: what the user wrote cannot work, and would not the next time.
+    """
+
+    rank: int
+    what: str
+    phase: str = "starting"
+    step: int = 0
+    finished: int = 0
+    symptom: bool = False
+    hopeless: bool = False
+    details: str = ""
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Life:
+    """`failures`: why each life before ended. `end`: why there is no life after these; empty while there is one."""
+
+    number: int = 0
+    failures: tuple[Failure, ...] = ()
+    end: str = ""
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: bytes) -> Life:
+        fields = json.loads(text)
+        return cls(fields["number"], tuple(Failure(**each) for each in fields["failures"]), fields["end"])
+
+
+class Lives:
+    """A rank's view of its unit's lives.
+
+    Args:
+        store: the board, by a connection of this process.
+        budget: how many restarts the unit has.
+    """
+
+    def __init__(self, store: dist.Store, unit: Unit, rank: int, budget: int):
+        self.store = dist.PrefixStore(f"lives/{unit.name}", store)
+        self.unit, self.rank, self.budget = unit, rank, budget
+
+    def over(self, life: Life) -> bool:
+        """Whether the next life has begun, or it is known that there is none."""
+        return self.store.check([str(life.number + 1)])
+
+    def next(self, life: Life, failure: Failure | None) -> Life:
+        """The life after this one: proposed, if this rank has seen a failure, else the one that others have begun."""
+        if failure is not None:
+            self._fail(life, failure)
+        return Life.unpack(self.store.get(str(life.number + 1)))
+
+    def done(self, life: Life) -> None:
+        """This rank has nothing left to do."""
+        self.store.set(f"{life.number}/done/{self.rank}", "")
+
+    def all_done(self, life: Life) -> bool:
+        return self.store.check([f"{life.number}/done/{rank}" for rank in self.unit.ranks])
+
+    def _fail(self, life: Life, failure: Failure) -> None:
+        self.store.set(f"{life.number}/failed/{self.rank}", json.dumps(asdict(failure)))
+        until = time.monotonic() + _SETTLE
+        while failure.symptom and not self.over(life) and time.monotonic() < until:
+            time.sleep(_LOOK)
+        failures = (*life.failures, self._first(life))
+        end = verdict(failures, self.budget)
+        self.store.compare_set(str(life.number + 1), "", Life(life.number + 1, failures, end).pack())
+
+    def _first(self, life: Life) -> Failure:
+        """The cause among what the ranks have written down."""
+        keys = [f"{life.number}/failed/{rank}" for rank in self.unit.ranks]
+        found = [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+        return min(found, key=lambda failure: (failure.symptom, failure.time))
+
+
+def verdict(failures: tuple[Failure, ...], budget: int) -> str:
+    """Why there is no further life; empty if there is one (RobustRL §5.1.2).
+
+    What happens again at once is a mistake in a program, not a fault of a machine: to restart would only hide it.
+    """
+    *before, last = failures
+    if last.hopeless:
+        return "it would fail the next time too"
+    if not last.finished and not before:
+        return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
+    if not last.step and before and not before[-1].step:
+        return "its restart has failed twice"
+    if before and last.step and before[-1].step == last.step:
+        return f"it failed twice in step {last.step}"
+    if len(failures) > budget:
+        return f"its {budget} restarts are used up (robust.restarts in the run file)"
+    return ""

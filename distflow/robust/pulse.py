@@ -1,0 +1,110 @@
+"""What a worker shows its seat, in a page of memory that both have: showing it costs no message."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distflow.schema.robust import PHASES, Phase
+
+_LISTEN = 0.05
+
+
+class _Page(ctypes.Structure):
+    _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
+                ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
+                ("answered", ctypes.c_int64), ("doing", ctypes.c_char * 512)]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A page as it was at a moment. since: when the phase began (time.monotonic); finished: steps of this life."""
+
+    phase: Phase
+    since: float
+    step: int
+    finished: int
+    progress: int
+    doing: str
+
+
+class Pulse:
+    """The page. One that is made before a fork is shared by both processes; elsewhere nobody looks at it."""
+
+    def __init__(self) -> None:
+        self.page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
+        self.clear()
+        self.watching: Callable[[Phase, int], None] | None = None
+        """Told of each phase that begins, and in which step."""
+
+    def clear(self) -> None:
+        """A new worker begins."""
+        ctypes.memset(ctypes.addressof(self.page), 0, ctypes.sizeof(_Page))
+        self.page.since = time.monotonic()
+
+    def enter(self, phase: Phase, doing: str = "") -> None:
+        """This worker does something else from now on, which is progress too."""
+        page = self.page
+        page.doing = doing.encode()[:511]
+        if PHASES[page.phase] != phase:
+            page.phase, page.since = PHASES.index(phase), time.monotonic()
+        page.progress += 1
+        self.happens(phase)
+
+    def happens(self, phase: Phase) -> None:
+        """This is done too, beside the phase that the worker is in."""
+        if self.watching is not None:
+            self.watching(phase, self.page.step)
+
+    def tick(self, count: int = 1) -> None:
+        """Some of the work is done: a micro-batch, or `count` tokens."""
+        self.page.progress += count
+
+    def begin(self, step: int) -> None:
+        """A step begins, counted from 1."""
+        self.page.step = step
+
+    def finish(self) -> None:
+        """The step is done: whatever comes now, it is not done again."""
+        self.page.finished += 1
+
+    def read(self) -> Beat:
+        page = self.page
+        return Beat(PHASES[page.phase], page.since, page.step, page.finished, page.progress,
+                    page.doing.decode(errors="replace"))
+
+    def ask(self) -> int:
+        """Ask whether the worker still answers; what `answered` says then."""
+        self.page.asked += 1
+        return self.page.asked
+
+    @property
+    def answered(self) -> int:
+        return self.page.answered
+
+    def answer(self) -> None:
+        """In the worker: answer from now on, in a thread of its own. It stands still when the process does."""
+        threading.Thread(target=self._answer, name="pulse", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            self.page.answered = self.page.asked
+            time.sleep(_LISTEN)
+
+
+_current = Pulse()
+
+
+def current() -> Pulse:
+    """This process's page."""
+    return _current
+
+
+def show(pulse: Pulse) -> None:
+    """In a new worker: this is its page."""
+    global _current
+    _current = pulse

@@ -1,0 +1,242 @@
+"""The process that torchrun starts for a GPU: it starts a worker, watches it, and starts another when it dies.
+
+A worker's death, of whatever kind, ends the lives of its unit's other workers and of nobody else. The seat itself does
+nothing that could fail with them: no model, no collective, no thread. A worker is a fork of it, so that what a seat has
+imported is there at once, and a restart pays for no import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distflow.observe.events import Events
+from distflow.robust.board import Board
+from distflow.robust.detect import Watcher
+from distflow.robust.lives import Failure, Life, Lives, Unit
+from distflow.robust.pulse import Pulse
+from distflow.robust.snapshots import Snapshots
+from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
+from distflow.schema.robust import Robust
+
+INVALID, FAILED = 2, 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOOK = 0.2
+"""Seconds between two looks at the board and at the worker's page; a death is seen at once."""
+_GRACE = 5.0
+"""Seconds in which a worker that is told to leave tidies up."""
+_LONGEST = 4000
+"""Characters of each of a worker's last words; a pipe takes them without a reader."""
+
+
+@dataclass(frozen=True)
+class Berth:
+    """What a worker finds in its seat: which life it is, a page to show itself on, and memory that outlives it."""
+
+    life: Life = Life()
+    pulse: Pulse = field(default_factory=Pulse)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+
+
+class Told(BaseException):
+    """torchrun wants this process to end."""
+
+
+class Seat:
+    """One rank's seat.
+
+    Args:
+        work: a worker's whole life, in a process of its own; a DistflowError that it raises is the user's to read.
+        folder: of the run.
+        companions: descriptors that become readable when a process ends without which there is no run, and what to say.
+    """
+
+    def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
+                 companions: Mapping[int, str]):
+        self.lives = Lives(board.store, unit, board.rank, settings.restarts)
+        self.work, self.folder, self.companions = work, folder, companions
+        self.watcher = Watcher(unit.name.split()[0], settings.detectors)
+        self.events = Events()
+        self.events.open(folder / "events.jsonl", board.rank)
+        self.pulse, self.snapshots = Pulse(), Snapshots()
+        self.worker = 0
+
+    def run(self) -> int:
+        """Until the work is done or cannot be; the exit status of this process."""
+        for number in _SIGNALS:
+            signal.signal(number, _leave)
+        life = Life()
+        try:
+            while not life.end:
+                failure = self._live(life)
+                if failure is None and self._all_are_done(life):
+                    return 0
+                following = self.lives.next(life, failure)
+                self._tell(life, following)
+                life = following
+        except Told as told:
+            return 128 + told.args[0]
+        except dist.DistError as error:
+            print(f"[rank {self.lives.rank}] the board is gone, and with it the machine that kept it: {error}",
+                  file=sys.stderr, flush=True)
+            return FAILED
+        finally:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            self._end()
+        return INVALID if life.failures[-1].hopeless else FAILED
+
+    def _live(self, life: Life) -> Failure | None:
+        """One worker, from its start to its end; None if it did its work, or if the unit has begun another life."""
+        self.pulse.clear()
+        words, said = os.pipe()
+        began = time.monotonic()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # what a seat does about them is not for its worker
+        self.worker = os.fork()
+        if not self.worker:
+            os.close(words)
+            _become_worker(self.work, Berth(life, self.pulse, self.snapshots), said)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        os.close(said)
+        self._record("worker started", life=life.number, pid=self.worker)
+        with contextlib.closing(os.fdopen(words, "rb")) as last_words:
+            failure, status = self._watch(life), self._end()
+            seconds = round(time.monotonic() - began, 3)
+            if failure is None and status and not self.lives.over(life):
+                failure = self._explained(status, last_words.read())
+            self._record("worker ended", life=life.number, status=status, seconds=seconds)
+        return failure
+
+    def _watch(self, life: Life) -> Failure | None:
+        """Until the worker ends, or is to be ended: why, if this seat has seen it first."""
+        ended = os.pidfd_open(self.worker)
+        poll = select.poll()
+        for descriptor in (ended, *self.companions):
+            poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        self.watcher.begin(self.pulse)
+        try:
+            while True:
+                ready = [descriptor for descriptor, _ in poll.poll(_LOOK * 1000)]
+                if lost := next((self.companions[each] for each in ready if each in self.companions), ""):
+                    return self._failure(lost, hopeless=True)
+                if ended in ready or self.lives.over(life):
+                    return None
+                if finding := self.watcher.look():
+                    return self._failure(finding.what, symptom=finding.symptom)
+        finally:
+            os.close(ended)
+
+    def _end(self) -> int:
+        """The worker's exit status, negative for a signal. One that lives is ended: while it starts, in a way that lets
+        it take away what it has made; later at once."""
+        if not self.worker:
+            return 0
+        ended = os.pidfd_open(self.worker)
+        starting = self.pulse.read().phase == "starting"
+        if not select.select([ended], [], [], 0)[0] and starting:
+            os.kill(self.worker, signal.SIGTERM)
+            select.select([ended], [], [], _GRACE)
+        os.close(ended)
+        os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
+        _, status = os.waitpid(self.worker, 0)
+        self.worker = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def _record(self, kind: str, **facts: Any) -> None:
+        """A new run's folder is made by its first worker."""
+        if self.folder.is_dir():
+            self.events.step = self.pulse.read().step
+            self.events.record(kind, **facts)
+
+    def _explained(self, status: int, words: bytes) -> Failure:
+        if words:
+            said = json.loads(words)
+            return self._failure(said.pop("what"), **said)
+        if status < 0:
+            name = signal.Signals(-status).name
+            why = " The kernel may have ended it because the machine's memory was full." if name == "SIGKILL" else ""
+            return self._failure(f"it was ended by {name}.{why}")
+        return self._failure(f"it ended with exit status {status} and without a word")
+
+    def _failure(self, what: str, **more: Any) -> Failure:
+        beat = self.pulse.read()
+        return Failure(self.lives.rank, what, beat.phase, beat.step, beat.finished, **more)
+
+    def _all_are_done(self, life: Life) -> bool:
+        """This rank's worker has ended well. If another of the unit fails now, all do their last step again."""
+        if self.lives.over(life):
+            return False
+        self.lives.done(life)
+        while not self.lives.all_done(life):
+            if self.lives.over(life):
+                return False
+            time.sleep(_LOOK / 4)
+        return True
+
+    def _tell(self, life: Life, following: Life) -> None:
+        """Of all seats of the unit, the one whose worker failed speaks."""
+        cause = following.failures[-1]
+        if cause.rank != self.lives.rank:
+            return
+        name = self.lives.unit.name
+        self._record("failure", unit=name, life=life.number, phase=cause.phase, failed_step=cause.step, what=cause.what,
+                     details=cause.details)
+        self._record("verdict", unit=name, life=following.number, verdict=following.end or "starts again")
+        where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
+            f"rank {cause.rank} failed as it started"
+        if not following.end:
+            text = f"{name} starts again: {where}: {cause.what}"
+        elif cause.hopeless:
+            text = cause.what
+        else:
+            text = f"{cause.details or cause.what}\n{where}; {name} is not started again: {following.end}."
+            first = following.failures[0]
+            if first is not cause:
+                text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
+        print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
+
+
+def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
+    """In the new process, which this never leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    status = FAILED
+    try:
+        work(berth)
+        status = 0
+    except DistflowError as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=isinstance(error, InvalidInput))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else FAILED
+    except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
+        _say(said, "".join(traceback.format_exception_only(error)).strip(), details=traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _say(said: int, what: str, details: str = "", **more: bool) -> None:
+    os.write(said, json.dumps({"what": _cut(what), "details": _cut(details), **more}).encode())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]}\n…\n{text[-_LONGEST // 2 :]}"
+
+
+def _leave(number: int, _: object) -> None:
+    raise Told(number)

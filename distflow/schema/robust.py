@@ -1,0 +1,52 @@
+"""What happens when something of a run breaks."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from distflow.schema.document import Document
+
+Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
+                "publishing", "pulling", "validating", "ending"]
+"""What a worker does, as its seat distinguishes it. waiting: for samples, prompts or weights of others; tools: for what
+rows under way talk to; computing: nodes without a model; inference: those that only read a model; pulling: of weights
+by a rollout, which samples meanwhile."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class Fault(Document):
+    """Something that is broken to order, once (`faults:` in the run file). It happens in one worker."""
+
+    kind: Literal["kill", "stop", "raise", "slow", "corrupt"]
+    """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
+    process sleeps for `seconds`. corrupt: the newest copy in memory changes."""
+    group: Literal["trainer", "rollout"] = "trainer"
+    """In mode sync all ranks are the trainer's."""
+    rank: NonNegativeInt | None = None
+    """Of the run; default: one of the group, drawn by the seed."""
+    step: PositiveInt | None = None
+    phase: Phase | None = None
+    """When such a phase begins in that step; default: a moment in the step that is drawn by the seed."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Instead of one `step`: in this share of all steps but the first, drawn by the seed."""
+    seconds: PositiveFloat = 5.0
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Fault:
+        if (self.step is None) == (self.share is None):
+            raise ValueError("say in which `step`, or in which `share` of the steps")
+        return self
+
+
+class Robust(Document):
+    """How long a worker may be silent, and how often it is started again."""
+
+    restarts: NonNegativeInt = 20
+    """How often the trainer with all its ranks, or a rollout by itself, may start again; 0: what fails ends the run."""
+    snapshots: bool = True
+    """Whether the state after each step is copied to host memory, so that a restart repeats one step at most. It takes
+    the memory of weights and optimizer state twice."""
+    detectors: dict[str, dict[str, NonNegativeFloat]] = {}
+    """Settings of detectors by name, as {stalled: {seconds: 600}}."""

@@ -1,0 +1,84 @@
+"""Where a run stands: after each step in the seats' memory, now and then on disk; and going on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from distflow.data.exchange import gather
+from distflow.robust.checkpoint import Checkpoints
+from distflow.robust.snapshots import Snapshots
+from distflow.robust.whole import step_of, whole
+from workers.roles import Role
+
+
+class Source(Protocol):
+    """What gives the steps their prompts."""
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Standing:
+    """Every rank that trains has one and calls it alike.
+
+    Args:
+        snapshots: this rank's; None if no copies are to be made in memory.
+        trained: the roles whose engines have state.
+    """
+
+    def __init__(self, folder: Path, keep: int, snapshots: Snapshots | None, trained: Mapping[str, Role],
+                 source: Source):
+        self.folder, self.checkpoints, self.snapshots = folder, Checkpoints(folder, keep), snapshots
+        self.trained, self.source = trained, source
+        self.from_memory = False
+        """Whether it went on from a copy in memory, which is older than what concludes its step."""
+
+    def remember(self, step: int) -> None:
+        """Copy the state after `step` steps into the seat's memory. Not collective."""
+        if self.snapshots is not None:
+            state = {name: role.engine.state_dict() for name, role in self.trained.items()}
+            self.snapshots.save(step, state, {"step": step, **self._progress()})
+
+    def save(self, step: int) -> None:
+        """Write it to disk."""
+        self.checkpoints.save(step, {name: role.engine for name, role in self.trained.items()}, self._progress())
+
+    def restore(self) -> int:
+        """Go on from the newest step that all ranks have whole, in memory or on disk; returns how many steps are done,
+        0 if there is nothing to go on from.
+
+        Raises:
+            CheckpointError: what is there is of something else.
+            Disagreement: the ranks do not see the same files.
+        """
+        found = whole(self.folder)
+        on_disk = step_of(found[-1]) if found else -1
+        remembered = self._remembered()
+        if not found and remembered < 0:
+            return 0
+        self.from_memory = remembered >= on_disk
+        if self.from_memory:
+            state = {name: role.engine.state_dict() for name, role in self.trained.items()}
+            progress = self.snapshots.load(remembered, state)
+            for name, role in self.trained.items():
+                role.engine.load_state_dict(state[name])
+        else:
+            progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
+        self.source.load_state_dict(progress["source"])
+        for name, version in progress.get("versions", {}).items():
+            self.trained[name].engine.version = version
+        return progress["step"]
+
+    def _progress(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict(),
+                "versions": {name: role.version for name, role in self.trained.items()}}
+
+    def _remembered(self) -> int:
+        """The newest step of which every rank has its copy; -1 if there is none."""
+        mine = self.snapshots.steps() if self.snapshots is not None else []
+        steps = [set(json.loads(each)) for each in gather(json.dumps(mine).encode())]
+        return max(set.intersection(*steps), default=-1)
