@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         from planners import plan as make_plan  # a foreign package of that name is refused first
 
         plan = make_plan(spec, ranks)
+        if before := restarted(spec):
+            options.resume = str(before)
         folder = prepare(spec, plan.name, options, rank)
         if options.export or options.in_process:
             return alone(spec, plan, folder, options)
@@ -149,6 +151,14 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
             some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
             check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+
+
+def restarted(spec: Spec) -> Path | None:
+    """On rank 0: the folder that this run has made before torchrun started all its processes again."""
+    from distflow.observe.folder import of_torchrun
+
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and int(os.environ.get("RANK", 0)) == 0
+    return of_torchrun(spec.run.output) if again else None
 
 
 def refuse_foreign_packages() -> None:

@@ -91,7 +91,8 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
     """Meet the others, and make sure that all have the same plan.
 
     Args:
-        folder: of the run; on rank 0 only, the others learn it from the board.
+        folder: of the run, and
+        resume: whether it goes on; on rank 0 only, the others learn it from the board.
         alone: nothing will be trained, so that groups need no dock.
 
     Raises:
@@ -100,6 +101,7 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
     board = Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
+    resume = bool(board.tell("resume", "yes" if resume else ""))
     device = _device(board)
     channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
     return Place(spec, plan, board, path, device, resume, channel)
@@ -118,7 +120,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
     if place.spec.run.faults:
         group = TRAINER if place.group is None else place.group.name
         ranks = place.group.ranks if place.group else range(place.board.ranks)
-        berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, team.board, berth.snapshots)
+        berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, place.path, berth.snapshots)
     team.join(place.device, place.spec.run.wait_limit)
     channel = place.channel and place.channel.joined(team.board)
     if place.group and place.group.name == ROLLOUT:

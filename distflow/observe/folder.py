@@ -18,6 +18,8 @@ from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
 
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+
 
 def choose(output: str, dag: str, name: str | None) -> Path:
     """The folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, …
@@ -37,6 +39,14 @@ def choose(output: str, dag: str, name: str | None) -> Path:
     if (root / name).exists():
         raise _exists(root / name)
     return root / name
+
+
+def of_torchrun(output: str) -> Path | None:
+    """The newest folder that the torchrun above this process has made; None if it has made none."""
+    mine = os.environ.get(_RUN_ID)
+    found = [place.parent for place in Path(output).glob("*/launch.json")
+             if mine and json.loads(place.read_text()).get("torchrun") == mine]
+    return max(found, key=lambda folder: (folder / "launch.json").stat().st_mtime, default=None)
 
 
 def _remove(made: list[Path]) -> None:
@@ -90,7 +100,7 @@ class RunFolder:
             raise InvalidInput(f"the run folder cannot be made: {error}") from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
-            (path / "launch.json").write_text(json.dumps({"search": search}))
+            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": os.environ.get(_RUN_ID)}))
             RunFolder.describe(path, spec, plan)
             yield
             failed.pop_all()

@@ -26,11 +26,13 @@ class Board:
         limit = datetime.timedelta(seconds=wait_limit)
         if "RANK" in os.environ:
             try:
-                self.store, self.rank, self.ranks = next(dist.rendezvous("env://", timeout=limit))
+                store, self.rank, self.ranks = next(dist.rendezvous("env://", timeout=limit))
             except dist.DistNetworkError as error:
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise Disagreement(f"rank {os.environ['RANK']} does not reach the others at {place} (MASTER_ADDR, "
                                    f"MASTER_PORT): {error}") from None
+            # torchrun keeps one store when it starts all processes again
+            self.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         else:
             self.store, self.rank, self.ranks = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
         self.store.set_timeout(limit)

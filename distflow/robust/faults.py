@@ -8,8 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-
-import torch.distributed as dist
+from pathlib import Path
 
 from distflow.observe.events import record
 from distflow.robust.snapshots import Snapshots
@@ -27,12 +26,12 @@ class Faults:
     Args:
         group: of this rank.
         ranks: of the group.
-        store: the board, which knows what has happened before this worker lived.
+        folder: of the run, which knows what has happened before this worker lived.
     """
 
-    def __init__(self, run: Run, group: str, rank: int, ranks: range, store: dist.Store, snapshots: Snapshots):
+    def __init__(self, run: Run, group: str, rank: int, ranks: range, folder: Path, snapshots: Snapshots):
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
-        self.store, self.snapshots = dist.PrefixStore("faults", store.clone()), snapshots
+        self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0
         self.due: Injected | None = None
 
@@ -69,8 +68,10 @@ class Faults:
             self.due = error  # of the worker, not of this thread
 
     def _break(self, number: int, fault: Fault, step: int) -> None:
-        key = f"{number}/{step}"
-        if self.store.add(key, 1) > 1:
+        self.folder.mkdir(exist_ok=True)
+        try:
+            (self.folder / f"{number}-step-{step}").touch(exist_ok=False)
+        except FileExistsError:
             return
         record("fault injected", what=fault.kind, fault=number, at_step=step)
         if fault.kind == "raise":

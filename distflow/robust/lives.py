@@ -120,5 +120,5 @@ def verdict(failures: tuple[Failure, ...], budget: int) -> str:
     if before and last.step and before[-1].step == last.step:
         return f"it failed twice in step {last.step}"
     if len(failures) > budget:
-        return f"its {budget} restarts are used up (robust.restarts in the run file)"
+        return f"its {budget} restarts are used up (robust.restarts, robust.restart in the run file)"
     return ""

@@ -65,7 +65,7 @@ class Seat:
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
                  companions: Mapping[int, str]):
-        self.lives = Lives(board.store, unit, board.rank, settings.restarts)
+        self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else 0)
         self.work, self.folder, self.companions = work, folder, companions
         self.watcher = Watcher(unit.name.split()[0], settings.detectors)
         self.events = Events()

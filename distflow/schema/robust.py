@@ -43,8 +43,11 @@ class Fault(Document):
 class Robust(Document):
     """How long a worker may be silent, and how often it is started again."""
 
+    restart: Literal["role", "task"] = "role"
+    """role: what has failed starts again, the trainer with all its ranks, a rollout by itself. task: the run ends, and
+    torchrun starts all of it again from the newest checkpoint on disk, if it has `--max-restarts` left."""
     restarts: NonNegativeInt = 20
-    """How often the trainer with all its ranks, or a rollout by itself, may start again; 0: what fails ends the run."""
+    """How often each of them may start again."""
     snapshots: bool = True
     """Whether the state after each step is copied to host memory, so that a restart repeats one step at most. It takes
     the memory of weights and optimizer state twice."""
