@@ -87,9 +87,11 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     from workers.start import settle, work
 
     place = settle(spec, plan, folder, bool(options.resume))
+    seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions)
     with place.kept():
-        return Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust,
-                    place.companions).run()
+        if status := seat.run():
+            sys.exit(status)  # nobody is waited for then
+    return 0
 
 
 def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:

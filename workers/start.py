@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
     """
     pulse.show(berth.pulse)
     berth.pulse.answer()
+    watch = _Stopwatch()
     team = _Team.of(place, berth.life.number)
     if place.spec.run.faults:
         group = TRAINER if place.group is None else place.group.name
@@ -123,10 +125,11 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
         berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, place.path, berth.snapshots)
     team.join(place.device, place.spec.run.wait_limit)
     channel = place.channel and place.channel.joined(team.board)
+    watch.lap("connect")
     if place.group and place.group.name == ROLLOUT:
-        _sample(place, berth, channel)
+        _sample(place, berth, channel, watch)
     else:
-        _train(place, berth, team, channel, export)
+        _train(place, berth, team, channel, watch, export)
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
 
 
@@ -153,9 +156,24 @@ class _Team:
                                 timeout=datetime.timedelta(seconds=limit))
 
 
-def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, export: Path | None) -> None:
+class _Stopwatch:
+    """Seconds of one thing after another."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.began = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self.began = now - self.began, now
+
+
+def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, watch: _Stopwatch,
+           export: Path | None) -> None:
     """Run the chain of a rank that trains, and in sync mode samples too."""
     worker = _worker(place, berth, team, channel, writes=not export)
+    watch.lap("load")
+    berth.pulse.ready(**watch.laps)
     if export:
         write_models(worker.trained, export)
     else:
@@ -186,7 +204,7 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
         return worker
 
 
-def _sample(place: Place, berth: Berth, channel: Channel | None) -> None:
+def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwatch) -> None:
     """Run the chain of a rank that only samples. Without a channel there is nobody to sample for."""
     if channel is None:
         return
@@ -201,6 +219,8 @@ def _sample(place: Place, berth: Berth, channel: Channel | None) -> None:
     trajectories().open(place.path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, first)
     worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}",
                            channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)
+    watch.lap("load")
+    berth.pulse.ready(**watch.laps)
     try:
         worker.run()
     finally:

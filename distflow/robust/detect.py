@@ -47,6 +47,7 @@ class Finding:
 
     what: str
     symptom: bool
+    silent: float
 
 
 Detector = Callable[[Sight], str | None]
@@ -110,7 +111,7 @@ class Watcher:
         sight = self._sight(time.monotonic())
         for each in self.detectors:
             if what := each(sight):
-                return Finding(f"it {what}.", symptom=sight.mute < _ASK * 2)
+                return Finding(f"it {what}.", symptom=sight.mute < _ASK * 2, silent=sight.silent)
         return None
 
     def _sight(self, now: float) -> Sight:

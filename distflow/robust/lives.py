@@ -30,6 +30,7 @@ class Failure:
 
     step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
     missed another rank. hopeless: what the user wrote cannot work, and would not the next time.
+    silent: for how many seconds it had done nothing when that was seen.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Failure:
     symptom: bool = False
     hopeless: bool = False
     details: str = ""
+    silent: float = 0.0
     time: float = field(default_factory=time.time)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distflow.observe.events import record
 from distflow.schema.robust import PHASES, Phase
 
 _LISTEN = 0.05
@@ -41,10 +42,15 @@ class Pulse:
         self.watching: Callable[[Phase, int], None] | None = None
         """Told of each phase that begins, and in which step."""
 
-    def clear(self) -> None:
+    def clear(self, life: int = 0) -> None:
         """A new worker begins."""
+        self.life = life
         ctypes.memset(ctypes.addressof(self.page), 0, ctypes.sizeof(_Page))
         self.page.since = time.monotonic()
+
+    def ready(self, **seconds: float) -> None:
+        """The worker can begin; `seconds` of each part of its start."""
+        record("worker ready", life=self.life, seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase, doing: str = "") -> None:
         """This worker does something else from now on, which is progress too."""
@@ -71,6 +77,8 @@ class Pulse:
     def finish(self) -> None:
         """The step is done: whatever comes now, it is not done again."""
         self.page.finished += 1
+        if self.page.finished == 1:
+            record("worker useful", life=self.life)
 
     def read(self) -> Beat:
         page = self.page

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distflow.observe.events import Events
+from distflow.observe.recovery import STARTS_AGAIN
 from distflow.robust.board import Board
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
@@ -100,7 +101,7 @@ class Seat:
 
     def _live(self, life: Life) -> Failure | None:
         """One worker, from its start to its end; None if it did its work, or if the unit has begun another life."""
-        self.pulse.clear()
+        self.pulse.clear(life.number)
         words, said = os.pipe()
         began = time.monotonic()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # what a seat does about them is not for its worker
@@ -134,7 +135,7 @@ class Seat:
                 if ended in ready or self.lives.over(life):
                     return None
                 if finding := self.watcher.look():
-                    return self._failure(finding.what, symptom=finding.symptom)
+                    return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
         finally:
             os.close(ended)
 
@@ -191,9 +192,10 @@ class Seat:
         if cause.rank != self.lives.rank:
             return
         name = self.lives.unit.name
-        self._record("failure", unit=name, life=life.number, phase=cause.phase, failed_step=cause.step, what=cause.what,
-                     details=cause.details)
-        self._record("verdict", unit=name, life=following.number, verdict=following.end or "starts again")
+        ranks = [self.lives.unit.ranks.start, self.lives.unit.ranks.stop - 1]
+        self._record("failure", unit=name, ranks=ranks, life=life.number, phase=cause.phase, failed_step=cause.step,
+                     what=cause.what, details=cause.details, seen_after=round(cause.silent, 3),
+                     verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
         if not following.end:
