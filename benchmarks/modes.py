@@ -96,7 +96,7 @@ class Contest:
         mode, given = side.partition(",")[0], self.given
         folder = self._launch(f"{side.replace(', ', '-').replace(' ', '-')}-{seed}", mode, AHEAD.get(side, 0), seed,
                               given.updates)
-        course = Course(_steps(folder), given.prompts * GROUP, self._accuracy(folder))
+        course = Course(steps_of(folder), given.prompts * GROUP, self._accuracy(folder))
         waits = course.steps[len(course.steps) // 2].get("environment/idle_seconds")
         idle = "" if waits is None else f", of a step's {course.steps[len(course.steps) // 2]['seconds']:.2f} s the " \
                                         f"busiest rank waits {waits:.2f} s for tools"
@@ -106,7 +106,7 @@ class Contest:
 
     def equal_without_staleness(self) -> bool:
         """Whether async with staleness 0 samples what sync samples, and has its losses to 1e-5."""
-        sync, apart = (_steps(self._launch(f"equal-{mode}", mode, 0, 0, 4)) for mode in ("sync", "async"))
+        sync, apart = (steps_of(self._launch(f"equal-{mode}", mode, 0, 0, 4)) for mode in ("sync", "async"))
         same = all(one["response/fingerprint"] == other["response/fingerprint"]
                    and abs(one.get("loss", 0.0) - other.get("loss", 0.0)) <= 1e-5 for one, other in zip(sync, apart))
         print(f"async with staleness 0 {'equals' if same else 'DOES NOT EQUAL'} sync in {len(sync)} steps", flush=True)
@@ -114,32 +114,38 @@ class Contest:
 
     def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int) -> Path:
         apart = () if mode == "sync" else ("groups.rollout=1", f"staleness={staleness}")
-        return _run(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
-            f"mode={mode}", *apart, f"seed={seed}", f"steps={updates}", f"data.batch={self.given.prompts}",
-            f"roles.actor.model={self.model}", "roles.actor.generation.batch_rows=2048", "validation=null"))
+        return run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
+            "checkpoint.every=0", f"mode={mode}", *apart, *self.settings(seed, updates)))
+
+    def settings(self, seed: int, updates: int) -> tuple[str, ...]:
+        """Those of every run."""
+        return (f"seed={seed}", f"steps={updates}", f"data.batch={self.given.prompts}",
+                f"roles.actor.model={self.model}", "roles.actor.generation.batch_rows=2048", "validation=null")
 
     def _accuracy(self, folder: Path) -> float:
-        done = _run(self.scratch, f"exam-{folder.name}", self.exam, "embedded_evaluate.yaml", 1,
+        done = run_once(self.scratch, f"exam-{folder.name}", self.exam, "embedded_evaluate.yaml", 1,
                     (f"roles.actor.model={folder / 'model'}", "roles.actor.generation.batch_rows=256"))
-        return _steps(done)[0]["environment/reward"]
+        return steps_of(done)[0]["environment/reward"]
 
     def _start_model(self) -> Path:
         """Weak: it has seen few conversations with a calculator."""
-        made = _run(self.scratch, "start", ROOT / "dags/sft.yaml", "embedded_sft.yaml", RANKS, (
+        made = run_once(self.scratch, "start", ROOT / "dags/sft.yaml", "embedded_sft.yaml", RANKS, (
             "data.train=arithmetic/tool_demonstrations.jsonl", "data.batch=48", "validation=null",
             f"steps={30 if self.given.quick else 120}"))
         return made / "model"
 
 
-def _run(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str]) -> Path:
-    """One run; its folder.
+def run_once(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str],
+             restarts: int = 0) -> Path:
+    """One run, which torchrun may start again; its folder.
 
     Raises:
         SystemExit: it failed; shows its last lines.
     """
-    words = [word for setting in (f"output={scratch}", "checkpoint.every=0", *settings) for word in ("--set", setting)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               str(ROOT / "distflow/launch.py"), "--dag", str(dag), "--run-file", run_file, "--name", name, *words]
+    words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
+    command = [sys.executable, "-m", *torchrun, str(ROOT / "distflow/launch.py"), "--dag", str(dag),
+               "--run-file", run_file, "--name", name, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     if done.returncode:
@@ -147,7 +153,7 @@ def _run(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, setting
     return scratch / name
 
 
-def _steps(folder: Path) -> list[dict[str, Any]]:
+def steps_of(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "seconds" in line]
 

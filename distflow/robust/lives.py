@@ -29,7 +29,8 @@ class Failure:
     """The end of a worker: `what` in one line, and `details` for who looks for a mistake in a program.
 
     step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
-    missed another rank. hopeless: what the user wrote cannot work, and would not the next time.
+    missed another rank. hopeless: it would fail the next time too. code: what the seat exits
+    with if it is the last one.
     silent: for how many seconds it had done nothing when that was seen.
     """
 
@@ -42,6 +43,7 @@ class Failure:
     hopeless: bool = False
     details: str = ""
     silent: float = 0.0
+    code: int = 1
     time: float = field(default_factory=time.time)
 
 

@@ -97,7 +97,7 @@ class Seat:
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._end()
-        return INVALID if life.failures[-1].hopeless else FAILED
+        return life.failures[-1].code
 
     def _live(self, life: Life) -> Failure | None:
         """One worker, from its start to its end; None if it did its work, or if the unit has begun another life."""
@@ -221,7 +221,8 @@ def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> No
         status = 0
     except DistflowError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=isinstance(error, InvalidInput))
+        status = INVALID if isinstance(error, InvalidInput) else FAILED
+        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else FAILED
     except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
@@ -232,7 +233,7 @@ def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> No
         os._exit(status)
 
 
-def _say(said: int, what: str, details: str = "", **more: bool) -> None:
+def _say(said: int, what: str, details: str = "", **more: int) -> None:
     os.write(said, json.dumps({"what": _cut(what), "details": _cut(details), **more}).encode())
 
 

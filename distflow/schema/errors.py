@@ -25,6 +25,9 @@ _LISTED = 30
 class DistflowError(Exception):
     """Root of the tree. Catch it to catch everything that distflow raises on purpose."""
 
+    passing = True
+    """Whether a worker that starts again may be spared the error."""
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -74,6 +77,8 @@ class Mistake:
 class InvalidInput(DistflowError):
     """Something that the user wrote cannot work. `mistakes` holds all of them; correct them and start again."""
 
+    passing = False
+
     def __init__(self, mistakes: Iterable[Mistake] | Mistake | str):
         if isinstance(mistakes, str):
             mistakes = Mistake(mistakes)
@@ -102,7 +107,10 @@ class Disagreement(DistflowError):
 
 
 class RewardsFailed(DistflowError):
-    """No sample of several steps in a row has a reward, since all have failed. Mend the reward that is named."""
+    """No sample of several steps in a row has a reward, since all rewards, or the environments that samples converse
+    with, have failed. Mend the one that is named."""
+
+    passing = False
 
 
 class RankMissing(DistflowError):

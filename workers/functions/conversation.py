@@ -21,7 +21,7 @@ from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
 from distflow.schema.environments import kind_of, load_environment
-from distflow.schema.errors import EngineError
+from distflow.schema.errors import RewardsFailed
 from distflow.schema.registry import Environment
 from workers.engines.chat import Between
 from workers.engines.rollout import Row, Session
@@ -57,7 +57,7 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     A trajectory whose environment fails, or takes longer than `step_seconds`, is not kept.
 
     Raises:
-        EngineError: all of them have failed in several steps in a row.
+        RewardsFailed: all of them have failed in several steps in a row.
     """
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
@@ -77,8 +77,8 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     _report(talks, ids, environment, None if session.shared else talking.idle)
     failures = [talk.failure for talk in talks if talk.failure]
     if losses_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
-        raise EngineError(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a row; "
-                          f"the last: {failures[-1].reason}")
+        raise RewardsFailed(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a "
+                            f"row; the last: {failures[-1].reason}")
     return _columns(talks, engine)
 
 

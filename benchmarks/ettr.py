@@ -1,0 +1,118 @@
+"""Effective training time (RobustRL §7.2) with a fault of the trainer in every tenth step: the role restarts alone,
+against a restart of the whole task, against no fault; in each mode, on the same machine, in the same run.
+
+The task, its tools with their long tail and the ranks are those of modes.py. A fault is a SIGKILL of one of the
+trainer's ranks at a moment in the step that the seed draws; each side has the same faults. In mode sync all ranks are
+the trainer's.
+
+`role` is distflow's own way: seats start the trainer's ranks again from the copy in their memory, and rollouts go on.
+`task` is what ByteRobust does by the paper's account, and here torchrun by itself: all processes end and start again,
+from the checkpoint of the step before on disk. What that costs elsewhere beside it, such as scheduling containers, it
+does not cost here.
+
+Effective is what `distflow faults` says. The time of a run is that from its first worker ready to its end.
+Run by hand:  python -m benchmarks.ettr
+"""
+
+from __future__ import annotations
+
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.modes import RANKS, Contest, run_once, steps_of
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from distflow.observe.recovery import Account, account, read
+
+MODES = ("sync", "semi_sync", "async")
+RESTARTS = 100
+GOALS = {"ettr": 0.95, "time": 1.2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has cost. `updates`: steps in metrics.jsonl; `trainers` of `ranks` ranks train."""
+
+    account: Account
+    updates: list[int]
+    trainers: int
+
+    @property
+    def in_recovery(self) -> float:
+        """The effective share of all ranks while the trainer was not ready; nan without a failure."""
+        gaps = [(each.began, each.began + each.detect + each.start + each.connect + each.load)
+                for each in self.account.recoveries if each.start == each.start]
+        length = sum(end - start for start, end in gaps)
+        return sum(self.account.ettr_between(*gap) * (gap[1] - gap[0]) for gap in gaps) / length if length else 1.0
+
+
+class Trial(Contest):
+    """Runs with and without faults."""
+
+    def measure(self, mode: str, side: str, seed: int) -> Outcome:
+        given = self.given
+        apart = () if mode == "sync" else ("groups.rollout=1", "staleness=1")
+        faults = () if side == "none" else (f"faults=[{{kind: kill, share: {given.share}}}]",)
+        task = side == "task"
+        name = f"{mode}-{side}-{seed}"
+        folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
+            f"mode={mode}", *apart, *faults, f"robust={{restart: {'task' if task else 'role'}, restarts: {RESTARTS}}}",
+            f"checkpoint={{every: {int(task)}, keep: 2}}", *self.settings(seed, given.updates)),
+            RESTARTS if task else 0)
+        outcome = Outcome(account(read(folder)), [step["step"] for step in steps_of(folder)],
+                          RANKS if mode == "sync" else RANKS - 1)
+        found = outcome.account
+        print(f"seed {seed}, {mode}, {side}: {len(found.recoveries)} faults, {found.total:.1f} s, effective "
+              f"{found.ettr:.3f}, while the trainer restarted {outcome.in_recovery:.2f}; restarts took "
+              f"{[round(each.start + each.connect + each.load, 2) for each in found.recoveries]} s", flush=True)
+        return outcome
+
+
+def judge(mode: str, found: Sequence[dict[str, Outcome]], updates: int) -> None:
+    """Print what came out for a mode; two last lines."""
+    whole = all(each.updates == list(range(1, updates + 1)) for pair in found for each in pair.values())
+    print(f"{mode}: every run has made each of its {updates} updates once: {'yes' if whole else 'NO'}")
+    for side in ("role", "task"):
+        print(f"{mode}, {side}: effective {Spread.of([pair[side].account.ettr for pair in found])}, while the trainer "
+              f"restarted {Spread.of([pair[side].in_recovery for pair in found])} (rollouts are "
+              f"{1 - found[0][side].trainers / RANKS:.2f} of the ranks)")
+    conclude(f"time of task restart over role restart, {mode}, a trainer fault in 10% of the steps",
+             ratios(found, "task", "role", lambda each: each.account.total), GOALS["time"], holds=whole)
+    conclude(f"effective training time with role restart over that without faults, {mode}",
+             ratios(found, "role", "none", lambda each: each.account.ettr), GOALS["ettr"], holds=whole)
+
+
+def flags(arguments: list[str] | None) -> Namespace:
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--mode", choices=MODES, action="append", help="default: all; with --quick async")
+    parser.add_argument("--updates", type=int, help="of each run; default 30, with --quick 6")
+    parser.add_argument("--prompts", type=int, help="of an update; default 32, with --quick 8")
+    parser.add_argument("--share", type=float, help="of the steps, in which a fault happens; default 0.1, --quick 0.4")
+    parser.add_argument("--median", type=float, default=0.3, help="seconds of a call of a tool")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a call's seconds")
+    parser.add_argument("--start-model", type=Path, help="a model folder; default: it is trained first")
+    given = parsed(parser, arguments)
+    given.updates = given.updates or (6 if given.quick else 30)
+    given.prompts = given.prompts or (8 if given.quick else 32)
+    given.share = given.share or (0.4 if given.quick else 0.1)
+    given.mode = given.mode or (["async"] if given.quick else list(MODES))
+    return given
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = flags(arguments)
+    with tempfile.TemporaryDirectory(prefix="ettr-") as scratch:
+        trial = Trial(given, Path(scratch))
+        sides = {f"{mode} {side}": partial(trial.measure, mode, side)
+                 for mode in given.mode for side in ("none", "role", "task")}
+        courses = interleaved(sides, given.repeats)
+    for mode in given.mode:
+        judge(mode, [{side: pair[f"{mode} {side}"] for side in ("none", "role", "task")} for pair in courses],
+              given.updates)
+
+
+if __name__ == "__main__":
+    main()
