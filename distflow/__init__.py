@@ -14,6 +14,8 @@ _HOMES = {
     "node": "distflow.schema.registry",
     "reward": "distflow.schema.registry",
     "environment": "distflow.schema.registry",
+    "hook": "distflow.robust.hooks",
+    "detector": "distflow.robust.detect",
     "Turn": "distflow.schema.registry",
     "DistflowError": "distflow.schema.errors",
     "Batch": "distflow.data.batch",

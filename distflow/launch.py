@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up
 from distflow.robust.whole import whole  # noqa: E402 - needs the path above
 from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402
 from distflow.schema.plan import Plan  # noqa: E402
+from distflow.schema.registry import load_module  # noqa: E402
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 INVALID = 2
@@ -83,11 +84,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
+    from distflow.robust.detect import check as check_detectors
+    from distflow.robust.faults import check as check_faults
     from distflow.robust.seat import Seat  # imports torch
     from workers.start import settle, work
 
+    if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
+        for module in spec.dag.imports:
+            load_module(module)
+    check_detectors(spec.run.robust.detectors)
+    check_faults(spec.run, plan)
     place = settle(spec, plan, folder, bool(options.resume))
-    seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions)
+    seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
+                partial(place.call, "on_failure"), place.wanted, place.over)
     with place.kept():
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import signal
 import sys
@@ -22,8 +23,10 @@ from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
 from distflow.robust.board import Board
 from distflow.robust.faults import Faults
-from distflow.robust.lives import Unit
+from distflow.robust.hooks import Moment, When, call
+from distflow.robust.lives import Life, Unit
 from distflow.robust.presence import Presence
+from distflow.robust.scale import Scale
 from distflow.robust.seat import Berth
 from distflow.schema.contract import ENGINE_TYPES, load_function
 from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
@@ -69,6 +72,27 @@ class Place:
         first = group.first + replica * group.plan.ranks
         name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
         return Unit(name, range(first, first + group.plan.ranks))
+
+    def call(self, when: When, life: Life) -> None:
+        """The hooks of the DAG's modules."""
+        for module in self.spec.dag.imports:
+            load_module(module)
+        failure = life.failures[-1] if life.failures else None
+        call(when, ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER,
+             Moment(self.unit.name, self.board.rank, life.number, failure))
+
+    def wanted(self) -> bool:
+        """Whether this rank should work now: rollouts may be told to rest."""
+        return self.scale is None or self.scale.wanted()
+
+    def over(self) -> bool:
+        """Whether nobody has to sample any more."""
+        return self.channel is None or self.channel.over
+
+    @functools.cached_property
+    def scale(self) -> Scale | None:
+        group, replica = self.plan.group_of(self.board.rank)
+        return Scale(self.path, replica) if group is not None and group.name == ROLLOUT else None
 
     @property
     def companions(self) -> dict[int, str]:
@@ -118,6 +142,8 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
     pulse.show(berth.pulse)
     berth.pulse.answer()
     watch = _Stopwatch()
+    if berth.life.number:
+        place.call("before_restart", berth.life)
     team = _Team.of(place, berth.life.number)
     if place.spec.run.faults:
         group = TRAINER if place.group is None else place.group.name
@@ -174,6 +200,7 @@ def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, wat
     worker = _worker(place, berth, team, channel, writes=not export)
     watch.lap("load")
     berth.pulse.ready(**watch.laps)
+    place.call("after_restart" if berth.life.number else "on_join", berth.life)
     if export:
         write_models(worker.trained, export)
     else:
@@ -221,6 +248,7 @@ def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwat
                            channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)
     watch.lap("load")
     berth.pulse.ready(**watch.laps)
+    place.call("after_restart" if berth.life.number else "on_join", berth.life)
     try:
         worker.run()
     finally:

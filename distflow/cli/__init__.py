@@ -10,7 +10,7 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "plan", "run", "resume", "faults", "export", "evaluate", "nodes",
+VERBS = ("demo", "validate", "plan", "run", "resume", "faults", "inject", "scale", "export", "evaluate", "nodes",
          "engines")
 
 

@@ -87,6 +87,8 @@ def account(events: Iterable[Event]) -> Account:
         if event["event"] == "worker ready":
             since.setdefault(event["rank"], now)
             result.intervals.setdefault(event["rank"], [])
+        elif event["event"] == "worker rests":
+            _close(result, since, event["rank"], now)
         elif event["event"] == "failure":
             again = event["verdict"] == STARTS_AGAIN
             first, last = event["ranks"] if again else (0, max(result.intervals))

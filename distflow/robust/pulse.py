@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +52,8 @@ class Pulse:
 
     def ready(self, **seconds: float) -> None:
         """The worker can begin; `seconds` of each part of its start."""
-        record("worker ready", life=self.life, seconds={name: round(each, 3) for name, each in seconds.items()})
+        record("worker ready", life=self.life, pid=os.getpid(), host=socket.gethostname(),
+               seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase, doing: str = "") -> None:
         """This worker does something else from now on, which is progress too."""

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,17 @@ class Seat:
         work: a worker's whole life, in a process of its own; a DistflowError that it raises is the user's to read.
         folder: of the run.
         companions: descriptors that become readable when a process ends without which there is no run, and what to say.
+        wanted: whether there should be a worker now, and
+        over: whether there will be none any more, if not.
+        on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
-                 companions: Mapping[int, str]):
+                 companions: Mapping[int, str], on_failure: Callable[[Life], None] = lambda life: None,
+                 wanted: Callable[[], bool] = lambda: True, over: Callable[[], bool] = lambda: False):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else 0)
-        self.work, self.folder, self.companions = work, folder, companions
+        self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
+        self.wanted, self.over = wanted, over
         self.watcher = Watcher(unit.name.split()[0], settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -81,7 +87,11 @@ class Seat:
         life = Life()
         try:
             while not life.end:
+                if not self._wait_until_wanted():
+                    return 0
                 failure = self._live(life)
+                if failure is None and not self.wanted():
+                    continue
                 if failure is None and self._all_are_done(life):
                     return 0
                 following = self.lives.next(life, failure)
@@ -99,6 +109,16 @@ class Seat:
             self._end()
         return life.failures[-1].code
 
+    def _wait_until_wanted(self) -> bool:
+        """False if the run is over first."""
+        if not self.wanted():
+            self._record("worker rests")
+        while not self.wanted():
+            if self.over():
+                return False
+            time.sleep(_LOOK)
+        return True
+
     def _live(self, life: Life) -> Failure | None:
         """One worker, from its start to its end; None if it did its work, or if the unit has begun another life."""
         self.pulse.clear(life.number)
@@ -115,7 +135,7 @@ class Seat:
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
             failure, status = self._watch(life), self._end()
             seconds = round(time.monotonic() - began, 3)
-            if failure is None and status and not self.lives.over(life):
+            if failure is None and status and self.wanted() and not self.lives.over(life):
                 failure = self._explained(status, last_words.read())
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
         return failure
@@ -132,7 +152,7 @@ class Seat:
                 ready = [descriptor for descriptor, _ in poll.poll(_LOOK * 1000)]
                 if lost := next((self.companions[each] for each in ready if each in self.companions), ""):
                     return self._failure(lost, hopeless=True)
-                if ended in ready or self.lives.over(life):
+                if ended in ready or self.lives.over(life) or not self.wanted():
                     return None
                 if finding := self.watcher.look():
                     return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
@@ -154,6 +174,19 @@ class Seat:
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
         return os.waitstatus_to_exitcode(status)
+
+    def _beside(self, action: Callable[[], None]) -> None:
+        """Do what users have written, in a process that cannot hold up this one for long."""
+        process = os.fork()
+        if not process:
+            _become_worker(lambda _: action(), Berth(), os.open(os.devnull, os.O_WRONLY))
+        ended = os.pidfd_open(process)
+        select.select([ended], [], [], _GRACE)
+        os.close(ended)
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if status:
+            self._record("hook failed", status=os.waitstatus_to_exitcode(status))
 
     def _record(self, kind: str, **facts: Any) -> None:
         """A new run's folder is made by its first worker."""
@@ -198,6 +231,7 @@ class Seat:
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
+        self._beside(partial(self.on_failure, following))
         if not following.end:
             text = f"{name} starts again: {where}: {cause.what}"
         elif cause.hopeless:

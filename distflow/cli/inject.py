@@ -1,0 +1,50 @@
+"""`distflow inject`: break a worker of a run that is going on, to see what happens."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+from pathlib import Path
+
+from distflow.observe.recovery import read
+from distflow.schema.errors import InvalidInput, did_you_mean
+
+HELP = "break a worker of a running job: kill it, or stop it so that it hangs"
+KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("kind", choices=KINDS, help="kill: SIGKILL. stop: it hangs, until `continue`")
+    parser.add_argument("--rank", type=int, default=0, help="whose worker; default: 0")
+
+
+def main(options: argparse.Namespace) -> int:
+    folder = Path(options.run)
+    if not (folder / "events.jsonl").is_file():
+        raise InvalidInput(f"{folder} has no events.jsonl, so it is not the folder of a run")
+    pid = _worker(folder, options.rank)
+    os.kill(pid, KINDS[options.kind])
+    print(f"{KINDS[options.kind].name} to the worker of rank {options.rank}, process {pid}")
+    return 0
+
+
+def _worker(folder: Path, rank: int) -> int:
+    """The process of a rank's worker.
+
+    Raises:
+        InvalidInput: it has none, or not on this machine.
+    """
+    events = [event for event in read(folder) if event["event"] in ("worker ready", "worker ended")]
+    last = {event["rank"]: event for event in events}
+    if rank not in last:
+        raise InvalidInput(f"rank {rank} has had no worker. {did_you_mean(str(rank), map(str, sorted(last)), 'Ranks')}")
+    if last[rank]["event"] == "worker ended":
+        raise InvalidInput(f"the worker of rank {rank} has ended, and no other is ready yet")
+    if last[rank]["host"] != socket.gethostname():
+        raise InvalidInput(f"the worker of rank {rank} is on machine {last[rank]['host']}: run this there")
+    if not Path(f"/proc/{last[rank]['pid']}").exists():
+        raise InvalidInput(f"the worker of rank {rank}, process {last[rank]['pid']}, does not live any more")
+    return last[rank]["pid"]
