@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from distflow.data.exchange import gather
+from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
 from distflow.robust.snapshots import Snapshots
 from distflow.robust.whole import step_of, whole
@@ -38,10 +40,13 @@ class Standing:
         """Whether it went on from a copy in memory, which is older than what concludes its step."""
 
     def remember(self, step: int) -> None:
-        """Copy the state after `step` steps into the seat's memory. Not collective."""
+        """Copy the state after `step` steps into the seat's memory. The next metrics say how long it took."""
         if self.snapshots is not None:
+            began = time.perf_counter()
             state = {name: role.engine.state_dict() for name, role in self.trained.items()}
-            self.snapshots.save(step, state, {"step": step, **self._progress()})
+            copied = self.snapshots.save(step, state, {"step": step, **self._progress()})
+            current().maximum("snapshot/seconds", time.perf_counter() - began)
+            current().add("snapshot/bytes", copied)
 
     def save(self, step: int) -> None:
         """Write it to disk."""

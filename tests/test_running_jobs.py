@@ -1,0 +1,99 @@
+"""What can be done to a job while it runs: break a worker, let rollouts rest, ask what it has cost, be told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from harness import command, environment, metrics_of
+
+from distflow.cli import main
+
+HOOKS = '''
+import json
+from distflow import hook
+
+def note(moment, when):
+    with open("hooks.jsonl", "a") as file:
+        file.write(json.dumps([when, moment.unit, moment.life, moment.failure and moment.failure.step]) + "\\n")
+
+@hook(when="on_failure")
+def failed(moment):
+    note(moment, "on_failure")
+    raise ValueError("a hook that fails harms nobody")
+
+@hook(when="before_restart", role="rollout")
+def before(moment):
+    note(moment, "before_restart")
+
+@hook(when="after_restart", role="trainer")
+def after(moment):
+    note(moment, "after_restart")
+
+@hook(when="on_join")
+def joined(moment):
+    note(moment, "on_join")
+'''
+
+
+def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
+    (workspace / "hooks.py").write_text(HOOKS)
+    dag = (workspace / "grpo.yaml").read_text()
+    (workspace / "hooked.yaml").write_text(dag.replace("imports: [brevity]", "imports: [brevity, hooks]"))
+    assert "hooks" in (workspace / "hooked.yaml").read_text()
+    run = workspace / "runs/job"
+    orders = {"step 4/": ["inject", str(run), "kill", "--rank", "0"], "step 9/": ["scale", str(run), "rollout=1"],
+              "step 25/": ["scale", str(run), "rollout=2"]}
+    process = subprocess.Popen(
+        command(3, "--dag", "hooked.yaml", "--run-file", "tiny.yaml", "--name", "job", "--set", "mode=async",
+                "--set", "steps=60"),
+        cwd=workspace, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        for mark in [mark for mark in orders if mark in line and "loss" in line]:
+            assert main(orders.pop(mark)) == 0
+    assert process.wait() == 0, "".join(seen)
+    assert not orders
+    assert sorted(metrics_of(run)) == list(range(1, 61))
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    failures = [event for event in events if event["event"] == "failure"]
+    assert [(event["unit"], event["verdict"]) for event in failures] == [("trainer", "starts again")]
+    assert [event["rank"] for event in events if event["event"] == "worker rests"] == [2]
+    assert [event["rank"] for event in events if event["event"] == "hook failed"] == [0]
+    told = [json.loads(line) for line in (workspace / "hooks.jsonl").read_text().splitlines()]
+    step = failures[0]["failed_step"]
+    assert ["on_failure", "trainer", 1, step] in told
+    assert ["after_restart", "trainer", 1, step] in told
+    assert {unit for when, unit, *_ in told if when == "on_join"} == {"trainer", "rollout 0", "rollout 1"}
+    assert not [each for each in told if each[0] == "before_restart"], "no rollout has failed"
+    capfd.readouterr()
+    assert main(["faults", str(run), "--window", "5"]) == 0
+    out = capfd.readouterr().out
+    assert "trainer" in out
+    assert "effective training time:" in out
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    (["faults", "nowhere"], "nowhere has no events.jsonl"),
+    (["inject", "nowhere", "kill"], "nowhere has no events.jsonl"),
+    (["scale", "nowhere", "rollout=1"], "nowhere has no plan.json"),
+    (["scale", "nowhere", "rollouts=1"], "Write  rollout=2"),
+    (["scale", "sync", "rollout=1"], "mode=async"),
+    (["scale", "apart", "rollout=3"], "seats for 2 rollouts, so give 1 to 2"),
+    (["scale", "apart", "rollout=0"], "seats for 2 rollouts, so give 1 to 2"),
+    (["inject", "apart", "kill", "--rank", "7"], "rank 7 has had no worker"),
+    (["inject", "apart", "kill", "--rank", "1"], "has ended"),
+    (["faults", "apart", "--window", "0"], "--window 0 is no time"),
+])
+def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
+    monkeypatch.chdir(tmp_path)
+    groups = {"sync": [], "apart": [{"name": "trainer", "replicas": 1}, {"name": "rollout", "replicas": 2}]}
+    for name, each in groups.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text(json.dumps({"groups": each, "mode": "async"}))
+        (tmp_path / name / "events.jsonl").write_text(
+            json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "life": 0}) + "\n")
+    assert main(line) == 2
+    assert said in capsys.readouterr().err
