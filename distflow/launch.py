@@ -87,7 +87,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     place = settle(spec, plan, folder, bool(options.resume))
     with place.kept():
         return Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust,
-                    place.companions).run()
+                    place.companions, place.needless).run()
 
 
 def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
