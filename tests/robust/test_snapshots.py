@@ -92,7 +92,8 @@ def test_a_writer_that_is_killed_leaves_the_other_copy(torn, monkeypatch):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work():
-        monkeypatch.setattr(*((module, "_sum", killed) if torn == "before the sum" else (torch.Tensor, "copy_", killed)))
+        late = torn == "before the sum"
+        monkeypatch.setattr(*((module, "_sum") if late else (torch.Tensor, "copy_")), killed)
         copies.save(3, state(3), {"step": 3})
 
     assert in_child(work) == -signal.SIGKILL
