@@ -96,7 +96,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     check_faults(spec.run, plan)
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                partial(place.call, "on_failure"), place.wanted, place.over)
+                place.needless, place.wanted, partial(place.call, "on_failure"))
     with place.kept():
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then

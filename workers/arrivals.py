@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock
+from distflow.data.dock import Dock, DockError
 from distflow.data.dock.lease import Lease
 from distflow.observe.metrics import current
 from distflow.schema.plan import TRAINER, Fans, Plan, Task
@@ -68,6 +68,7 @@ class Arrivals:
         number, channel = self.drawn_before, self.channel
         if not self.begun:
             self.publish()
+            self._conclude()
             self.begun = True
         self._order()
         if self.crew is not None:
@@ -101,6 +102,15 @@ class Arrivals:
         self.leases = []
         if self.drawn_before != self.draws:  # nobody samples after the last draw
             self.publish()
+
+    def _conclude(self) -> None:
+        """Commit what the trainer remembers and died before it could say so: nobody will ask for those rows again."""
+        count = self.loader.batch * self.channel.rows
+        for number in reversed(range(self.drawn_before if self.rank == 0 else 0)):
+            try:
+                self.dock.commit(self.dock.lease(TRAINER, count, step=number, shares=self.plan.ranks))
+            except DockError:  # it is committed, or this dock never had it
+                return
 
     def _sample(self) -> None:
         """Help with the samples, with the weights that this rank has."""

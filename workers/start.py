@@ -34,6 +34,7 @@ from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
 from workers.channel import Channel, open_channel
 from workers.dag_worker import DagWorker, dataloader, prompted_role
+from workers.jail import kernel
 from workers.roles import build_roles
 from workers.rollout_worker import RolloutWorker
 from workers.sink import write_models
@@ -85,9 +86,9 @@ class Place:
         """Whether this rank should work now: rollouts may be told to rest."""
         return self.scale is None or self.scale.wanted()
 
-    def over(self) -> bool:
-        """Whether nobody has to sample any more."""
-        return self.channel is None or self.channel.over
+    def needless(self) -> bool:
+        """Whether this rank samples for a trainer that has done its last step."""
+        return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
 
     @functools.cached_property
     def scale(self) -> Scale | None:
@@ -139,6 +140,8 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
         export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
             going on elsewhere.
     """
+    if berth.seat:
+        _end_with(berth.seat)
     pulse.show(berth.pulse)
     berth.pulse.answer()
     watch = _Stopwatch()
@@ -267,12 +270,32 @@ def _leaving_when_told() -> Iterator[None]:
 
 def _device(board: Board) -> str:
     """cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
-    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus, here = _gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = "cuda" if gpus >= here else "cpu"
     board.agree("device", device, "Some machines have fewer GPUs than ranks.")
     if gpus and device == "cpu" and board.rank == 0:
         print(f"{here} ranks on {gpus} GPU: everything computes on the CPU. Start {gpus} to use it.", flush=True)
     return device
+
+
+def _gpus() -> int:
+    """Counted in a process of its own: where NVML does not say it, CUDA is asked, and a process that has asked CUDA
+    cannot be forked into workers that use it."""
+    counting = os.fork()
+    if not counting:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os._exit(count)
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(counting, 0)[1]))
+
+
+def _end_with(seat: int) -> None:
+    """A worker whose seat ends in whatever way is to end too: nobody watches it any more."""
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != seat:  # it has ended already
+        os._exit(1)
 
 
 def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:

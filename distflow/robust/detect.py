@@ -105,7 +105,7 @@ class Watcher:
     def begin(self, pulse: Pulse) -> None:
         """A new worker."""
         self.pulse, self.progress = pulse, -1
-        self.moved = self.asked_at = time.monotonic()
+        self.moved = self.asked_at = self.looked = time.monotonic()
         self.question = pulse.ask()
 
     def look(self) -> Finding | None:
@@ -118,6 +118,8 @@ class Watcher:
 
     def _sight(self, now: float) -> Sight:
         beat: Beat = self.pulse.read()
+        late = max(0.0, now - self.looked - _ASK)  # a seat that stood still itself did not see its worker stand still
+        self.moved, self.asked_at, self.looked = self.moved + late, self.asked_at + late, now
         if beat.progress != self.progress:
             self.progress, self.moved = beat.progress, now
         if self.pulse.answered >= self.question and now - self.asked_at > _ASK:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -98,7 +98,8 @@ class Lives:
         until = time.monotonic() + _SETTLE
         while failure.symptom and not self.over(life) and time.monotonic() < until:
             time.sleep(_LOOK)
-        failures = (*life.failures, self._first(life))
+        before = (replace(each, details="") for each in life.failures)  # they were shown
+        failures = (*before, self._first(life))
         end = verdict(failures, self.budget)
         self.store.compare_set(str(life.number + 1), "", Life(life.number + 1, failures, end).pack())
 

@@ -50,6 +50,8 @@ class Berth:
     life: Life = Life()
     pulse: Pulse = field(default_factory=Pulse)
     snapshots: Snapshots = field(default_factory=Snapshots)
+    seat: int = 0
+    """The seat's process; 0 if there is none."""
 
 
 class Told(BaseException):
@@ -63,17 +65,17 @@ class Seat:
         work: a worker's whole life, in a process of its own; a DistflowError that it raises is the user's to read.
         folder: of the run.
         companions: descriptors that become readable when a process ends without which there is no run, and what to say.
-        wanted: whether there should be a worker now, and
-        over: whether there will be none any more, if not.
+        needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
+        wanted: whether there should be a worker now.
         on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
-                 companions: Mapping[int, str], on_failure: Callable[[Life], None] = lambda life: None,
-                 wanted: Callable[[], bool] = lambda: True, over: Callable[[], bool] = lambda: False):
+                 companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
+                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] = lambda life: None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else 0)
         self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
-        self.wanted, self.over = wanted, over
+        self.needless, self.wanted = needless, wanted
         self.watcher = Watcher(unit.name.split()[0], settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -114,7 +116,7 @@ class Seat:
         if not self.wanted():
             self._record("worker rests")
         while not self.wanted():
-            if self.over():
+            if self.needless():
                 return False
             time.sleep(_LOOK)
         return True
@@ -125,10 +127,13 @@ class Seat:
         words, said = os.pipe()
         began = time.monotonic()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # what a seat does about them is not for its worker
+        seat = os.getpid()
         self.worker = os.fork()
         if not self.worker:
             os.close(words)
-            _become_worker(self.work, Berth(life, self.pulse, self.snapshots), said)
+            _become_worker(self.work, Berth(life, self.pulse, self.snapshots, seat), said)
+        with contextlib.suppress(OSError):  # it has done so itself, and may have ended since
+            os.setpgid(self.worker, self.worker)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.close(said)
         self._record("worker started", life=life.number, pid=self.worker)
@@ -136,9 +141,9 @@ class Seat:
             failure, status = self._watch(life), self._end()
             seconds = round(time.monotonic() - began, 3)
             if failure is None and status and self.wanted() and not self.lives.over(life):
-                failure = self._explained(status, last_words.read())
+                failure = self._explained(status, _last(last_words.fileno()))
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
-        return failure
+        return None if failure and not failure.hopeless and self.needless() else failure
 
     def _watch(self, life: Life) -> Failure | None:
         """Until the worker ends, or is to be ended: why, if this seat has seen it first."""
@@ -161,18 +166,22 @@ class Seat:
 
     def _end(self) -> int:
         """The worker's exit status, negative for a signal. One that lives is ended: while it starts, in a way that lets
-        it take away what it has made; later at once."""
+        it take away what it has made; later at once. What it has started and left behind is told to end."""
         if not self.worker:
             return 0
-        ended = os.pidfd_open(self.worker)
-        starting = self.pulse.read().phase == "starting"
-        if not select.select([ended], [], [], 0)[0] and starting:
-            os.kill(self.worker, signal.SIGTERM)
-            select.select([ended], [], [], _GRACE)
-        os.close(ended)
+        with contextlib.closing(os.fdopen(os.pidfd_open(self.worker), "rb")) as ended:
+            poll = select.poll()
+            poll.register(ended, select.POLLIN)
+            if not poll.poll(0) and self.pulse.read().phase == "starting":
+                os.kill(self.worker, signal.SIGTERM)
+                poll.poll(_GRACE * 1000)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # or it might be waited for twice
         os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.worker, signal.SIGTERM)  # its group has this name until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
     def _beside(self, action: Callable[[], None]) -> None:
@@ -189,10 +198,11 @@ class Seat:
             self._record("hook failed", status=os.waitstatus_to_exitcode(status))
 
     def _record(self, kind: str, **facts: Any) -> None:
-        """A new run's folder is made by its first worker."""
+        """A new run's folder is made by its first worker. A full disk is no reason for a seat to end."""
         if self.folder.is_dir():
             self.events.step = self.pulse.read().step
-            self.events.record(kind, **facts)
+            with contextlib.suppress(OSError):
+                self.events.record(kind, **facts)
 
     def _explained(self, status: int, words: bytes) -> Failure:
         if words:
@@ -245,7 +255,8 @@ class Seat:
 
 
 def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
-    """In the new process, which this never leaves."""
+    """In the new process, which this never leaves. What it starts belongs to its process group."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -268,7 +279,18 @@ def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> No
 
 
 def _say(said: int, what: str, details: str = "", **more: int) -> None:
-    os.write(said, json.dumps({"what": _cut(what), "details": _cut(details), **more}).encode())
+    text = json.dumps({"what": _cut(what), "details": _cut(details), **more}, ensure_ascii=False)
+    os.write(said, text.encode(errors="backslashreplace") + b"\n")
+
+
+def _last(words: int) -> bytes:
+    """What a worker that has ended said; nothing if it did not come to that. A process that it has left behind may hold
+    the pipe open, and may have spoken too."""
+    os.set_blocking(words, False)
+    with contextlib.suppress(BlockingIOError):
+        first, end, _ = os.read(words, 1 << 16).partition(b"\n")
+        return first if end else b""
+    return b""
 
 
 def _cut(text: str) -> str:

@@ -7,7 +7,7 @@ the other is whole.
     bytes
     8     n, the length of the header; 0 while the slot is written
     8     where all of it ends
-    16    xxh3 of what follows
+    16    xxh3 of what follows, with n as its seed
     n     msgpack: step, progress, tensors: [path, dtype, shape, offset]
     …     the tensors' bytes, from the next multiple of 64 on
 """
@@ -59,7 +59,7 @@ class Slot:
         for place, tensor in tensors:
             body[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         memory[_HEAD : _HEAD + len(packed)] = packed
-        memory[_LENGTH:_HEAD] = end.to_bytes(_LENGTH, "little") + _sum(memory, end)
+        memory[_LENGTH:_HEAD] = end.to_bytes(_LENGTH, "little") + _sum(memory, len(packed), end)
         memory[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")  # from here on it counts
 
     def read(self) -> tuple[dict[str, Any], Tensor] | None:
@@ -68,7 +68,7 @@ class Slot:
         if memory is None:
             return None
         length, end = (int.from_bytes(memory[at : at + _LENGTH], "little") for at in (0, _LENGTH))
-        if not length or not _start(length) <= end <= len(memory) or _sum(memory, end) != memory[_SUM:_HEAD]:
+        if not length or not _start(length) <= end <= len(memory) or _sum(memory, length, end) != memory[_SUM:_HEAD]:
             return None
         header = msgpack.unpackb(memory[_HEAD : _HEAD + length])
         return header, torch.frombuffer(memory, dtype=torch.uint8)[_start(length) : end]
@@ -143,5 +143,5 @@ def _start(length: int) -> int:
     return -(-(_HEAD + length) // _ALIGNED) * _ALIGNED
 
 
-def _sum(memory: mmap.mmap, end: int) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(memory)[_HEAD:end])
+def _sum(memory: mmap.mmap, length: int, end: int) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(memory)[_HEAD:end], seed=length)

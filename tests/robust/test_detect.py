@@ -1,0 +1,172 @@
+"""What is silence and what is not: each detector at its border, and long quiet phases without one false alarm."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from distflow.robust import detect
+from distflow.robust.detect import DETECTORS, Sight, Watcher, detector
+from distflow.robust.pulse import Pulse
+from distflow.schema.robust import PHASES
+
+QUIET = Sight("trainer", "training", 3, in_phase=0.0, silent=0.0, mute=0.0)
+
+
+@pytest.mark.parametrize(("name", "at_border"), [
+    ("stalled", replace(QUIET, silent=300.0)),
+    ("stalled", replace(QUIET, phase="inference", silent=300.0)),
+    ("no_tokens", replace(QUIET, phase="generating", silent=60.0, mute=99.0)),
+    ("frozen", replace(QUIET, phase="waiting", silent=60.0, mute=99.0)),
+    ("frozen", replace(QUIET, phase="starting", silent=300.0, mute=999.0)),
+])
+def test_a_detector_speaks_beyond_its_border(name, at_border):
+    assert DETECTORS[name](at_border) is None
+    assert f"detector `{name}`" in DETECTORS[name](replace(at_border, silent=at_border.silent + 0.1))
+
+
+def test_silence_alone_means_nothing_where_others_are_waited_for():
+    for phase in PHASES:
+        silent = replace(QUIET, phase=phase, silent=1e6, mute=1.0)
+        said = {name for name, each in DETECTORS.items() if each(silent)}
+        assert said == ({"stalled"} if phase in ("training", "inference") else set()), phase
+
+
+def test_tokens_are_missed_only_with_the_answer():
+    silent = replace(QUIET, phase="generating", silent=61.0, mute=10.0)
+    assert DETECTORS["no_tokens"](silent) is None
+    assert "for 61 s and does not answer for 11 s" in DETECTORS["no_tokens"](replace(silent, mute=10.6))
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class Worker:
+    """A page, and a process that answers."""
+
+    def __init__(self, clock: Clock, **settings: dict[str, float]):
+        self.clock, self.pulse, self.answers = clock, Pulse(), True
+        self.watcher = Watcher("rollout", settings)
+        self.watcher.begin(self.pulse)
+
+    def live(self, seconds: float, ticks: float = 0.0) -> list[str]:
+        """What is found meanwhile, by a look in each half second; `ticks`: progress a second."""
+        found, done = [], 0.0
+        for _ in range(int(seconds * 2)):
+            self.clock.now += 0.5
+            if self.answers:
+                self.pulse.page.answered = self.pulse.page.asked
+            done += ticks / 2
+            if done >= 1:
+                self.pulse.tick(int(done))
+                done -= int(done)
+            if finding := self.watcher.look():
+                found.append(finding.what)
+        return found
+
+
+def test_two_hundred_quiet_runs_without_a_false_alarm(clock):
+    """Waits for tools, samples and weights of up to 20 minutes; slow progress just inside the windows."""
+    slowest = {"training": 1 / 290, "inference": 1 / 290}
+    for seed in range(200):
+        draw, worker = random.Random(seed), Worker(clock)
+        for _ in range(8):
+            phase = draw.choice(PHASES)
+            worker.pulse.enter(phase)
+            worker.pulse.begin(draw.randrange(100))
+            assert worker.live(draw.uniform(1, 1200), ticks=slowest.get(phase, 0.0)) == [], (seed, phase)
+
+
+def test_a_worker_that_falls_silent_after_any_history_is_found(clock):
+    for seed in range(20):
+        draw, worker = random.Random(seed), Worker(clock)
+        for _ in range(3):
+            worker.pulse.enter(draw.choice(PHASES))
+            worker.live(draw.uniform(1, 100), ticks=1.0)
+        worker.pulse.enter("tools")
+        worker.answers = False
+        assert worker.live(60) == []
+        assert "does not answer" in worker.live(6)[0], seed
+
+
+def test_one_that_waits_for_another_is_only_a_symptom(clock):
+    worker = Worker(clock, stalled={"seconds": 5})
+    worker.pulse.enter("training")
+    assert worker.live(5.5) == []
+    assert worker.live(0.5) == ["it has made no progress for 6 s of training (detector `stalled`)."]
+    assert worker.watcher.look().symptom
+    worker.answers = False
+    worker.live(10)
+    assert not worker.watcher.look().symptom
+
+
+def test_a_seat_that_stood_still_itself_blames_nobody(clock):
+    """A machine that slept for an hour."""
+    worker = Worker(clock)
+    worker.pulse.enter("training")
+    worker.live(10, ticks=1.0)
+    worker.answers = False
+    worker.live(1.5)
+    clock.now += 3600
+    worker.answers = True
+    assert worker.live(100, ticks=1.0) == []
+
+
+def test_settings_and_detectors_of_ones_own(clock):
+    @detector
+    def slow_save(sight: Sight, *, seconds: float = 900.0) -> str | None:
+        return "saves and saves" if sight.phase == "saving" and sight.in_phase > seconds else None
+
+    try:
+        worker = Worker(clock, slow_save={"seconds": 10})
+        worker.pulse.enter("saving")
+        assert worker.live(10) == []
+        assert worker.live(0.5) == ["it saves and saves."]
+    finally:
+        del detect.DETECTORS["slow_save"]
+
+
+@pytest.mark.parametrize("phase", ["generating", "tools"])
+def test_a_stopped_process_is_found_when_its_window_is_over(phase):
+    window, look = 2.0, 0.2
+    pulse = Pulse()
+    watcher = Watcher("rollout", {"no_tokens": {"seconds": window, "answer": 1.0}, "frozen": {"seconds": window}})
+    watcher.begin(pulse)
+    child = os.fork()
+    if not child:
+        pulse.answer()
+        pulse.enter(phase)
+        while True:
+            time.sleep(0.01)
+            pulse.tick()
+    try:
+        began = time.monotonic()
+        while time.monotonic() < began + 2 * window:  # it works, and is left alone
+            assert watcher.look() is None
+            time.sleep(look)
+        os.kill(child, signal.SIGSTOP)
+        stopped = time.monotonic()
+        while not (finding := watcher.look()):
+            time.sleep(look)
+            assert time.monotonic() < stopped + 10 * window
+        took = time.monotonic() - stopped
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert not finding.symptom
+    assert took <= 1.1 * window + 1.0 + look, "a question is asked once a second"

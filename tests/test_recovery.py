@@ -1,0 +1,216 @@
+"""Whole runs in which much breaks: they end as runs in which nothing does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import TINY
+from test_conversations import DAG, TOOLS
+
+STEPS = 12
+EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
+SYNC = [
+    {"kind": "kill", "step": 2, "phase": "generating"},
+    {"kind": "raise", "step": 3, "phase": "inference"},
+    {"kind": "kill", "step": 4, "phase": "saving"},
+    {"kind": "kill", "step": 5, "phase": "publishing"},
+    {"kind": "kill", "step": 6, "phase": "validating"},
+    {"kind": "stop", "step": 7, "phase": "training"},
+    {"kind": "corrupt", "step": 8, "phase": "validating"},
+    {"kind": "kill", "step": 9, "phase": "generating"},
+    {"kind": "raise", "step": 10, "phase": "waiting"},
+    {"kind": "kill", "step": 11, "phase": "training"},
+    {"kind": "kill", "step": 12, "phase": "ending"},
+]
+TRAINER = [
+    {"kind": "kill", "step": 2, "phase": "training"},
+    {"kind": "raise", "step": 3, "phase": "waiting"},
+    {"kind": "kill", "step": 4, "phase": "saving"},
+    {"kind": "kill", "step": 5, "phase": "publishing"},
+    {"kind": "kill", "step": 6, "phase": "validating"},
+    {"kind": "stop", "step": 7, "phase": "training"},
+    {"kind": "corrupt", "step": 8, "phase": "validating"},
+    {"kind": "kill", "step": 9, "phase": "waiting"},
+    {"kind": "kill", "step": 12, "phase": "ending"},
+]
+ROLLOUT = [
+    {"kind": "kill", "step": 3, "phase": "generating", "group": "rollout"},
+    {"kind": "kill", "step": 5, "phase": "pulling", "group": "rollout"},
+    {"kind": "stop", "step": 6, "phase": "generating", "group": "rollout"},
+    {"kind": "raise", "step": 8, "phase": "waiting", "group": "rollout"},
+]
+WINDOWS = "robust: {detectors: {stalled: {seconds: 5}, no_tokens: {seconds: 5, answer: 3}, frozen: {seconds: 6}}}\n"
+VALIDATION = "validation: {every: 4, reward: brevity, data: {held: held.jsonl}}\n"
+GRPO = ("--dag", "grpo.yaml")
+
+
+@pytest.fixture
+def write(workspace) -> Callable[..., tuple[str, ...]]:
+    """The arguments of a run in which `faults` happen."""
+    (workspace / "held.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:3]))
+
+    def arguments(name: str, faults: list[dict[str, Any]] = (), *more: str, text: str = "") -> tuple[str, ...]:
+        (workspace / f"{name}.yaml").write_text(f"{TINY}{WINDOWS}{text}faults: {json.dumps(list(faults))}\n")
+        settings = [part for each in more for part in ("--set", each)]
+        return ("--run-file", f"{name}.yaml", "--name", name, *settings)
+
+    return arguments
+
+
+@pytest.fixture
+def left(monkeypatch) -> Callable[[], list[str]]:
+    """The processes of this test's runs that still live."""
+    mark = f"DISTFLOW_TEST={uuid.uuid4().hex}"
+    monkeypatch.setenv(*mark.split("="))
+
+    def living() -> list[str]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark.encode() in (place / "environ").read_bytes().split(b"\0") and int(place.name) != os.getpid():
+                    found.append((place / "cmdline").read_text().replace("\0", " "))
+            except OSError:  # it has ended, or is another user's
+                continue
+        return found
+
+    return living
+
+
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def require_each_step_once(folder: Path, steps: int = STEPS) -> dict[int, dict[str, Any]]:
+    lines = lines_of(folder, "metrics")
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == list(range(1, steps + 1))
+    validated = [line["step"] for line in lines if any(name.startswith("validation/") for name in line)]
+    assert len(validated) == len(set(validated))
+    assert json.loads((folder / "summary.json").read_text())["steps"] == steps
+    return {line["step"]: line for line in trained}
+
+
+def require_all_told(folder: Path, faults: list[dict[str, Any]], sure: Callable[[dict], bool] = bool) -> int:
+    """All faults that are `sure` to have happened, and for each that ended a worker there is a failure and a verdict;
+    how many of them there are."""
+    events = lines_of(folder, "events")
+    happened = [event["fault"] for event in events if event["event"] == "fault injected"]
+    assert len(happened) == len(set(happened))
+    assert set(happened) >= {number for number, fault in enumerate(faults) if sure(fault)}
+    deadly = sum(faults[number]["kind"] != "corrupt" for number in happened)
+    count = Counter(event["event"] for event in events)
+    assert count["failure"] == count["verdict"] == deadly
+    assert {event["verdict"] for event in events if event["event"] == "verdict"} == {"starts again"}
+    for event in events:
+        if event["event"] == "failure":
+            assert event["what"]
+            assert event["phase"]
+    in_shm = [name for name in os.listdir("/dev/shm") for event in events if f"_{event.get('pid', '-')}_" in name]
+    assert in_shm == []
+    return deadly
+
+
+def require_same_samples(ours: dict[int, dict], theirs: dict[int, dict]) -> None:
+    for step, line in theirs.items():
+        assert ours[step]["response/fingerprint"] == line["response/fingerprint"], step
+        assert ours[step]["loss"] == pytest.approx(line["loss"], abs=1e-5), step
+
+
+def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, write, left):
+    steps = f"steps={STEPS}"
+    launch(2, *GRPO, *write("calm", [], steps, text=VALIDATION))
+    launch(2, *GRPO, *write("stormy", SYNC, steps, text=VALIDATION))
+    assert left() == []
+    calm, stormy = (workspace / f"runs/{name}" for name in ("calm", "stormy"))
+    require_all_told(stormy, SYNC)
+    ours, theirs = require_each_step_once(stormy), require_each_step_once(calm)
+    for step in theirs:
+        assert [ours[step][name] for name in EXACT] == [theirs[step][name] for name in EXACT]
+    one, other = ([line for line in lines_of(folder, "metrics") if "validation/held" in line]
+                  for folder in (calm, stormy))
+    assert one == other
+    assert [line["step"] for line in one] == [0, 4, 8, 12]
+    model = "model/model.safetensors"
+    assert (stormy / model).read_bytes() == (calm / model).read_bytes()
+
+
+@pytest.mark.parametrize("mode", ["async", "semi_sync"])
+def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, write, left, mode):
+    more = (f"steps={STEPS}", "staleness=0")
+    faults = TRAINER + ROLLOUT
+    launch(1, *GRPO, *write("calm", [], *more))
+    done = launch(3, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1"))
+    assert left() == []
+    stormy = workspace / "runs/stormy"
+    # Where those that train sample too, there may be nothing left to sample for the others.
+    deadly = require_all_told(stormy, faults, lambda fault: mode == "async" or "group" not in fault)
+    require_same_samples(require_each_step_once(stormy), require_each_step_once(workspace / "runs/calm"))
+    assert sum("starts again: rank" in line for line in done.stderr.splitlines()) == deadly
+    workers = Counter(event["rank"] for event in lines_of(stormy, "events") if event["event"] == "worker started")
+    # The first worker of a run starts before there is a folder to say so.
+    assert workers[0] == workers[1] == sum(fault["kind"] != "corrupt" for fault in TRAINER)
+    assert workers[2] == deadly - workers[0]
+
+
+def test_a_rollout_may_die_while_its_rows_wait_for_tools(launch, workspace, write, left):
+    """What it had taken, the other one samples."""
+    (workspace / "tools.py").write_text(TOOLS)
+    (workspace / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
+    more = ("steps=4", "data.batch=5")
+    faults = [{"kind": "kill", "step": step, "phase": "tools", "group": "rollout", "rank": rank}
+              for step, rank in ((2, 1), (2, 2), (3, 1), (3, 2))]
+    launch(1, "--dag", "talk.yaml", *write("calm", [], *more))
+    launch(3, "--dag", "talk.yaml", *write("stormy", faults, *more, "mode=async", "groups.rollout=2", "staleness=0"))
+    assert left() == []
+    assert require_all_told(workspace / "runs/stormy", faults, lambda fault: False) > 0
+    ours, theirs = (require_each_step_once(workspace / f"runs/{name}", 4) for name in ("stormy", "calm"))
+    require_same_samples(ours, theirs)
+
+
+BRITTLE = """
+import torch
+from distflow import node
+
+@node(writes="rewards")
+def brittle(completions: list[str], row: torch.Tensor):
+    if int(row.max()) >= 2 * 32:
+        raise ZeroDivisionError("no completion is perfect")
+    return torch.tensor([1.0 / (1 + len(each)) for each in completions])
+"""
+
+
+def test_what_a_user_wrote_wrongly_ends_the_run_with_its_traceback(launch, workspace, write, left):
+    (workspace / "brevity.py").write_text(BRITTLE)
+    dag = (workspace / "grpo.yaml").read_text()
+    (workspace / "grpo.yaml").write_text(dag.replace("function: score, with: {reward: brevity}", "function: brittle"))
+    done = launch(2, *GRPO, *write("wrong"), code=None)
+    require_ended(done, left, "it failed twice in step 3", "ZeroDivisionError: no completion is perfect")
+    assert 'raise ZeroDivisionError("no completion is perfect")' in done.stderr, "the traceback shows the line"
+    assert "The first failure was that of rank" in done.stderr
+
+
+@pytest.mark.parametrize(("faults", "restarts", "why", "what"), [
+    ([{"kind": "kill", "step": 1, "phase": "generating"}], 20, "it failed before it had done its first step",
+     "it was ended by SIGKILL."),
+    ([{"kind": "raise", "step": 2, "phase": "training"}, {"kind": "kill", "step": 3, "phase": "training"}], 1,
+     "its 1 restarts are used up (robust.restarts in the run file)",
+     "The first failure was that of rank 0 in step 2: distflow.robust.faults.Injected: fault 0 of the run file"),
+], ids=["first step", "used up"])
+def test_what_is_no_fault_of_a_machine_ends_the_run(launch, write, left, faults, restarts, why, what):
+    done = launch(1, *GRPO, *write("ended", faults, f"robust.restarts={restarts}"), code=None)
+    require_ended(done, left, why, what)
+
+
+def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:
+    assert done.returncode == 1
+    for each in said:
+        assert each in done.stderr, done.stderr[-4000:]
+    assert left() == []
