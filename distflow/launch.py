@@ -87,7 +87,8 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     from distflow.robust.detect import check as check_detectors
     from distflow.robust.faults import check as check_faults
     from distflow.robust.seat import Seat  # imports torch
-    from workers.start import settle, work
+    from workers.place import settle
+    from workers.start import work
 
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
@@ -105,8 +106,9 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
 
 def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
     """Work in this process: a debugger sees everything, and nothing is started again."""
-    from distflow.robust.seat import Berth
-    from workers.start import settle, work
+    from distflow.robust.berth import Berth
+    from workers.place import settle
+    from workers.start import work
 
     place = settle(spec, plan, folder, bool(options.resume), alone=bool(options.export))
     with place.kept():

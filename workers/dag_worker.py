@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from distflow.data.records import open_records
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
+from distflow.robust.berth import Berth
 from distflow.robust.presence import Presence
-from distflow.robust.snapshots import Snapshots
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import RankMissing
 from distflow.schema.plan import KEEP, Plan, Task
@@ -33,6 +34,7 @@ from workers.execution import Execution
 from workers.eyes import eyes_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
+from workers.sampled import Sampled
 from workers.sink import Sink
 from workers.standing import Standing
 from workers.validation import Validator
@@ -43,14 +45,14 @@ class DagWorker:
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
                  folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
-                 rollout: Plan | None = None, snapshots: Snapshots | None = None):
+                 rollout: Plan | None = None, berth: Berth | None = None):
         """
         Args:
             resume: go on from the newest state that is whole, if there is one.
             writes: the run folder is this worker's to write to; without that it cannot `run`.
             channel: to those that sample while this rank trains.
             rollout: their plan, if this rank samples too.
-            snapshots: this rank's memory that outlives it.
+            berth: with the memory that outlives this worker; None: nothing is kept there.
         """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
@@ -62,9 +64,10 @@ class DagWorker:
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
-        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep,
-                                 snapshots if spec.run.robust.snapshots else None, self.trained, self.source)
+        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep, berth and berth.snapshots,
+                                 self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
+        self.sampled = Sampled(berth and berth.rows, self.first if resume else None)
         if writes:
             self._open(folder, self.first if resume else None)
 
@@ -82,7 +85,8 @@ class DagWorker:
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
                     self.presence.now(f"is in step {step}, computing node `{task.node}`", _phase(task))
-                    written = self.execution.run(task, inputs)
+                    written = self.sampled.run(task, step, self.buffer.draws,
+                                               partial(self.execution.run, task, inputs))
                     if KEEP in task.writes:
                         self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
                     self.buffer.put(task, *written)
@@ -99,6 +103,7 @@ class DagWorker:
         self.sink.record(step + 1, self.buffer)
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)
+        self.sampled.clear()
         self.presence.now(f"is publishing the weights of step {step}", "publishing")
         self.source.finish()
         self.presence.now(f"is validating and saving after step {step}", "validating")

@@ -14,9 +14,8 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,33 +24,16 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
+from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
 from distflow.robust.board import Board
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
-from distflow.robust.pulse import Pulse
-from distflow.robust.snapshots import Snapshots
-from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
 from distflow.schema.robust import Robust
 
-INVALID, FAILED = 2, 1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOOK = 0.2
 """Seconds between two looks at the board and at the worker's page; a death is seen at once."""
 _GRACE = 5.0
 """Seconds in which a worker that is told to leave tidies up."""
-_LONGEST = 4000
-"""Characters of each of a worker's last words; a pipe takes them without a reader."""
-
-
-@dataclass(frozen=True)
-class Berth:
-    """What a worker finds in its seat: which life it is, a page to show itself on, and memory that outlives it."""
-
-    life: Life = Life()
-    pulse: Pulse = field(default_factory=Pulse)
-    snapshots: Snapshots = field(default_factory=Snapshots)
-    seat: int = 0
-    """The seat's process; 0 if there is none."""
 
 
 class Told(BaseException):
@@ -79,12 +61,13 @@ class Seat:
         self.watcher = Watcher(unit.name.split()[0], settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
-        self.pulse, self.snapshots = Pulse(), Snapshots()
+        self.berth = Berth(seat=os.getpid())
+        self.pulse = self.berth.pulse
         self.worker = 0
 
     def run(self) -> int:
         """Until the work is done or cannot be; the exit status of this process."""
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, _leave)
         life = Life()
         try:
@@ -106,7 +89,7 @@ class Seat:
                   file=sys.stderr, flush=True)
             return FAILED
         finally:
-            for number in _SIGNALS:
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._end()
         return life.failures[-1].code
@@ -126,22 +109,21 @@ class Seat:
         self.pulse.clear(life.number)
         words, said = os.pipe()
         began = time.monotonic()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # what a seat does about them is not for its worker
-        seat = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
         self.worker = os.fork()
         if not self.worker:
             os.close(words)
-            _become_worker(self.work, Berth(life, self.pulse, self.snapshots, seat), said)
+            become_worker(self.work, replace(self.berth, life=life), said)
         with contextlib.suppress(OSError):  # it has done so itself, and may have ended since
             os.setpgid(self.worker, self.worker)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(said)
         self._record("worker started", life=life.number, pid=self.worker)
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
             failure, status = self._watch(life), self._end()
             seconds = round(time.monotonic() - began, 3)
             if failure is None and status and self.wanted() and not self.lives.over(life):
-                failure = self._explained(status, _last(last_words.fileno()))
+                failure = self._explained(status, last_of(last_words.fileno()))
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
         return None if failure and not failure.hopeless and self.needless() else failure
 
@@ -175,20 +157,20 @@ class Seat:
             if not poll.poll(0) and self.pulse.read().phase == "starting":
                 os.kill(self.worker, signal.SIGTERM)
                 poll.poll(_GRACE * 1000)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # or it might be waited for twice
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be waited for twice
         os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.worker, signal.SIGTERM)  # its group has this name until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
     def _beside(self, action: Callable[[], None]) -> None:
         """Do what users have written, in a process that cannot hold up this one for long."""
         process = os.fork()
         if not process:
-            _become_worker(lambda _: action(), Berth(), os.open(os.devnull, os.O_WRONLY))
+            become_worker(lambda _: action(), Berth(), os.open(os.devnull, os.O_WRONLY))
         ended = os.pidfd_open(process)
         select.select([ended], [], [], _GRACE)
         os.close(ended)
@@ -252,49 +234,6 @@ class Seat:
             if first is not cause:
                 text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
         print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
-
-
-def _become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
-    """In the new process, which this never leaves. What it starts belongs to its process group."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    status = FAILED
-    try:
-        work(berth)
-        status = 0
-    except DistflowError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        status = INVALID if isinstance(error, InvalidInput) else FAILED
-        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status)
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else FAILED
-    except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
-        _say(said, "".join(traceback.format_exception_only(error)).strip(), details=traceback.format_exc())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _say(said: int, what: str, details: str = "", **more: int) -> None:
-    text = json.dumps({"what": _cut(what), "details": _cut(details), **more}, ensure_ascii=False)
-    os.write(said, text.encode(errors="backslashreplace") + b"\n")
-
-
-def _last(words: int) -> bytes:
-    """What a worker that has ended said; nothing if it did not come to that. A process that it has left behind may hold
-    the pipe open, and may have spoken too."""
-    os.set_blocking(words, False)
-    with contextlib.suppress(BlockingIOError):
-        first, end, _ = os.read(words, 1 << 16).partition(b"\n")
-        return first if end else b""
-    return b""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]}\n…\n{text[-_LONGEST // 2 :]}"
 
 
 def _leave(number: int, _: object) -> None:

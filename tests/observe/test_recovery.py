@@ -31,7 +31,8 @@ def test_while_the_trainer_starts_again_rollouts_count():
     """Two of four ranks are gone for 4 of 16 seconds."""
     events = [*(ready(0, rank) for rank in range(4)), failure(4, 1, [0, 1]),
               *(event(4.5, rank, "worker started", life=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
-              event(9, 0, "worker useful", life=1), event(9.5, 1, "worker useful", life=1), event(16, 0, "worker ended")]
+              event(9, 0, "worker useful", life=1), event(9.5, 1, "worker useful", life=1),
+              event(16, 0, "worker ended")]
     found = account(events)
     assert found.ettr == pytest.approx(1 - 2 * 4 / (4 * 16))
     assert found.ettr_between(4, 8) == pytest.approx(0.5), "#rollout / (#rollout + #trainer)"

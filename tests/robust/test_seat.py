@@ -137,7 +137,7 @@ def test_a_worker_that_dies_is_started_again_and_its_last_words_are_kept(run, tm
         assert (failure["phase"], failure["failed_step"]) == ("training", number + 1)
         assert ("Traceback" in failure["details"]) == ("Error" in what)
     assert [event["life"] for event in events_of(tmp_path, "worker started")] == list(range(len(ENDS) + 1))
-    assert {event["verdict"] for event in events_of(tmp_path, "verdict")} == {"starts again"}
+    assert {event["verdict"] for event in events_of(tmp_path, "failure")} == {"starts again"}
 
 
 def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_path):
@@ -146,7 +146,7 @@ def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_p
     assert "Traceback" in said
     assert "the run is not started again: it failed twice in step 3." in said
     assert "The first failure was that of rank 0 in step 3: ValueError: in life 0" in said
-    verdicts = [event["verdict"] for event in events_of(tmp_path, "verdict")]
+    verdicts = [event["verdict"] for event in events_of(tmp_path, "failure")]
     assert verdicts == ["starts again", "it failed twice in step 3"]
 
 
@@ -273,8 +273,8 @@ def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
     for rank in range(2):
         numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
         assert numbers == list(range(lives))
-    verdicts = events_of(tmp_path, "verdict")
-    assert [event["life"] for event in verdicts] == list(range(1, lives)), "one seat speaks for all"
+    verdicts = events_of(tmp_path, "failure")
+    assert [event["life"] + 1 for event in verdicts] == list(range(1, lives)), "one seat speaks for all"
     if "the cause" in body:
         assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
     assert os.path.exists(tmp_path / f"1 in {lives - 1}")

@@ -1,0 +1,79 @@
+"""What a worker finds in its seat, and what it says when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from distflow.robust.lives import Life
+from distflow.robust.pulse import Pulse
+from distflow.robust.rows import KeptRows
+from distflow.robust.snapshots import Snapshots
+from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
+
+INVALID, FAILED = 2, 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Those by which a seat is told to end."""
+_LONGEST = 4000
+"""Characters of each of a worker's last words; a pipe takes them without a reader."""
+
+
+@dataclass(frozen=True)
+class Berth:
+    """What a worker finds in its seat: which life it is, a page to show itself on, and memory that outlives it."""
+
+    life: Life = Life()
+    pulse: Pulse = field(default_factory=Pulse)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    rows: KeptRows = field(default_factory=KeptRows)
+    seat: int = 0
+    """The seat's process; 0 if there is none."""
+
+
+def become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
+    """In the new process, which this never leaves. What it starts belongs to its process group."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    status = FAILED
+    try:
+        work(berth)
+        status = 0
+    except DistflowError as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        status = INVALID if isinstance(error, InvalidInput) else FAILED
+        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else FAILED
+    except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
+        _say(said, "".join(traceback.format_exception_only(error)).strip(), details=traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _say(said: int, what: str, details: str = "", **more: int) -> None:
+    text = json.dumps({"what": _cut(what), "details": _cut(details), **more}, ensure_ascii=False)
+    os.write(said, text.encode(errors="backslashreplace") + b"\n")
+
+
+def last_of(words: int) -> bytes:
+    """What a worker that has ended said; nothing if it did not come to that. A process that it has left behind may hold
+    the pipe open, and may have spoken too."""
+    os.set_blocking(words, False)
+    with contextlib.suppress(BlockingIOError):
+        first, end, _ = os.read(words, 1 << 16).partition(b"\n")
+        return first if end else b""
+    return b""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]}\n…\n{text[-_LONGEST // 2 :]}"

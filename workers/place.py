@@ -1,0 +1,137 @@
+"""A rank's part of a run, which its seat prepares once for all its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distflow.robust.board import Board
+from distflow.robust.hooks import Moment, When, call
+from distflow.robust.lives import Life, Unit
+from distflow.robust.scale import Scale
+from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
+from distflow.schema.registry import load_module
+from distflow.schema.spec import Spec
+from workers.channel import Channel, open_channel
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's part of a run: what its seat knows, and all its workers alike."""
+
+    spec: Spec
+    plan: Plan
+    board: Board
+    path: Path
+    """Of the run's folder."""
+    device: str
+    resume: bool
+    """Whether the run goes on from its newest checkpoint."""
+    channel: Channel | None
+
+    @property
+    def group(self) -> Group | None:
+        """This rank's; None in mode sync."""
+        return self.plan.group_of(self.board.rank)[0]
+
+    @property
+    def own(self) -> Plan:
+        """The plan of the ranks that compute together with this one."""
+        return self.group.plan if self.group else self.plan
+
+    @property
+    def unit(self) -> Unit:
+        """The ranks that compute together with this one."""
+        group, replica = self.plan.group_of(self.board.rank)
+        if group is None:
+            return Unit("the run", range(self.board.ranks))
+        first = group.first + replica * group.plan.ranks
+        name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
+        return Unit(name, range(first, first + group.plan.ranks))
+
+    def call(self, when: When, life: Life) -> None:
+        """The hooks of the DAG's modules."""
+        for module in self.spec.dag.imports:
+            load_module(module)
+        failure = life.failures[-1] if life.failures else None
+        call(when, ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER,
+             Moment(self.unit.name, self.board.rank, life.number, failure))
+
+    def wanted(self) -> bool:
+        """Whether this rank should work now: rollouts may be told to rest."""
+        return self.scale is None or self.scale.wanted()
+
+    def needless(self) -> bool:
+        """Whether this rank samples for a trainer that has done its last step."""
+        return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
+
+    @functools.cached_property
+    def scale(self) -> Scale | None:
+        group, replica = self.plan.group_of(self.board.rank)
+        return Scale(self.path, replica) if group is not None and group.name == ROLLOUT else None
+
+    @property
+    def companions(self) -> dict[int, str]:
+        """Processes without which there is no run: a descriptor of each, and what its end means."""
+        child = self.channel and self.channel.child
+        return {child.process.stdout.fileno(): "the process of this machine's samples has ended"} if child else {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What other ranks need of this one is there as long as they need it."""
+        try:
+            yield
+            if self.channel:
+                self.channel.part()
+        finally:
+            if self.channel:
+                self.channel.close()
+
+
+def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False) -> Place:
+    """Meet the others, and make sure that all have the same plan.
+
+    Args:
+        folder: of the run, and
+        resume: whether it goes on; on rank 0 only, the others learn it from the board.
+        alone: nothing will be trained, so that groups need no dock.
+
+    Raises:
+        Disagreement: a rank has another plan, or did not come.
+    """
+    board = Board(spec.run.wait_limit)
+    board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
+    path = Path(board.tell("folder", str(folder)))
+    resume = bool(board.tell("resume", "yes" if resume else ""))
+    device = _device(board)
+    channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
+    return Place(spec, plan, board, path, device, resume, channel)
+
+
+def _device(board: Board) -> str:
+    """cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
+    gpus, here = _gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = "cuda" if gpus >= here else "cpu"
+    board.agree("device", device, "Some machines have fewer GPUs than ranks.")
+    if gpus and device == "cpu" and board.rank == 0:
+        print(f"{here} ranks on {gpus} GPU: everything computes on the CPU. Start {gpus} to use it.", flush=True)
+    return device
+
+
+def _gpus() -> int:
+    """Counted in a process of its own: where NVML does not say it, CUDA is asked, and a process that has asked CUDA
+    cannot be forked into workers that use it."""
+    counting = os.fork()
+    if not counting:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os._exit(count)
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(counting, 0)[1]))
