@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def write(workspace) -> Callable[..., tuple[str, ...]]:
 
 @pytest.fixture
 def left(monkeypatch) -> Callable[[], list[str]]:
-    """The processes of this test's runs that still live."""
+    """The processes of this test's runs that still live, a moment after they should have ended."""
     mark = f"DISTFLOW_TEST={uuid.uuid4().hex}"
     monkeypatch.setenv(*mark.split("="))
 
@@ -81,7 +82,13 @@ def left(monkeypatch) -> Callable[[], list[str]]:
                 continue
         return found
 
-    return living
+    def after_a_moment() -> list[str]:
+        until = time.monotonic() + 10.0
+        while (found := living()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    return after_a_moment
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
