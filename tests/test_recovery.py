@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def write(workspace) -> Callable[..., tuple[str, ...]]:
 
 @pytest.fixture
 def left(monkeypatch) -> Callable[[], list[str]]:
-    """The processes of this test's runs that still live."""
+    """The processes of this test's runs that still live, a moment after they should have ended."""
     mark = f"DISTFLOW_TEST={uuid.uuid4().hex}"
     monkeypatch.setenv(*mark.split("="))
 
@@ -81,7 +82,13 @@ def left(monkeypatch) -> Callable[[], list[str]]:
                 continue
         return found
 
-    return living
+    def after_a_moment() -> list[str]:
+        until = time.monotonic() + 10.0
+        while (found := living()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    return after_a_moment
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -197,16 +204,20 @@ def test_what_a_user_wrote_wrongly_ends_the_run_with_its_traceback(launch, works
     assert "The first failure was that of rank" in done.stderr
 
 
-@pytest.mark.parametrize(("faults", "restarts", "why", "what"), [
-    ([{"kind": "kill", "step": 1, "phase": "generating"}], 20, "it failed before it had done its first step",
-     "it was ended by SIGKILL."),
-    ([{"kind": "raise", "step": 2, "phase": "training"}, {"kind": "kill", "step": 3, "phase": "training"}], 1,
-     "its 1 restarts are used up (robust.restarts in the run file)",
-     "The first failure was that of rank 0 in step 2: distflow.robust.faults.Injected: fault 0 of the run file"),
-], ids=["first step", "used up"])
-def test_what_is_no_fault_of_a_machine_ends_the_run(launch, write, left, faults, restarts, why, what):
-    done = launch(1, *GRPO, *write("ended", faults, f"robust.restarts={restarts}"), code=None)
-    require_ended(done, left, why, what)
+@pytest.mark.parametrize("mode", ["sync", "semi_sync"])
+def test_a_failure_in_the_first_step_ends_the_run(launch, write, left, mode):
+    """Also of a trainer that has sampled many prompts in it."""
+    faults = [{"kind": "kill", "step": 1, "phase": "training"}]
+    ranks, more = (1, ()) if mode == "sync" else (2, ("groups.rollout=1", "switch_at=1.0"))
+    done = launch(ranks, *GRPO, *write("ended", faults, f"mode={mode}", *more), code=None)
+    require_ended(done, left, "it failed before it had done its first step", "it was ended by SIGKILL.")
+
+
+def test_restarts_that_are_used_up_end_the_run(launch, write, left):
+    faults = [{"kind": "raise", "step": 2, "phase": "training"}, {"kind": "kill", "step": 3, "phase": "training"}]
+    done = launch(1, *GRPO, *write("ended", faults, "robust.restarts=1"), code=None)
+    require_ended(done, left, "its 1 restarts are used up (robust.restarts in the run file)", "The first failure was "
+                  "that of rank 0 in step 2: distflow.robust.faults.Injected: fault 0 of the run file was to be raised")
 
 
 def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:

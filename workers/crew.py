@@ -57,10 +57,11 @@ class Crew:
     """Runs the rollout group's chain on prompts that were ordered, as long as it is told to."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
-                 loader: Dataloader, channel: Channel, who: str, shares: int):
-        """`shares`: how many such crews the run has."""
+                 loader: Dataloader, channel: Channel, who: str, shares: int, leads: bool = False):
+        """`shares`: how many such crews the run has. `leads`: the steps of its prompts are those of this rank, which
+        does nothing else."""
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
-        self.functions, self.who = functions, who
+        self.functions, self.who, self.leads = functions, who, leads
         last = max(place for place, task in enumerate(plan.tasks) if task.samples)
         self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
         self.sampling = {name: role for name, role in roles.items() if role.rollout is not None and any(
@@ -151,7 +152,8 @@ class Crew:
         """One prompt up to the last node that samples."""
         prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
         step = int(prompt) // self.channel.prompts
-        pulse.current().begin(step + 1)
+        if self.leads:
+            pulse.current().begin(step + 1)
         try:
             for name, version in self.channel.versions_of(int(lease.versions[0])).items():
                 self.streams[name].wait(version)
@@ -193,7 +195,8 @@ class Crew:
             self.held.pop(each.lease.number, None)
             try:
                 dock.commit(each.lease)
-                pulse.current().finish()
+                if self.leads:
+                    pulse.current().finish()
             except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before
                 events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
 

@@ -24,7 +24,7 @@ class RolloutWorker:
                  loader: Dataloader, channel: Channel, who: str, shares: int):
         """`shares`: how many crews the run has."""
         self.channel = channel
-        self.crew = Crew(spec, plan, functions, roles, loader, channel, who, shares)
+        self.crew = Crew(spec, plan, functions, roles, loader, channel, who, shares, leads=True)
         self.updates = {name: Updates(Puller(channel.weights(name), channel.token, who, host=channel.host,
                                              transport=spec.run.transport), role.rollout.version)
                         for name, role in self.crew.sampling.items() if spec.dag.roles[name].trained}

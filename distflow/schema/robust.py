@@ -50,6 +50,7 @@ class Robust(Document):
     """How often each of them may start again."""
     snapshots: bool = True
     """Whether the state after each step is copied to host memory, so that a restart repeats one step at most. It takes
-    the memory of weights and optimizer state twice."""
+    the memory of weights and optimizer state twice. In modes async and semi_sync a trainer can start again only from
+    such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
     detectors: dict[str, dict[str, NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}."""

@@ -166,6 +166,14 @@ def test_restarts_leave_nothing_behind(run, tmp_path):
     assert all(ends(event["pid"]) for event in events_of(tmp_path, "worker started"))
 
 
+def test_a_full_disk_ends_no_seat(run):
+    """Events cannot be written any more."""
+    code, said = run("def work(berth):\n    lived(berth)\n    if not berth.life.number:\n"
+                     "        (folder / 'events.jsonl').unlink()\n        (folder / 'events.jsonl').mkdir()\n"
+                     "        os._exit(9)\n")
+    assert (code, said.count("starts again")) == (0, 1)
+
+
 def test_sigterm_ends_the_worker_and_the_seat(start, tmp_path):
     seat = start("def work(berth):\n    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))

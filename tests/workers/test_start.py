@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 import yaml
 from harness import metrics_of
+
+from workers import start
 
 SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
 BREAKS_RANK_1 = """
@@ -57,3 +60,13 @@ def test_a_start_that_fails_on_one_rank_leaves_no_folder(launch, workspace):
     assert done.returncode != 0
     assert "RuntimeError: out of memory" in done.stderr
     assert not (workspace / "runs").exists()
+
+
+def test_gpus_are_counted_in_another_process(monkeypatch):
+    """Or the seat could not be forked into workers that use them."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append("here") or 3)
+    assert start._gpus() == 3
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
+    assert start._gpus() == 0
