@@ -118,7 +118,7 @@ def verdict(failures: tuple[Failure, ...], budget: int) -> str:
     *before, last = failures
     if last.hopeless:
         return "it would fail the next time too"
-    if not last.finished and not before:
+    if not last.finished and not before and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if not last.step and before and not before[-1].step:
         return "its restart has failed twice"

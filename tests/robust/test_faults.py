@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 
 from distflow.robust.faults import Faults, Injected
@@ -17,15 +17,10 @@ from distflow.schema.robust import Fault
 from distflow.schema.run import Run
 
 
-@pytest.fixture
-def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def faults(store: dist.Store, *asked: dict, rank: int = 0, group: str = "trainer", seed: int = 0,
+def faults(folder: Path, *asked: dict, rank: int = 0, group: str = "trainer", seed: int = 0,
            ranks: range = range(4), snapshots: Snapshots | None = None) -> Faults:
     run = Run.model_construct(seed=seed, faults=[Fault(**each) for each in asked])
-    return Faults(run, group, rank, ranks, store, snapshots or Snapshots())
+    return Faults(run, group, rank, ranks, folder, snapshots or Snapshots())
 
 
 def hits(made: Faults, steps: range, *phases: str) -> list[tuple[int, str]]:
@@ -40,50 +35,52 @@ def hits(made: Faults, steps: range, *phases: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_fault_happens_in_its_step_and_phase_and_once_in_a_run(store):
+def test_a_fault_happens_in_its_step_and_phase_and_once_in_a_run(tmp_path):
     asked = {"kind": "raise", "step": 3, "phase": "training", "rank": 0}
     phases = ("waiting", "training", "saving", "training")
-    assert hits(faults(store, asked), range(1, 6), *phases) == [(3, "training")]
-    assert hits(faults(store, asked), range(1, 6), *phases) == [], "the next worker does the step without it"
+    assert hits(faults(tmp_path, asked), range(1, 6), *phases) == [(3, "training")]
+    assert hits(faults(tmp_path, asked), range(1, 6), *phases) == [], "the next worker does the step without it"
 
 
-def test_several_faults_of_a_step_are_each_their_own(store):
+def test_several_faults_of_a_step_are_each_their_own(tmp_path):
     asked = [{"kind": "raise", "step": 2, "phase": phase, "rank": 0} for phase in ("waiting", "training", "training")]
-    made = faults(store, *asked)
+    made = faults(tmp_path, *asked)
     assert hits(made, range(1, 4), "waiting", "training", "training") == [(2, "waiting"), (2, "training"),
                                                                           (2, "training")]
 
 
-def test_one_rank_of_the_group_is_drawn_and_all_know_which(store):
+def test_one_rank_of_the_group_is_drawn_and_all_know_which(tmp_path):
     asked = {"kind": "raise", "share": 1.0, "phase": "training"}
-    found = [hits(faults(store, asked, rank=rank, ranks=range(2, 6)), range(1, 101), "training") for rank in range(8)]
+    found = [hits(faults(tmp_path, asked, rank=rank, ranks=range(2, 6)), range(1, 101), "training")
+             for rank in range(8)]
     steps = sorted(step for each in found for step, _ in each)
     assert steps == list(range(2, 101)), "never the first step, and each other one on one rank"
     assert [bool(each) for each in found] == [False, False, True, True, True, True, False, False]
     assert all(10 <= len(each) <= 45 for each in found[2:6])
 
 
-def test_another_group_is_left_alone(store):
+def test_another_group_is_left_alone(tmp_path):
     asked = {"kind": "raise", "step": 1, "phase": "generating", "group": "rollout", "rank": 0}
-    assert hits(faults(store, asked), range(1, 3), "generating") == []
-    assert hits(faults(store, asked, group="rollout"), range(1, 3), "generating") == [(1, "generating")]
+    assert hits(faults(tmp_path, asked), range(1, 3), "generating") == []
+    assert hits(faults(tmp_path, asked, group="rollout"), range(1, 3), "generating") == [(1, "generating")]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_a_share_hits_about_so_many_steps_and_the_seed_decides_which(store, share):
+def test_a_share_hits_about_so_many_steps_and_the_seed_decides_which(tmp_path, share):
     found = {}
     for seed in (0, 1):
         asked = {"kind": "raise", "share": share, "phase": "training", "rank": 0}
-        one = dist.PrefixStore(f"seed {seed}", store)
+        one, again = tmp_path / f"seed {seed}", tmp_path / f"again {seed}"
+        one.mkdir()
+        again.mkdir()
         found[seed] = hits(faults(one, asked, seed=seed), range(2, 1002), "training")
         assert len(found[seed]) == pytest.approx(1000 * share, abs=5 * (1000 * share * (1 - share)) ** 0.5)
-        again = dist.PrefixStore(f"again {seed}", store)
         assert hits(faults(again, asked, seed=seed), range(2, 1002), "training") == found[seed]
     assert found[0] != found[1]
 
 
-def test_without_a_phase_it_comes_at_a_moment_of_the_step(store):
-    made = faults(store, {"kind": "raise", "step": 2, "rank": 0})
+def test_without_a_phase_it_comes_at_a_moment_of_the_step(tmp_path):
+    made = faults(tmp_path, {"kind": "raise", "step": 2, "rank": 0})
     made("training", 1)
     made("training", 2)  # a timer of at most the last step's length is set
     until = time.monotonic() + 20
@@ -94,11 +91,13 @@ def test_without_a_phase_it_comes_at_a_moment_of_the_step(store):
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_a_process_is_killed_or_stopped(store, kind, number):
+def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
     child = os.fork()
     if not child:
-        faults(store, {"kind": kind, "step": 1, "phase": "training", "rank": 0})("training", 1)
-        os._exit(0)
+        try:
+            faults(tmp_path, {"kind": kind, "step": 1, "phase": "training", "rank": 0})("training", 1)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, os.WUNTRACED)
     if kind == "stop":
         assert os.WIFSTOPPED(status)
@@ -107,11 +106,11 @@ def test_a_process_is_killed_or_stopped(store, kind, number):
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
-def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(store):
+def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
     copies = Snapshots()
     for step in (1, 2):
         copies.save(step, {"weight": torch.ones(3)}, {"step": step})
-    made = faults(store, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
+    made = faults(tmp_path, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
                   {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=copies)
     began = time.monotonic()
     made("saving", 2)

@@ -37,9 +37,12 @@ def test_a_process_that_is_killed_leaves_its_rows():
     rows = KeptRows()
     process = os.fork()
     if not process:
-        rows.add(3, "1/rollout", batch(), b"report")
-        rows.add(3, "2/rollout", batch(10), b"")
-        os._exit(0)
+        try:
+            rows.add(3, "1/rollout", batch(), b"report")
+            rows.add(3, "2/rollout", batch(10), b"")
+            os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitpid(process, 0)[1] == 0
     found = rows.of(3)
     assert list(found) == ["1/rollout", "2/rollout"]

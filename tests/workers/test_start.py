@@ -9,7 +9,7 @@ import torch
 import yaml
 from harness import metrics_of
 
-from workers import start
+from workers import place
 
 SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
 BREAKS_RANK_1 = """
@@ -66,7 +66,7 @@ def test_gpus_are_counted_in_another_process(monkeypatch):
     """Or the seat could not be forked into workers that use them."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append("here") or 3)
-    assert start._gpus() == 3
+    assert place._gpus() == 3
     assert asked == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
-    assert start._gpus() == 0
+    assert place._gpus() == 0
