@@ -40,6 +40,7 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 
 gpu: install
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.gpu
 
 # SGLang's packages and vLLM's do not fit together.
 sglang-env: $(SGLANG)/installed
