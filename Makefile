@@ -1,4 +1,5 @@
 # make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of the other engines.
+# make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
