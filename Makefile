@@ -1,4 +1,5 @@
 # make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of the other engines.
+# make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +41,7 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 
 gpu: install
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.gpu
 
 # SGLang's packages and vLLM's do not fit together.
 sglang-env: $(SGLANG)/installed

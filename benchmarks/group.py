@@ -1,4 +1,4 @@
-"""Ranks for a benchmark: processes with a gloo group on loopback, which run one function and end."""
+"""Ranks for a benchmark: processes with a process group on loopback, which run one function and end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 _SOON = 0.02
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function(*arguments)` gives on rank 0 of `ranks`.
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> Any:
+    """What `function(*arguments)` gives on rank 0 of `ranks`. With the device `cuda` each has a GPU of its own.
 
     Raises:
         RuntimeError: a rank failed; its traceback has been printed.
@@ -27,8 +27,8 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="group-") as folder:
-        processes = [context.Process(target=_rank, args=(rank, ranks, f"{folder}/store", theirs, function, arguments))
-                     for rank in range(ranks)]
+        processes = [context.Process(target=_rank, args=(rank, ranks, f"{folder}/store", theirs, function, arguments,
+                                                           device)) for rank in range(ranks)]
         for process in processes:
             process.start()
         theirs.close()
@@ -42,13 +42,16 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _rank(rank: int, ranks: int, store: str, line: Connection, function: Callable[..., Any],
-          arguments: tuple[Any, ...]) -> None:
+          arguments: tuple[Any, ...], device: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     result = function(*arguments)
     if rank == 0:
         line.send(result)
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
 
 

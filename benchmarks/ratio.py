@@ -12,7 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -81,10 +81,16 @@ def conclude(claim: str, measured: Spread, goal: float, *, unit: str = "x", hold
         at_least: False for a figure that should stay below its goal.
     """
     met = holds and (measured.median >= goal if at_least else measured.median <= goal)
-    print(json.dumps({"claim": claim, "value": _rounded(measured.median), "unit": unit, "low": _rounded(measured.low),
-                      "high": _rounded(measured.high), "goal": goal, "met": met}), flush=True)
+    print(json.dumps(summary(claim, measured, unit, goal, met)), flush=True)
     return met
 
 
-def _rounded(value: float) -> float:
+def summary(claim: str, measured: Spread, unit: str, goal: float | None, met: bool | None) -> dict[str, Any]:
+    """What the last line says. A figure that nothing is promised of has no goal, and meets none."""
+    return {"claim": claim, "value": rounded(measured.median), "unit": unit, "low": rounded(measured.low),
+            "high": rounded(measured.high), "goal": goal, "met": met}
+
+
+def rounded(value: float) -> float:
+    """To four digits."""
     return float(f"{value:.4g}")

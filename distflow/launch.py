@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import socket
 import sys
 import threading
 from functools import partial
@@ -63,6 +64,7 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    stay_on_loopback()
     try:
         refuse_foreign_packages()
         spec = load_spec(options)
@@ -114,6 +116,14 @@ def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespa
     with place.kept():
         work(place, Berth(), Path(options.export) if options.export else None)
     return 0
+
+
+def stay_on_loopback() -> None:
+    """On one machine gloo's connections, which know no token, do not leave it; else it takes the interface to which the
+    machine's name leads. A choice of the user's stands."""
+    alone = int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1
+    if alone and "lo" in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def load_spec(options: argparse.Namespace) -> Spec:

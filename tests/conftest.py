@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import REWARD, ROOT, TINY, command, environment
+from ready import Ready
 
 
 @pytest.fixture
@@ -34,13 +35,24 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def launch(workspace: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run to the end in the workspace: `launch(2, "--dag", "grpo.yaml", …)`; fails the test unless `code` is met."""
+@pytest.fixture(scope="session")
+def ready() -> Ready:
+    return Ready()
 
-    def run(ranks: int, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess:
-        done = subprocess.run(command(ranks, *arguments), cwd=workspace, env=environment(), capture_output=True,
-                              text=True, timeout=300, check=False)
+
+@pytest.fixture
+def launch(workspace: Path, ready: Ready) -> Callable[..., subprocess.CompletedProcess]:
+    """Run to the end in the workspace: `launch(2, "--dag", "grpo.yaml", …)`; fails the test unless `code` is met.
+
+    With `torchrun` it is torchrun that starts the ranks, else a process that has loaded what they need.
+    """
+
+    def run(ranks: int, *arguments: str, code: int | None = 0, torchrun: bool = False) -> subprocess.CompletedProcess:
+        if torchrun:
+            done = subprocess.run(command(ranks, *arguments), cwd=workspace, env=environment(), capture_output=True,
+                                  text=True, timeout=300, check=False)
+        else:
+            done = ready.run(ranks, arguments, workspace, environment(), timeout=300)
         assert code is None or done.returncode == code, done.stdout[-2000:] + done.stderr[-6000:]
         return done
 

@@ -15,7 +15,7 @@ GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 
 def test_one_and_two_ranks_draw_the_same_samples_and_losses(launch, workspace):
     for ranks in (1, 2):
-        launch(ranks, *GRPO, "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5")
+        launch(ranks, *GRPO, "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5", torchrun=ranks > 1)
     one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
     assert set(one) == {1, 2, 3}
     for step in one:
@@ -82,7 +82,8 @@ def test_what_a_run_leaves(launch, workspace):
 
 
 def test_bad_input_is_said_once_and_leaves_nothing(launch, workspace):
-    done = launch(2, *GRPO, "--name", "bad", "--set", "nodes.update.with.clipp=0.1", code=None)
+    done = launch(2, *GRPO, "--name", "bad", "--set", "nodes.update.with.clipp=0.1", code=None,
+                  torchrun=True)
     assert done.returncode != 0
     assert done.stderr.count("has no setting `clipp`") == 1
     assert "Did you mean `clip`?" in done.stderr

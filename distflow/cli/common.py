@@ -51,13 +51,16 @@ def rank_count(options: argparse.Namespace, spec: Spec) -> int:
 
 
 def torchrun(ranks: int, arguments: list[str], quiet: bool = False) -> int:
-    """Print the torchrun line and run it; `quiet` leaves out all but errors. Returns torchrun's exit code."""
+    """Print the torchrun line and run it, with a store that only this machine reaches. Returns torchrun's exit code.
+
+    `quiet` leaves out all but errors.
+    """
     path = ROOT / "distflow" / "launch.py"
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    line = ["--standalone", "--nproc-per-node", str(ranks), str(shown), *arguments]
+    line = ["--nproc-per-node", str(ranks), str(shown), *arguments]
     if not quiet:
-        print(shlex.join(["torchrun", *line]), flush=True)
+        print(shlex.join(["torchrun", "--standalone", *line]), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    program = [sys.executable, "-m", "torch.distributed.run"]
+    program = [sys.executable, "-P", str(ROOT / "workers" / "loopback.py")]
     output = subprocess.DEVNULL if quiet else None
     return subprocess.run([*program, *line], env=environment, stdout=output, check=False).returncode

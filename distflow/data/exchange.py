@@ -5,8 +5,8 @@ sends in the clear. It learns the ranks' addresses from torchrun's store, which 
 these ports can read rows and weights, and change them; and since torch's own checkpointing sends pickles through the
 group, perhaps run code. gloo has a transport with TLS, but the wheels of torch are built without it ("unsupported
 gloo device"). So a run of several machines belongs on a network that only they reach, or in a tunnel between them;
-`GLOO_SOCKET_IFNAME` and the host of torchrun's `--rdzv-endpoint` choose the interface; on one machine, `lo` and
-`127.0.0.1`.
+`GLOO_SOCKET_IFNAME` chooses gloo's interface. On one machine it is `lo` unless it is set, and `distflow run` has the
+store there too; torchrun itself lets its store listen on all interfaces, whatever it is told.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Publisher:
                  transport: str = "auto", patience: float = 5.0, meeting: float = 300.0):
         self.rank, self.ranks, self.patience = rank, ranks, patience
         self.buffers = Buffers()
-        ways = transports(transport, self.buffers, token)
+        ways = transports(transport, self.buffers, token, host)
         who = f"trainer-{rank}"
         self.source = Source(token, who, host, ways, patience, lambda serving: self.directory.tell(serving=serving))
         self.directory = Directory(store, Entry(who, self.source.address, rank))

@@ -42,7 +42,7 @@ class Puller:
     def __init__(self, store: dist.Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
                  deadline: float = 3.0):
         self.who, self.deadline, self.buffers = who, deadline, Buffers()
-        ways = transports(transport, self.buffers, token)
+        ways = transports(transport, self.buffers, token, host)
         self.connections = Connections(lambda entry, head: Supplier(entry, head, who, token, ways, transport, deadline))
         self.source = Source(token, who, host, ways, deadline,
                              lambda serving: self.directory.tell(serving=serving))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -11,6 +12,12 @@ from engines.rollouts import HALFWAY, TRAITS, build, engines, tiny
 from torch.distributed.device_mesh import init_device_mesh
 
 from workers.engines.meshes import NAMES
+
+
+@pytest.fixture
+def launch(launch):
+    """By torchrun: these libraries take much of their state from how a process began."""
+    return functools.partial(launch, torchrun=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Each transport moves the same bytes; one that is asked for and cannot be had is an error."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,17 @@ def test_a_source_that_stands_still_may_wake_up_late(mover, events, transport):
     assert rollout.answer() == {"version": 1, "right": True}
     relay.go_on()
     assert rollout.ask("pull", mib=8) == {"version": 1, "right": True}
+
+
+@UCX
+def test_ucx_stays_on_loopback_with_its_host():
+    """It opens a port on each interface that it may use."""
+    there = Path("/proc/net/tcp").read_text()
+    inlet = transports("ucx", Buffers(), bytes(32))["ucx"].inlet({}, 1.0)
+    new = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines() if line not in there]
+    listening = {place.partition(":")[0] for _, place, _, state, *_ in new if state == "0A"}
+    assert listening == {"0100007F"}
+    inlet.close()
 
 
 def test_auto_takes_what_both_ends_can_use_and_says_so(mover, events, monkeypatch):

@@ -78,13 +78,14 @@ class Transport(Protocol):
         """None: not with this source."""
 
 
-def transports(wish: str, buffers: Buffers, token: bytes) -> dict[str, Transport]:
-    """Those that this process can use, best first.
+def transports(wish: str, buffers: Buffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
+    """Those that this process can use, best first. `host`: the address at which others reach it.
 
     Raises:
         NoTransport: `wish` is none of them, or cannot be used here.
     """
-    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token), "ucx": Ucx, "tcp": Tcp}
+    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token), "ucx": lambda: Ucx(host),
+                                                  "tcp": Tcp}
     if wish != "auto" and wish not in made:
         raise NoTransport(f"there is no transport `{wish}`. {did_you_mean(wish, ['auto', *made])}")
     if wish == "memory" and not machine_name():

@@ -34,7 +34,7 @@ def is_installed() -> bool:
 
 
 class Ucx:
-    """UCX by the package `ucxx`.
+    """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback.
 
     Raises:
         NoTransport: it is not installed.
@@ -42,7 +42,8 @@ class Ucx:
 
     name = "ucx"
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.devices = {"NET_DEVICES": "lo"} if host == "localhost" or host.startswith("127.") else {}
         if not is_installed():
             raise NoTransport(f"the transport `ucx` needs the package `ucxx`: pip install '{PACKAGE}'  (or "
                               "distflow[ucx])")
@@ -51,21 +52,22 @@ class Ucx:
         return {}
 
     def outlet(self, said: dict[str, Any]) -> UcxOutlet:
-        return UcxOutlet(said)
+        return UcxOutlet(said, self.devices)
 
     def inlet(self, offer: dict[str, Any], deadline: float) -> UcxInlet:
-        return UcxInlet(deadline)
+        return UcxInlet(deadline, self.devices)
 
 
 class _End:
     """A worker, and its endpoint once the other's address is known."""
 
-    def __init__(self, tag: int, patience: float):
+    def __init__(self, tag: int, patience: float, devices: dict[str, str]):
         from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
 
         self.ucx, self.patience = libucxx, patience
         self.tag = libucxx.UCXXTag(tag)
-        given = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
+        given = {name: value for name, value in (_SETTINGS | devices).items()
+                 if f"UCX_{name}" not in os.environ}
         self.worker = libucxx.UCXWorker(libucxx.UCXContext(given))
         self.worker.init_blocking_progress_mode()
         self.endpoint: Any = None
@@ -116,8 +118,8 @@ class _End:
 
 
 class UcxOutlet:
-    def __init__(self, said: dict[str, Any]):
-        self.end = _End(int(said["tag"]), _STALLED)
+    def __init__(self, said: dict[str, Any], devices: dict[str, str]):
+        self.end = _End(int(said["tag"]), _STALLED, devices)
         self.end.connect(said["worker"])
         self.reply = {"worker": self.end.address}
 
@@ -133,9 +135,9 @@ class UcxOutlet:
 
 
 class UcxInlet:
-    def __init__(self, deadline: float):
+    def __init__(self, deadline: float, devices: dict[str, str]):
         tag = secrets.randbits(63)
-        self.end = _End(tag, deadline)
+        self.end = _End(tag, deadline, devices)
         self.said = {"tag": tag, "worker": self.end.address}
 
     def met(self, reply: dict[str, Any]) -> None:

@@ -1,0 +1,84 @@
+"""Models of a known shape with random weights, made without a download, and the arithmetic that they need.
+
+FLOPs of a forward pass, two for each multiplication and addition: 2 for each token and each parameter of the layers'
+matrices; 4 · heads · head size for each layer, token and token that it sees (itself and those before: the scores and
+their product with the values); 2 · hidden · vocabulary for each token whose following one is scored or drawn. Norms,
+rotations, the softmax and the embedding count for nothing. A training step is three forward passes (the backward pass
+is two); what is computed again to save memory does not count. That is the model FLOPs of MFU (Chowdhery et al. 2022,
+appendix B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+TRAINING = 3
+"""Forward passes that a training step is worth."""
+_STATE = 16
+"""Bytes of weights, gradients and Adam's state of each parameter, in float32."""
+_ROOM = 0.92
+"""Of a device's memory, what they may take; the rest is for activations, and a layer in bfloat16 with its gradients."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of the Qwen2 family."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of one layer's matrices."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """All but norms and biases, which are one in ten thousand."""
+        return self.layers * self.matrices + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def trainable(self, memory: float) -> Shape:
+        """With as many of its layers, at least one, as can be trained in so many bytes over all devices."""
+        others = self.parameters - self.layers * self.matrices
+        fitting = int((_ROOM * memory / _STATE - others) // self.matrices)
+        return replace(self, layers=max(1, min(self.layers, fitting)))
+
+    def flops(self, prompt: int, response: int, samples: int = 1) -> float:
+        """Of a forward pass through one prompt and `samples` responses to it, in tokens; the prompt is read once and
+        the responses' tokens are scored."""
+        seen = prompt * (prompt + 1) / 2 + samples * (response * prompt + response * (response + 1) / 2)
+        by_token = 2 * self.layers * self.matrices * (prompt + samples * response)
+        attention = 4 * self.layers * self.hidden * seen
+        return by_token + attention + 2 * self.hidden * self.vocabulary * samples * response
+
+    def build(self, device: str) -> PreTrainedModel:
+        """With float32 weights, drawn on the device."""
+        config = Qwen2Config(
+            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+            max_position_embeddings=32768, tie_word_embeddings=self.tied, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2)
+        torch.manual_seed(0)
+        with torch.device(device):
+            return Qwen2ForCausalLM(config).float()
+
+
+SHAPES = {shape.name: shape for shape in (
+    Shape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
+    Shape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    Shape("tiny", 2, 64, 2, 1, 192, 512, tied=True))}
+"""Those of Qwen2.5 (Yang et al. 2024), and one to see that the benchmark works."""

@@ -1,0 +1,97 @@
+"""What the GPU benchmark measures, on a CPU: everything but CUDA itself."""
+
+import json
+import platform
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import gpu
+from benchmarks.device import peak_of, pinned
+from benchmarks.parts import Part
+from benchmarks.shapes import SHAPES
+
+PARTS = {"generation/tokens_per_second", "sleep/released_bytes", "sleep/sleep_seconds", "sleep/wake_seconds",
+         "training/tokens_per_second", "reshard/bytes", "reshard/seconds", "swap weights/released_bytes",
+         "swap weights/out_seconds", "swap weights/back_seconds"}
+
+
+def test_two_ranks_measure_what_fits_and_say_where(tmp_path, capsys):
+    output = tmp_path / "gpu.txt"
+    gpu.main(["--device", "cpu", "--shape", "tiny", "--ranks", "2", "--quick", "--output", str(output),
+              "--host-gib", "0.0007"])  # enough for the weights, not for the optimizer's state
+    text = output.read_text()
+    lines, last = text.splitlines(), json.loads(text.splitlines()[-1])
+    assert capsys.readouterr().out == text
+    assert f"CPU ({platform.machine()}" in lines[1]
+    assert f"torch {torch.__version__}" in lines[1]
+    assert text.count("MFU unknown") == 2
+    assert (last["goal"], last["met"], last["unit"]) == (None, None, "tokens/s")
+    assert "CPU" in last["claim"]
+    figures = {name.removeprefix("tiny/"): value for name, value in last["figures"].items()}
+    assert figures.keys() == PARTS
+    assert min(figures.values()) > 0
+    assert last["value"] == figures["training/tokens_per_second"]
+    weights = sum(parameter.nbytes for parameter in SHAPES["tiny"].build("cpu").parameters())
+    assert figures["sleep/released_bytes"] == figures["reshard/bytes"] == pytest.approx(weights, rel=1e-3)
+    assert figures["swap weights/released_bytes"] == pytest.approx(weights / 2, rel=0.01)
+    assert sum("optimizer to host memory: not measured" in line for line in lines) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    gpu.main([])
+    out = capsys.readouterr().out
+    assert out.startswith("skipped: ")
+    assert len(out.splitlines()) == 1
+
+
+def test_parts_before_the_memory_ends_are_kept():
+    def measured():
+        yield Part("sleep", "sleeps")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+
+    assert [part.text for part in gpu.as_far_as_it_fits(measured())] == [
+        "sleeps", "what comes next does not fit: CUDA out of memory"]
+
+
+def test_flops_are_those_that_torch_counts():
+    """Torch counts what a token may not see, too."""
+    shape, length = SHAPES["tiny"], 12
+    model = shape.build("cpu")
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64))
+    unseen = length * (length - 1) / 2
+    assert counter.get_total_flops() == shape.flops(0, length) + 4 * shape.layers * shape.hidden * unseen
+
+
+def test_flops_of_samples_that_share_a_prompt():
+    shape = SHAPES["0.5B"]
+    assert shape.flops(10, 5, 2) == 2 * shape.flops(10, 5) - shape.flops(10, 0)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.494), ("7B", 7.62)])
+def test_shapes_have_the_parameters_of_their_names(name, billions):
+    assert SHAPES[name].parameters == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_a_model_is_trained_with_the_layers_that_fit():
+    seven = SHAPES["7B"]
+    assert seven.trainable(141e9) == seven
+    fewer = seven.trainable(80e9)
+    assert 1 < fewer.layers < seven.layers
+    assert 16 * fewer.parameters < 0.92 * 80e9
+    assert seven.trainable(1e9).layers == 1
+
+
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)])
+def test_peaks(name, peak):
+    assert peak_of(name) == peak
+
+
+def test_pinned_memory_is_rounded_up():
+    assert pinned([torch.empty(1000, dtype=torch.uint8), torch.empty(1025, dtype=torch.uint8)]) == 1024 + 2048

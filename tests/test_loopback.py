@@ -1,0 +1,107 @@
+"""Nothing that a run on one machine listens to can be reached from another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import environment
+
+from distflow import launch
+from workers.loopback import create, store_on
+
+LOOPBACK = "0100007F"
+"""127.0.0.1, as the kernel writes it."""
+
+
+def family_of(root: int) -> dict[int, int]:
+    """A process and all that it started, with the parent of each."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    family = {root}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return {process: parents[process] for process in family}
+
+
+def listening(processes: set[int]) -> Iterator[tuple[int, str]]:
+    """(process, address in hex) of what they listen to."""
+    owners = {}
+    for process in processes:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for file in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    owners[os.readlink(file)] = process
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, place, _, state, *more = line.split()
+            if state == "0A" and (name := f"socket:[{more[5]}]") in owners:
+                yield owners[name], place.partition(":")[0]
+
+
+def test_a_run_listens_on_loopback_alone(workspace):
+    """Its store, gloo, the dock's process and the sources of weights."""
+    line = ["run", "grpo.yaml", "--run", "tiny.yaml", "--name", "here", "--set", "mode=async", "--set", "steps=6",
+            "--set", "groups.rollout=1", "--ranks", "3"]
+    run = subprocess.Popen([sys.executable, "-m", "distflow.cli", *line], cwd=workspace, env=environment(), text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        said = []
+        for each in run.stdout:
+            said.append(each)
+            if "step 1/" in each:
+                break
+        family = family_of(run.pid)
+        found = list(listening(set(family)))
+    finally:
+        for process in family_of(run.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+    assert {address for _, address in found} == {LOOPBACK}, "".join(said)
+    agent = next(process for process, parent in family.items() if parent == run.pid)
+    ranks = {process for process, parent in family.items() if parent == agent}
+    assert {process for process, _ in found} >= {agent} | ranks, "torchrun's store, and each rank's weights"
+    assert {process for process, _ in found} - {agent} - ranks, "the dock's process"
+
+
+def test_what_is_not_on_loopback_would_be_seen():
+    with socket.create_server(("0.0.0.0", 0)):
+        assert (os.getpid(), "00000000") in list(listening({os.getpid()}))
+
+
+@pytest.mark.parametrize(("machines", "chosen", "expected"), [
+    ("1", None, "lo"), (None, None, "lo"), ("1", "eth7", "eth7"), ("2", None, None)])
+def test_gloo_stays_on_a_machine_that_is_alone(monkeypatch, machines, chosen, expected):
+    for name, value in (("GROUP_WORLD_SIZE", machines), ("GLOO_SOCKET_IFNAME", chosen)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    launch.stay_on_loopback()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_the_store_can_be_used_at_its_address():
+    import torch.distributed as dist
+
+    server = store_on("127.0.0.1")
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    client.set("key", "value")
+    assert server.get("key") == b"value"
+
+
+def test_several_machines_are_refused():
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    with pytest.raises(ValueError, match="2 machines cannot meet on loopback"):
+        create(RendezvousParameters("loopback", "", "run", 1, 2))
