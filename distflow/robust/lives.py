@@ -29,9 +29,8 @@ class Failure:
     """The end of a worker: `what` in one line, and `details` for who looks for a mistake in a program.
 
     step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
-    missed another rank. hopeless: it would fail the next time too. code: what the seat exits
-    with if it is the last one.
-    silent: for how many seconds it had done nothing when that was seen.
+    missed another rank. hopeless: it would fail the next time too. silent: for how many seconds it had done nothing
+    when that was seen. code: what its seat exits with if no life follows.
     """
 
     rank: int
