@@ -24,7 +24,7 @@ STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.rewards": 1, "worker
           "workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow.launch"}
-MAY_CATCH_ANYTHING = ("distflow.robust.seat", "distflow.cli", "distflow.launch", "workers.rewards.worker",
+MAY_CATCH_ANYTHING = ("distflow.robust.berth", "distflow.cli", "distflow.launch", "workers.rewards.worker",
                       "workers.environments.instances", "workers.environments.nursery")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "pyarrow", "tokenizers", "networkx"}
 IMPURE = HEAVY | {"time", "datetime", "random", "os", "pathlib", "subprocess", "socket", "threading"}
