@@ -1,0 +1,70 @@
+"""What a grouping with its pools takes: layouts and objective together, at real costs and at the ideal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+from planners.heterogeneous.cost import Costs
+from planners.heterogeneous.layouts import Layouts
+from planners.heterogeneous.objective import Objective
+from planners.heterogeneous.problem import SYNC, Grouping, Placement, Pool, Problem, shared
+
+
+class Costed:
+    """A problem with its cost model; what was costed once is remembered."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.costs = problem, Costs(problem)
+        self.layouts = Layouts(self.costs)
+        self.objective = Objective(problem, self.costs.network)
+        self.ideal_of = cache(self._ideal_of)
+
+    @property
+    def evaluations(self) -> int:
+        return self.costs.evaluations
+
+    def placement(self, grouping: Grouping, pools: Sequence[Pool]) -> Placement | None:
+        """The placement with the best layouts for these pools; None if a work fits nowhere."""
+        homes = {work: index for index, group in enumerate(grouping) for work in group}
+        turns = [shared(self.problem, group) for group in grouping]
+        found = []
+        for work in range(len(self.problem.works)):
+            layout = self.layouts.best(work, pools[homes[work]], turns[homes[work]])
+            if layout is None:
+                return None
+            found.append(layout)
+        durations = [layout.takes(turns[homes[work]]) for work, layout in enumerate(found)]
+        return Placement(grouping, tuple(pools), tuple(found), self.objective.seconds(grouping, pools, durations))
+
+    def seconds(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
+        found = self.placement(grouping, pools)
+        return found.seconds if found else math.inf
+
+    def ideal(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
+        """What no layouts on these pools can undercut."""
+        homes = {work: index for index, group in enumerate(grouping) for work in group}
+        durations = [self.ideal_of(work, pools[homes[work]]) for work in range(len(homes))]
+        return math.inf if math.inf in durations else self.objective.seconds(grouping, pools, durations)
+
+    def _ideal_of(self, work: int, pool: Pool) -> float:
+        return self.costs.works[work].ideal(list(zip(self.problem.hardware.sites, pool)))
+
+    def shares(self, grouping: Grouping) -> list[float]:
+        """What part of the cluster each group is worth: the works' ideal times on all of it."""
+        everything = self.problem.hardware.all
+        times = [sum(self.ideal_of(work, everything) for work in group) for group in grouping]
+        total = sum(times)
+        return [time / total if 0 < total < math.inf else 1 / len(times) for time in times]
+
+    def bound(self) -> float:
+        """Seconds below which no placement can come: all arithmetic at the peak of all devices, and in mode sync the
+        longest path with all devices for each work."""
+        everything, works = self.problem.hardware.all, range(len(self.problem.works))
+        busy = sum(self.costs.works[work].arithmetic(list(zip(self.problem.hardware.sites, everything)))
+                   for work in works)
+        if self.problem.mode != SYNC:
+            return busy
+        apart, pools = tuple((work,) for work in works), [everything] * len(works)
+        return max(busy, self.ideal(apart, pools))

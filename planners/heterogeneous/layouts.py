@@ -1,0 +1,141 @@
+"""The best layout of one work on one pool: the leaf of the search, shared by all solvers.
+
+Strategies are cut by successive halving (Jamieson and Talwalkar 2016): all of them are costed in one arrangement, and
+only the better part in the others. Then the order of the sites is improved by swapping two as long as that helps. Few
+blocks are gone through completely, so there the leaf is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from planners.heterogeneous.arrangements import FEW, blocks_of, every, few, in_rows, orders, swaps
+from planners.heterogeneous.cost import Costs
+from planners.heterogeneous.problem import GENERATE, Arrangement, Layout, Pool, Strategy, Work
+
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Into how many stages many blocks are arranged."""
+_BETTER = 4
+"""Part of the strategies that are arranged in several ways: one in so many."""
+_SMALL = 8
+"""Devices of a pool of which any may stay idle."""
+
+
+class Layouts:
+    """The best layouts of a problem's works, remembered."""
+
+    def __init__(self, costs: Costs):
+        self.costs, self.problem = costs, costs.problem
+        self._exactly: dict[tuple[int, Pool], tuple[Layout | None, Layout | None]] = {}
+        self._best: dict[tuple[int, Pool], tuple[Layout | None, Layout | None]] = {}
+
+    def best(self, work: int, pool: Pool, shared: bool) -> Layout | None:
+        """The fastest layout of a work on a pool or on a part of it, alone or taking turns; None if none fits."""
+        if (work, pool) not in self._best:
+            parts = [self.exactly(work, part) for part in self._parts(pool)]
+            self._best[work, pool] = fastest(layout for pair in parts for layout in pair)
+        return self._best[work, pool][shared]
+
+    def _parts(self, pool: Pool) -> Iterator[Pool]:
+        """The pool and what it may leave idle: any of a small pool's devices, a large one's slowest sites."""
+        sites, free = self.problem.hardware.sites, self.problem.freedom.assignment
+        if sum(pool) <= _SMALL and free:
+            counts = [[count for count in site.counts if count <= limit] for site, limit in zip(sites, pool)]
+            yield from (part for part in product(*counts) if any(part))
+            return
+        used = sorted((site for site, count in enumerate(pool) if count), key=lambda site: sites[site].peak)
+        for gone in range(len(used) if free else 1):
+            yield tuple(0 if site in used[:gone] else count for site, count in enumerate(pool))
+
+    def exactly(self, work: int, pool: Pool) -> tuple[Layout | None, Layout | None]:
+        """The fastest layouts that use the whole pool: alone, and taking turns."""
+        key = (work, pool)
+        if key not in self._exactly:
+            self._exactly[key] = fastest(self._search(work, pool))
+        return self._exactly[key]
+
+    def _search(self, work: int, pool: Pool) -> Iterator[Layout]:
+        hardware, free = self.problem.hardware, self.problem.freedom
+        drafts: list[tuple[float, int, Strategy, Pool]] = []
+        for tp, pp in self._cuts(work, pool):
+            blocks = blocks_of(pool, tp, hardware)
+            for strategy in strategies(self.problem.works[work], sum(blocks) // pp, tp, pp):
+                if free.assignment and few(blocks):
+                    if sum(blocks) % pp == 0:
+                        yield from self._costed(work, strategy, every(blocks, pp))
+                    continue
+                first = tuple(range(len(blocks)))
+                for layout in self._costed(work, strategy, (in_rows(blocks, pp, first, pp > 1),)):
+                    yield layout
+                    drafts.append((layout.takes(shared=True), len(drafts), strategy, blocks))
+                if free.assignment and pp > 1 and not any(draft[2] == strategy for draft in drafts):
+                    drafts.append((float("inf"), len(drafts), strategy, blocks))
+        if free.assignment:
+            for _, _, strategy, blocks in sorted(drafts)[: -(-len(drafts) // _BETTER)]:
+                yield from self._arranged(work, strategy, blocks)
+
+    def _cuts(self, work: int, pool: Pool) -> Iterator[tuple[int, int]]:
+        """The pairs of tp and pp that the pool allows."""
+        sites, cut = self.problem.hardware.sites, self.problem.freedom.cut
+        for tp in slices_of(self.problem.works[work], [sites[site].each for site, count in enumerate(pool) if count]):
+            blocks = sum(blocks_of(pool, tp, self.problem.hardware))
+            for pp in range(1, min(blocks, self.problem.works[work].layers) + 1):
+                if (blocks <= FEW or pp in _STAGES) and cut in (None, (tp, pp)):
+                    yield tp, pp
+
+    def _costed(self, work: int, strategy: Strategy, arrangements: Iterable[Arrangement]) -> Iterator[Layout]:
+        for arrangement in arrangements:
+            layout = self.costs.layout(work, strategy, arrangement)
+            if layout is not None:
+                yield layout
+
+    def _arranged(self, work: int, strategy: Strategy, blocks: Pool) -> Iterator[Layout]:
+        """In several orders of the sites, the best of which is improved by swaps."""
+        best: tuple[float, tuple[int, ...], bool] | None = None
+        ahead = orders(blocks, self.problem.hardware)
+        seen = set(ahead)
+        while ahead:
+            improved = False
+            for order, by_stage in product(ahead, (False, True)[: strategy.pp]):
+                for layout in self._costed(work, strategy, (in_rows(blocks, strategy.pp, order, by_stage),)):
+                    yield layout
+                    if best is None or layout.seconds < best[0]:
+                        best, improved = (layout.seconds, order, by_stage), True
+            ahead = [order for order in swaps(best[1]) if order not in seen] if best and improved else []
+            seen.update(ahead)
+
+
+def slices_of(work: Work, machines: list[int]) -> list[int]:
+    """Sizes of tensor parallelism: powers of two that all these machines have devices for and the heads allow."""
+    found, tp = [], 1
+    while tp <= min(machines) and work.heads % tp == 0:
+        found.append(tp)
+        tp *= 2
+    return found
+
+
+def strategies(work: Work, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
+    """The sizes of micro-batches, and of expert parallelism, that go with dp, tp and pp."""
+    if dp < 1:
+        return
+    tokens = work.prompt if work.kind == GENERATE else work.tokens
+    largest = min(max(1, work.micro_tokens // tokens), -(-work.rows // dp))
+    micros = (largest,) if work.kind == GENERATE else dict.fromkeys((largest, max(1, largest // 4), 1))
+    for micro in micros:
+        for ep in (size for size in (1, 2, 4, 8) if size == 1 or (work.experts % size == 0 and dp % size == 0
+                                                                  and work.experts)):
+            yield Strategy(dp, tp, pp, ep, micro)
+
+
+def fastest(layouts: Iterable[Layout | None]) -> tuple[Layout | None, Layout | None]:
+    """The best alone and the best taking turns; the first of equals."""
+    alone = turns = None
+    for layout in layouts:
+        if layout is None:
+            continue
+        if alone is None or layout.seconds < alone.seconds:
+            alone = layout
+        if turns is None or layout.takes(True) < turns.takes(True):
+            turns = layout
+    return alone, turns
