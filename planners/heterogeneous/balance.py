@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROUNDS = 32
-"""Halvings of the interval in which the best time lies: to a part in four billions."""
-
 
 def layers_of_stages(layers: int, seconds: Sequence[float], most: Sequence[float], even: bool = False) -> \
         tuple[int, ...] | None:
@@ -42,20 +39,13 @@ def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray
     Args:
         total: parcels, over all shares.
         counts: how many shares there are of each kind.
-        times: of each kind, seconds for 0, 1, …, `total` parcels; never falling.
+        times: of each kind, seconds for 0, 1, … parcels, never falling; up to total / count at least.
     """
-    even = -(-total // sum(counts))
-    low, high = 0.0, max(float(table[even]) for table in times)
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        done = sum(count * (int(table.searchsorted(middle, "right")) - 1) for count, table in zip(counts, times))
-        low, high = (low, middle) if done >= total else (middle, high)
-    rows = [min(total, int(table.searchsorted(high, "right")) - 1) for table in times]
-    return _trimmed(total, counts, rows, times)
-
-
-def _trimmed(total: int, counts: Sequence[int], rows: list[int], times: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Without what is too much, taken from the slowest first."""
+    parts = np.concatenate([table[1:] for table in times])
+    weights = np.repeat(counts, [len(table) - 1 for table in times])
+    order = np.argsort(parts, kind="stable")
+    limit = parts[order[int(weights[order].cumsum().searchsorted(total))]]  # by then all parcels are done
+    rows = [int(table.searchsorted(limit, "right")) - 1 for table in times]
     for kind in sorted(range(len(rows)), key=lambda kind: -times[kind][rows[kind]]):
         surplus = sum(count * each for count, each in zip(counts, rows)) - total
         rows[kind] -= min(rows[kind], surplus // counts[kind])

@@ -27,7 +27,7 @@ from planners.heterogeneous.problem import (
 from planners.heterogeneous.roofline import Roofline, Rows
 
 _PARCELS = 512
-"""Into how many parcels the rows of an iteration are divided among unlike shares."""
+"""Rows are dealt to unlike shares in parcels; a share has at most so many."""
 
 
 class Costs:
@@ -83,10 +83,11 @@ class Costs:
         shares = sum(kind.count for kind in arrangement)
         if even or len(arrangement) == 1:
             return (-(-total // shares),) * len(arrangement)
-        parcel = -(-total // _PARCELS)
+        counts = [kind.count for kind in arrangement]
+        parcel = -(-total // min(counts) // _PARCELS)
         parcels = -(-total // parcel)
-        tables = [clock(np.arange(parcels + 1) * parcel) for clock in clocks]
-        return tuple(count * parcel for count in rows_of_shares(parcels, [kind.count for kind in arrangement], tables))
+        tables = [clock(np.arange(-(-parcels // count) + 1) * parcel) for clock, count in zip(clocks, counts)]
+        return tuple(each * parcel for each in rows_of_shares(parcels, counts, tables))
 
     def _clock(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> \
             Callable[[Rows], Rows]:

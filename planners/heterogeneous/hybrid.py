@@ -11,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.objective import groupings
 from planners.heterogeneous.problem import Grouping, Placement, Problem
-from planners.heterogeneous.splits import Split, crossed, mutated, neighbours, proportional, whole_sites
+from planners.heterogeneous.splits import Split, crossed, is_whole, mutated, neighbours, proportional, whole_sites
 
 BUDGET = 20_000
-_FIRST, _CHILDREN = 4, 12
-"""Splits of a grouping to begin with, and children that it gets, at the ideal."""
+_PARENTS, _CHILDREN = 4, 12
+"""Splits of a grouping that have children, and how many children it gets at the ideal."""
 _ARMS = 16
 """Groupings that are left when layouts begin to be costed."""
-_ELITE = 3
-"""Splits of a grouping that are costed first."""
+_ELITE, _WHOLE = 2, 2
+"""Splits of a grouping that are costed first: the best ones, and the best ones that divide no site."""
+_MAPPINGS = 1000
+"""Ways to give works to pools, at most so many of which are gone through."""
 
 
 @dataclass(frozen=True)
@@ -66,35 +69,39 @@ class _Search:
     def __init__(self, costed: Costed, random: np.random.Generator):
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.best: tuple[float, Grouping, Split] | None = None
+        self.allowed = set(groupings(costed.problem))
 
     def steps(self) -> Iterator[Placement | None]:
         """The best placement after each piece of work."""
-        arms = sorted(((value, grouping, splits) for grouping in groupings(self.costed.problem)
+        arms = sorted(((value, grouping, splits) for grouping in sorted(self.allowed)
                        for value, splits in [self._ideal(grouping)] if value < float("inf")), key=lambda arm: arm[0])
-        arms, rounds = arms[:_ARMS], 1
-        while arms:
+        left, rounds, ended = arms[:_ARMS], 1, []
+        while left:
             ranked = []
-            for _, grouping, splits in arms:
+            for _, grouping, splits in left:
                 found = self._improved(grouping, splits, rounds)
                 ranked.append((found[0][0], grouping, [split for _, split in found]))
                 yield self._answer()
             ranked.sort(key=lambda arm: arm[0])
-            if len(ranked) == 1:
-                break
-            arms, rounds = ranked[: len(ranked) // 2], rounds * 2
-        yield from self._polished()
+            yield self._regrouped()
+            left, rounds = ranked[: len(ranked) // 2], rounds * 2
+            ended = ranked[len(left):] + ended
+        if self.best:
+            yield from self._polished(self.best[1], self.best[2])
+        for _, grouping, splits in ended:
+            yield from self._polished(grouping, splits[0])
 
     def _ideal(self, grouping: Grouping) -> tuple[float, list[Split]]:
         """The genetic search at the ideal: the value of the best split, and the best few."""
         shares = self.costed.shares(grouping)
         found = {split: self.costed.ideal(grouping, split) for split in
-                 [proportional(self.hardware, shares),
-                  *(whole_sites(self.hardware, shares, self.random) for _ in range(_FIRST * (len(grouping) > 1)))]}
+                 [proportional(self.hardware, shares), *whole_sites(self.hardware, len(grouping), self.random)]}
         for _ in range(_CHILDREN if len(grouping) > 1 else 0):
-            child = self._child(sorted(found, key=found.__getitem__)[:_FIRST])
+            child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.ideal(grouping, child))
-        best = sorted(found, key=found.__getitem__)[:_ELITE]
-        return found[best[0]], best
+        best = sorted(found, key=found.__getitem__)
+        whole = [split for split in best if is_whole(self.hardware, split)]
+        return found[best[0]], list(dict.fromkeys([*best[:_ELITE], *whole[:_WHOLE]]))
 
     def _child(self, parents: list[Split]) -> Split:
         one, other = self.random.integers(0, len(parents), 2)
@@ -105,13 +112,27 @@ class _Search:
         """The genetic search at real costs: the best splits, best first."""
         found = {split: self._value(grouping, split) for split in splits}
         for _ in range(rounds if len(grouping) > 1 else 0):
-            child = self._child(sorted(found, key=found.__getitem__)[:_FIRST])
+            child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.ideal(grouping, split),
                          default=child)
             for split in (child, nearby):
                 if split not in found:
                     found[split] = self._value(grouping, split)
-        return sorted((value, split) for split, value in found.items())[:_ELITE]
+        return sorted((value, split) for split, value in found.items())[: _ELITE + _WHOLE]
+
+    def _regrouped(self) -> Placement | None:
+        """The works anew on the pools of the best answer: their layouts there are mostly known."""
+        if self.best is None:
+            return None
+        _, grouping, split = self.best
+        works, pools = sum(map(len, grouping)), len(split)
+        if 1 < pools and pools**works <= _MAPPINGS:
+            for homes in product(range(pools), repeat=works):
+                order = list(dict.fromkeys(homes))
+                changed = tuple(tuple(work for work in range(works) if homes[work] == pool) for pool in order)
+                if len(order) == pools and changed in self.allowed:
+                    self._value(changed, tuple(split[pool] for pool in order))
+        return self._answer()
 
     def _value(self, grouping: Grouping, split: Split) -> float:
         value = self.costed.seconds(grouping, split)
@@ -119,23 +140,24 @@ class _Search:
             self.best = (value, grouping, split)
         return value
 
-    def _polished(self) -> Iterator[Placement | None]:
-        """Local search from the best: neighbours whose ideal is good enough, until none is better."""
-        seen: set[Split] = set()
+    def _polished(self, grouping: Grouping, split: Split) -> Iterator[Placement | None]:
+        """Local search: to the first better neighbour, those with the best ideal first, until none is better."""
+        value, seen = self._value(grouping, split), {split}
         improved = True
-        while self.best and improved:
+        while improved:
             improved = False
-            value, grouping, split = self.best
             ahead = {near: self.costed.ideal(grouping, near) for near in neighbours(self.hardware, split)}
             for near in sorted(set(ahead) - seen, key=lambda near: (ahead[near], near)):
-                if ahead[near] >= self.best[0]:
+                if ahead[near] >= value:
                     break
                 seen.add(near)
-                if self._value(grouping, near) < value:
-                    improved = True
-                    break
+                found = self._value(grouping, near)
                 yield self._answer()
-            yield self._answer()
+                if found < value:
+                    value, split, improved = found, near, True
+                    break
+            if self.best == (value, grouping, split):
+                yield self._regrouped()
 
     def _answer(self) -> Placement | None:
         return self.costed.placement(*self.best[1:]) if self.best else None

@@ -8,6 +8,7 @@ blocks are gone through completely, so there the leaf is exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 from planners.heterogeneous.arrangements import FEW, blocks_of, every, few, in_rows, orders, swaps
@@ -20,6 +21,8 @@ _BETTER = 4
 """Part of the strategies that are arranged in several ways: one in so many."""
 _SMALL = 8
 """Devices of a pool of which any may stay idle."""
+Pair = tuple[Layout | None, Layout | None]
+"""The best alone, and the best taking turns."""
 
 
 class Layouts:
@@ -27,11 +30,14 @@ class Layouts:
 
     def __init__(self, costs: Costs):
         self.costs, self.problem = costs, costs.problem
-        self._exactly: dict[tuple[int, Pool], tuple[Layout | None, Layout | None]] = {}
-        self._best: dict[tuple[int, Pool], tuple[Layout | None, Layout | None]] = {}
+        plain = [replace(work, name="", role="") for work in self.problem.works]
+        self._like = [plain.index(work) for work in plain]
+        self._exactly: dict[tuple[int, Pool], Pair] = {}
+        self._best: dict[tuple[int, Pool], Pair] = {}
 
     def best(self, work: int, pool: Pool, shared: bool) -> Layout | None:
         """The fastest layout of a work on a pool or on a part of it, alone or taking turns; None if none fits."""
+        work = self._like[work]
         if (work, pool) not in self._best:
             parts = [self.exactly(work, part) for part in self._parts(pool)]
             self._best[work, pool] = fastest(layout for pair in parts for layout in pair)
@@ -48,9 +54,9 @@ class Layouts:
         for gone in range(len(used) if free else 1):
             yield tuple(0 if site in used[:gone] else count for site, count in enumerate(pool))
 
-    def exactly(self, work: int, pool: Pool) -> tuple[Layout | None, Layout | None]:
-        """The fastest layouts that use the whole pool: alone, and taking turns."""
-        key = (work, pool)
+    def exactly(self, work: int, pool: Pool) -> Pair:
+        """The fastest layouts that use the whole pool: alone, and taking turns. Works that ask the same share them."""
+        key = (self._like[work], pool)
         if key not in self._exactly:
             self._exactly[key] = fastest(self._search(work, pool))
         return self._exactly[key]
@@ -121,14 +127,14 @@ def strategies(work: Work, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
         return
     tokens = work.prompt if work.kind == GENERATE else work.tokens
     largest = min(max(1, work.micro_tokens // tokens), -(-work.rows // dp))
-    micros = (largest,) if work.kind == GENERATE else dict.fromkeys((largest, max(1, largest // 4), 1))
+    micros = (largest,) if work.kind == GENERATE else dict.fromkeys((largest, 1))
     for micro in micros:
         for ep in (size for size in (1, 2, 4, 8) if size == 1 or (work.experts % size == 0 and dp % size == 0
                                                                   and work.experts)):
             yield Strategy(dp, tp, pp, ep, micro)
 
 
-def fastest(layouts: Iterable[Layout | None]) -> tuple[Layout | None, Layout | None]:
+def fastest(layouts: Iterable[Layout | None]) -> Pair:
     """The best alone and the best taking turns; the first of equals."""
     alone = turns = None
     for layout in layouts:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import combinations, permutations, product
 
 import numpy as np
 
 from planners.heterogeneous.problem import Hardware, Pool, Site
 
 Split = tuple[Pool, ...]
+_FEW = 64
+"""Splits by whole sites that are looked at."""
 
 
 def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
@@ -22,11 +24,20 @@ def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
     return _pools(rounded(site, shares) for site in hardware.sites)
 
 
-def whole_sites(hardware: Hardware, shares: Sequence[float], random: np.random.Generator) -> Split:
-    """Each site for one group, drawn by the groups' shares."""
-    owners = random.choice(len(shares), size=len(hardware.sites), p=np.asarray(shares) / sum(shares)).tolist()
-    return _pools([site.devices * (group == owner) for group in range(len(shares))]
-                  for site, owner in zip(hardware.sites, owners))
+def whole_sites(hardware: Hardware, groups: int, random: np.random.Generator) -> list[Split]:
+    """Each site for one group, or for none: every such split if they are few, else some, drawn, without idle sites."""
+    sites = hardware.sites
+    if (groups + 1) ** len(sites) <= _FEW:
+        owners = list(product(range(groups + 1), repeat=len(sites)))
+    else:
+        owners = random.integers(0, groups, (_FEW, len(sites))).tolist()
+    return [_pools([site.devices * (group == owner) for group in range(groups)] for site, owner in zip(sites, drawn))
+            for drawn in owners if set(range(groups)) <= set(drawn)]
+
+
+def is_whole(hardware: Hardware, split: Split) -> bool:
+    """Whether no site is divided."""
+    return all(sum(count > 0 for count in column) <= 1 for column in zip(*split))
 
 
 def rounded(site: Site, shares: Sequence[float]) -> list[int]:
@@ -63,23 +74,40 @@ def mutated(hardware: Hardware, split: Split, random: np.random.Generator) -> Sp
 
 
 def neighbours(hardware: Hardware, split: Split) -> Iterator[Split]:
-    """Splits in which one group gives devices of one site to another: as few as can be, or all."""
+    """Splits in which one group gives devices of a site to another, as few as can be or all; takes idle ones, or
+    leaves its own idle; or changes with another what they have of two sites."""
     columns = [list(column) for column in zip(*split)]
     for index, site in enumerate(hardware.sites):
+        for changed in _given(site, columns[index]):
+            yield _pools([*columns[:index], changed, *columns[index + 1:]])
+    for one, other in combinations(range(len(columns)), 2):
         for giver, taker in permutations(range(len(split)), 2):
-            have = columns[index][giver]
-            for less in {_most(site, have - 1), 0} if have else ():
-                changed = list(columns[index])
-                changed[giver] = less
-                changed[taker] = _most(site, changed[taker] + site.devices - sum(changed))
-                yield _pools([*columns[:index], changed, *columns[index + 1:]])
-        for taker in range(len(split)):
-            idle = site.devices - sum(columns[index])
-            grown = _most(site, columns[index][taker] + idle)
-            if grown > columns[index][taker]:
-                changed = list(columns[index])
-                changed[taker] = grown
-                yield _pools([*columns[:index], changed, *columns[index + 1:]])
+            if columns[one][giver] and columns[other][taker]:
+                changed = [list(column) for column in columns]
+                _pass(hardware.sites[one], changed[one], giver, taker)
+                _pass(hardware.sites[other], changed[other], taker, giver)
+                yield _pools(changed)
+
+
+def _given(site: Site, column: list[int]) -> Iterator[list[int]]:
+    for giver, taker in permutations(range(len(column)), 2):
+        for less in sorted({_most(site, column[giver] - 1), 0}) if column[giver] else ():
+            changed = list(column)
+            _pass(site, changed, giver, taker, less)
+            yield changed
+    for giver in range(len(column)):
+        if column[giver]:
+            yield [*column[:giver], 0, *column[giver + 1:]]
+    for taker in range(len(column)):
+        grown = _most(site, column[taker] + site.devices - sum(column))
+        if grown > column[taker]:
+            yield [*column[:taker], grown, *column[taker + 1:]]
+
+
+def _pass(site: Site, column: list[int], giver: int, taker: int, less: int = 0) -> None:
+    """Leave the giver `less` devices; the taker gets what is then free."""
+    column[giver] = less
+    column[taker] = _most(site, column[taker] + site.devices - sum(column))
 
 
 def _pools(columns) -> Split:

@@ -26,9 +26,6 @@ from planners.heterogeneous.problem import (
 )
 from planners.serialize import plan
 
-_HALF = 2
-
-
 def problem_of(spec: Spec, coefficients: Coefficients = Coefficients()) -> Problem:
     """The joint problem of a DAG, a run and a cluster. Modes that divide the ranks into groups are planned as async.
 
@@ -45,9 +42,12 @@ def problem_of(spec: Spec, coefficients: Coefficients = Coefficients()) -> Probl
     tasks = [task for task in whole.tasks if task.type != "COMPUTE"]
     _check_sizes(spec, tasks)
     fans = Fans(whole.tasks, whole.source)
-    works = tuple(_work(spec, fans, task) for task in tasks)
+    response = max((spec.settings_of(task.role).generation.max_new_tokens for task in tasks if task.samples),
+                   default=spec.run.data.max_target_tokens)
+    works = tuple(_work(spec, fans, task, response) for task in tasks)
     mode = SYNC if spec.run.mode == SYNC else ASYNC
-    return Problem(hardware_of(spec.cluster), works, _edges(alone, whole, tasks), _syncs(spec, works), mode,
+    dtype = "float32" if all(work.width == 4 for work in works) else "bfloat16"
+    return Problem(hardware_of(spec.cluster, dtype), works, _edges(alone, whole, tasks), _syncs(spec, works), mode,
                    coefficients)
 
 
@@ -59,15 +59,16 @@ def _check_sizes(spec: Spec, tasks: list[Task]) -> None:
                                    f"Give it a model:  roles: {{{unknown[0]}: {{model: …}}}}"))
 
 
-def _work(spec: Spec, fans: Fans, task: Task) -> Work:
+def _work(spec: Spec, fans: Fans, task: Task, response: int) -> Work:
+    """A task's work, with rows at the run's longest."""
     settings, shape = spec.settings_of(task.role), spec.shape_of(task.role)
     head = spec.dag.roles[task.role].head
     shape = shape.with_value_head() if head == "value" else shape
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
     rows = spec.run.data.batch * fans.times(fans.of(task.node) if task.samples else task.fan)
-    return Work(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, 2 * _HALF * shape.kv_width,
-                rows, spec.run.data.max_prompt_tokens, settings.generation.max_new_tokens, shape.active_parameters,
-                _HALF, 1 if head == "value" else shape.vocabulary, shape.heads, shape.experts, shape.expert_parameters,
+    width = 4 if settings.dtype == "float32" else 2
+    return Work(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, 2 * width * shape.kv_width,
+                rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, 1 if head == "value" else shape.vocabulary, shape.heads, shape.experts, shape.expert_parameters,
                 shape.experts_per_token, settings.micro_batch_tokens, int(task.settings.get("epochs", 1)),
                 int(task.settings.get("mini_batches", 1)), settings.recompute)
 
