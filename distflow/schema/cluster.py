@@ -156,7 +156,8 @@ def _links(cluster: Cluster, source: Source) -> Iterator[Mistake]:
     """One mistake for each kind of link that some pair of machines needs and the file lacks."""
     for name, kind in cluster.machines.items():
         if kind.devices > 1 and cluster.inside(name) is None:
-            yield Mistake(f"the devices of a machine `{name}` are not linked", source.spot(("machines", name), key=True),
+            yield Mistake(f"the devices of a machine `{name}` are not linked",
+                          source.spot(("machines", name), key=True),
                           "Add  links: {inside: {gb_s: …, latency_us: …}}  , or `inside` to these machines.")
     for one, other in combinations_with_replacement(cluster.machines, 2):
         if (one == other and cluster.machines[one].count == 1) or cluster.between(one, other) is not None:

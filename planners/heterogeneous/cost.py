@@ -31,7 +31,7 @@ _PARCELS = 512
 
 
 class Costs:
-    """The cost model of a problem. `evaluations` counts the layouts that were costed: the currency of search budgets."""
+    """The cost model of a problem. `evaluations` counts the layouts costed: the currency of search budgets."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -65,7 +65,8 @@ class Costs:
         """What a layer takes relative to others, to balance stages: for a micro-batch, or for a token of each row."""
         cost, work = self.works[number], self.problem.works[number]
         if work.kind == GENERATE:
-            return float(cost.decode(site, self._sites[site], strategy.tp, max(1.0, work.rows / strategy.dp / strategy.pp)))
+            together = max(1.0, work.rows / strategy.dp / strategy.pp)
+            return float(cost.decode(site, self._sites[site], strategy.tp, together))
         return cost.batch(site, self._sites[site], strategy, strategy.micro * work.tokens, work.tokens) \
             + self._experts(number, frozenset({site}), strategy)
 
@@ -123,7 +124,8 @@ class Costs:
             whole = whole + self.network.hop(source, target, kind.stages.count(source), strategy, part * per_row)
         for step in steps[1:]:
             longest = np.maximum(longest, step)
-        decode = work.response * np.maximum(whole, strategy.pp * longest) * np.maximum(1.0, rows / np.maximum(together, 1e-9))
+        turns = np.maximum(1.0, rows / np.maximum(together, 1.0))
+        decode = work.response * turns * np.maximum(whole, strategy.pp * longest)
         return np.where(rows > 0, decode, 0.0) + _pipeline(sum(prefill), max(prefill), strategy.micro, 1, rows)
 
     def _places(self, number: int, strategy: Strategy, stages: list[tuple[int, int]]) -> int:

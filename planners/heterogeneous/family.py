@@ -42,7 +42,7 @@ class Family:
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """Seconds by (work, 0 alone or 1 taking turns, place…). What cannot help to undercut the cutoff is not costed."""
+        """Seconds by (work, 0 alone or 1 taking turns, place…). What cannot undercut the cutoff is not costed."""
         works = range(len(self.costed.problem.works))
         found = np.full((len(works), 2, *self.shape), math.inf)
         for work, place in product(works, product(*map(range, self.shape))):

@@ -1,10 +1,12 @@
 """The hybrid search: fast, seeded, and any-time.
 
 Levels, after HetRL (arXiv 2512.12476, §4): groupings; how their pools divide the devices; strategies and arrangements
-of each work (`layouts`). Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at what no layout
-can undercut, which costs next to nothing, then the better ones at what their layouts really take, with twice the budget
-for half as many in each round. Within a grouping a genetic search divides the devices, and the last ones are improved
-by local search. Budgets are counted in layouts costed, so that the same seed gives the same answer on any machine.
+of each work (`layouts`). Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at what no
+layout can undercut, which costs next to nothing, then the better ones at what their layouts really take, with twice the
+budget for half as many in each round. Within a grouping a genetic search divides the devices, and in the end local
+search improves what it found.
+
+Budgets are counted in layouts costed, so that the same seed gives the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from planners.heterogeneous.objective import groupings
 from planners.heterogeneous.problem import Grouping, Placement, Problem
 from planners.heterogeneous.splits import Split, crossed, is_whole, mutated, neighbours, proportional, whole_sites
 
-BUDGET = 20_000
+BUDGET = 12_000
 _PARENTS, _CHILDREN = 4, 12
 """Splits of a grouping that have children, and how many children it gets at the ideal."""
 _ARMS = 16
@@ -69,6 +71,7 @@ class _Search:
     def __init__(self, costed: Costed, random: np.random.Generator):
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.best: tuple[float, Grouping, Split] | None = None
+        self.free = costed.problem.freedom.assignment
         self.allowed = set(groupings(costed.problem))
 
     def steps(self) -> Iterator[Placement | None]:
@@ -95,8 +98,9 @@ class _Search:
         """The genetic search at the ideal: the value of the best split, and the best few."""
         shares = self.costed.shares(grouping)
         found = {split: self.costed.ideal(grouping, split) for split in
-                 [proportional(self.hardware, shares), *whole_sites(self.hardware, len(grouping), self.random)]}
-        for _ in range(_CHILDREN if len(grouping) > 1 else 0):
+                 [proportional(self.hardware, shares),
+                  *(whole_sites(self.hardware, len(grouping), self.random) if self.free else ())]}
+        for _ in range(_CHILDREN if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.ideal(grouping, child))
         best = sorted(found, key=found.__getitem__)
@@ -111,7 +115,7 @@ class _Search:
     def _improved(self, grouping: Grouping, splits: list[Split], rounds: int) -> list[tuple[float, Split]]:
         """The genetic search at real costs: the best splits, best first."""
         found = {split: self._value(grouping, split) for split in splits}
-        for _ in range(rounds if len(grouping) > 1 else 0):
+        for _ in range(rounds if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.ideal(grouping, split),
                          default=child)
@@ -126,7 +130,7 @@ class _Search:
             return None
         _, grouping, split = self.best
         works, pools = sum(map(len, grouping)), len(split)
-        if 1 < pools and pools**works <= _MAPPINGS:
+        if pools > 1 and pools**works <= _MAPPINGS:
             for homes in product(range(pools), repeat=works):
                 order = list(dict.fromkeys(homes))
                 changed = tuple(tuple(work for work in range(works) if homes[work] == pool) for pool in order)
@@ -143,7 +147,7 @@ class _Search:
     def _polished(self, grouping: Grouping, split: Split) -> Iterator[Placement | None]:
         """Local search: to the first better neighbour, those with the best ideal first, until none is better."""
         value, seen = self._value(grouping, split), {split}
-        improved = True
+        improved = self.free
         while improved:
             improved = False
             ahead = {near: self.costed.ideal(grouping, near) for near in neighbours(self.hardware, split)}

@@ -66,8 +66,8 @@ class Network:
         return self._reach(frozenset({first}), sites), True
 
     def _reach(self, sources: Sites, targets: Sites) -> Way:
-        """How weights or rows come from one pool to another, each machine passing on what it has (RobustRL §5.2: relays):
-        at the slowest way of the widest tree, all parts at once, after the latency of its slowest way."""
+        """How weights or rows come from one pool to another, each machine passing on what it has (relays, RobustRL
+        §5.2): at the slowest way of the widest tree, all parts at once, after the latency of its slowest way."""
         reached, slowest = set(sources), Way(0.0, math.inf)
         for site in targets:
             slowest = _slower(slowest, self._own(site))

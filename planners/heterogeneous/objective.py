@@ -1,9 +1,9 @@
 """The time of one iteration of the graph, from the groups, their pools and how long each work takes.
 
-Sync: the chain of each group runs in the plan's order; a work starts once its group is free and what it reads has come;
-the iteration ends when the last work is done and the trained weights are where the next iteration needs them. Async: the
-groups work on different iterations at the same time, so the slowest group's period counts: its works, and what it waits
-for from others.
+Sync: the chain of each group runs in the plan's order; a work starts once its group is free and what it reads has
+come; the iteration ends when the last work is done and the trained weights are where the next one needs them. Async:
+the groups work on different iterations at the same time, so the slowest group's period counts: its works, and what it
+waits for from others.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Objective:
 
 def groupings(problem: Problem) -> list[Grouping]:
     """All ways to colocate the works. What trains one role stays together, since it has one optimizer."""
-    if not problem.freedom.grouping:
-        return [(tuple(range(len(problem.works))),)]
+    if problem.freedom.groupings is not None:
+        return list(problem.freedom.groupings)
     return [found for found in _partitions(len(problem.works)) if _whole(problem, found)]
 
 

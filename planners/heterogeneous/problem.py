@@ -154,12 +154,12 @@ class Coefficients:
 class Freedom:
     """Which of the four decisions a solver may take; the others are as a homogeneous system has them.
 
-    grouping: False: all works are colocated. assignment: False: every group spans all sites evenly, and tasklets are
-    laid out in the order of the cluster file. cut: tp and pp of all works. balance: False: equal shares of rows and of
+    groupings: those that may be chosen. assignment: False: every group spans all sites evenly, and tasklets are laid
+    out in the order of the cluster file. cut: tp and pp of all works. balance: False: equal shares of rows and of
     layers.
     """
 
-    grouping: bool = True
+    groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
     cut: tuple[int, int] | None = None
     balance: bool = True

@@ -8,8 +8,8 @@ Minimise T, in parts of the cutoff, with z[g,p] = 1 if group g has pool p:
     T ≥ start[t] + Σ_p seconds[t,p] z[g(t),p] (+ weights to those that use them)      the chain of its group
     T ≥ Σ_{t in g} Σ_p seconds[t,p] z[g,p] + what comes to g                          async: for each group
 
-A way depends on the sites of both pools. It is linear in w[a,b,A,B] = 1 if group a is at sites A and group b at B, whose
-sums over A and over B must be those of z (the usual form of a product of choices; Adams and Johnson 1994).
+A way depends on the sites of both pools. It is linear in w[a,b,A,B] = 1 if group a is at sites A and group b at B,
+whose sums over A and over B must be those of z (the usual form of a product of choices; Adams and Johnson 1994).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from distflow.schema.errors import InvalidInput, Mistake
 from planners.heterogeneous.family import Family
 from planners.heterogeneous.problem import SYNC, Edge, Grouping, Pool, Sites, shared, sites_of
 
@@ -56,9 +58,13 @@ class Program:
 
     def relaxed(self) -> float:
         """A bound: every group has all devices, and nothing is moved."""
-        durations = [float(self.family.durations[(work, int(self.turns[self.home[work]]), *[-1] * len(self.family.shape))])
-                     for work in range(len(self.home))]
-        return self._unmoved(durations)
+        return self._unmoved(self._whole())
+
+    def _whole(self) -> list[float]:
+        """What each work takes with all devices."""
+        last = [-1] * len(self.family.shape)
+        return [float(self.family.durations[(work, int(self.turns[self.home[work]]), *last)])
+                for work in range(len(self.home))]
 
     def _unmoved(self, durations: list[float]) -> float:
         if math.inf in durations:
@@ -67,8 +73,8 @@ class Program:
             return max(sum(durations[work] for work in group) for group in self.grouping)
         ends, free = [0.0] * len(durations), [0.0] * len(self.grouping)
         for work, duration in enumerate(durations):
-            start = max([free[self.home[work]], *(ends[edge.source] for edge in self.problem.edges if edge.target == work)])
-            ends[work] = free[self.home[work]] = start + duration
+            read = [ends[edge.source] for edge in self.problem.edges if edge.target == work]
+            ends[work] = free[self.home[work]] = max([free[self.home[work]], *read]) + duration
         return max(ends)
 
     def _columns(self, index: int) -> list[tuple[Pool, dict[int, float]]]:
@@ -76,9 +82,7 @@ class Program:
         those that are larger than others at the same sites for no gain."""
         group, turns, table = self.grouping[index], int(self.turns[index]), self.family.durations
         times = table[list(group), turns]
-        whole = [float(table[(work, int(self.turns[self.home[work]]), *[-1] * len(self.family.shape))])
-                 for work in range(len(self.home))]
-        found = []
+        whole, found = self._whole(), []
         for place in np.argwhere(np.isfinite(times).all(axis=0)).tolist():
             mine = times[(slice(None), *place)]
             smaller = ([*place[:axis], at - 1, *place[axis + 1:]] for axis, at in enumerate(place) if at > 1)
@@ -94,10 +98,11 @@ class Program:
 
         Args:
             seconds: what HiGHS may take.
-        """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_array
 
+        Raises:
+            InvalidInput: scipy is not installed.
+        """
+        Bounds, LinearConstraint, milp, coo_array = _scipy()
         rows, integral = self._constraints()
         entries = [(row, column, value) for row, terms in enumerate(rows.terms) for column, value in terms.items()]
         row, column, value = zip(*entries)
@@ -200,6 +205,17 @@ class Program:
         for number, (pool, _) in enumerate(self.columns[index]):
             found[sites_of(pool)][self._first[index] + number] = 1.0
         return found
+
+
+def _scipy() -> tuple[Any, ...]:
+    """What of scipy is used; loaded late, since only this solver needs it."""
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ModuleNotFoundError:
+        raise InvalidInput(Mistake("the exact solver needs scipy, which is not installed", None,
+                                   "pip install 'distflow[exact]'  , or use  --solver hybrid")) from None
+    return Bounds, LinearConstraint, milp, coo_array
 
 
 def _minus(terms: Term) -> Term:

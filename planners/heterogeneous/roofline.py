@@ -84,10 +84,15 @@ class Roofline:
         return site.memory * self._shares.filled
 
     def fits(self, site: Site, strategy: Strategy, stage: int) -> float:
-        """How many layers a device of this site has room for; of a generating one with the cache of one row each."""
+        """How many layers a device of this site has room for."""
+        none, one = self.fills(strategy, stage, 0), self.fills(strategy, stage, 1)
+        return (self.room(site) - none) // (one - none)
+
+    def fills(self, strategy: Strategy, stage: int, layers: int) -> float:
+        """Bytes that so many layers take on a device; of a generating one with the cache of one row."""
         each, beside = self.kept(strategy, stage)
         each += self.state(strategy) + (self.cache(strategy.tp) if self.work.kind == GENERATE else 0.0)
-        return (self.room(site) - beside) // each
+        return beside + layers * each
 
     def cache(self, tp: int) -> float:
         """Bytes of the cache of one layer for one row at its longest."""

@@ -26,7 +26,8 @@ from planners.heterogeneous.problem import (
 )
 from planners.serialize import plan
 
-def problem_of(spec: Spec, coefficients: Coefficients = Coefficients()) -> Problem:
+
+def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
     """The joint problem of a DAG, a run and a cluster. Modes that divide the ranks into groups are planned as async.
 
     Raises:
@@ -48,15 +49,16 @@ def problem_of(spec: Spec, coefficients: Coefficients = Coefficients()) -> Probl
     mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(work.width == 4 for work in works) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), works, _edges(alone, whole, tasks), _syncs(spec, works), mode,
-                   coefficients)
+                   coefficients or Coefficients())
 
 
 def _check_sizes(spec: Spec, tasks: list[Task]) -> None:
     unknown = sorted({task.role for task in tasks if spec.shape_of(task.role) is None})
     if unknown:
-        raise InvalidInput(Mistake(f"role `{unknown[0]}`: the sizes of its model are not known, so nothing says what it "
-                                   "takes", spec.run_source.spot(("roles", unknown[0])),
-                                   f"Give it a model:  roles: {{{unknown[0]}: {{model: …}}}}"))
+        role = unknown[0]
+        raise InvalidInput(Mistake(f"role `{role}`: the sizes of its model are not known, so no cost can be",
+                                   spec.run_source.spot(("roles", role)),
+                                   f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
 
 
 def _work(spec: Spec, fans: Fans, task: Task, response: int) -> Work:
@@ -67,10 +69,11 @@ def _work(spec: Spec, fans: Fans, task: Task, response: int) -> Work:
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
     rows = spec.run.data.batch * fans.times(fans.of(task.node) if task.samples else task.fan)
     width = 4 if settings.dtype == "float32" else 2
+    outputs = 1 if head == "value" else shape.vocabulary
     return Work(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, 2 * width * shape.kv_width,
-                rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, 1 if head == "value" else shape.vocabulary, shape.heads, shape.experts, shape.expert_parameters,
-                shape.experts_per_token, settings.micro_batch_tokens, int(task.settings.get("epochs", 1)),
-                int(task.settings.get("mini_batches", 1)), settings.recompute)
+                rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
+                shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
+                int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)), settings.recompute)
 
 
 def _edges(spec: Spec, whole: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
