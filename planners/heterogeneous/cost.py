@@ -22,6 +22,7 @@ from planners.heterogeneous.problem import (
     Layout,
     Problem,
     Replicas,
+    Sites,
     Strategy,
 )
 from planners.heterogeneous.roofline import Roofline, Rows
@@ -60,6 +61,15 @@ class Costs:
         swap = max(cost.swap(self._sites[site], strategy, count) for sites, count in zip(stages, layers)
                    for site in sites)
         return Layout(strategy, arrangement, rows, layers, seconds, swap)
+
+    def crossing(self, number: int, sites: Sites) -> float:
+        """Roughly what training on several sites sends over the slowest way between them: the gradients of one of eight
+        stages, or the activations of all rows if the sites have different stages."""
+        work = self.problem.works[number]
+        if work.kind != TRAIN or len(sites) < 2:
+            return 0.0
+        nbytes = min(work.parameters, 2 * work.epochs * work.rows * work.tokens * work.hidden * work.width)
+        return self.network.reach(frozenset({min(sites)}), sites).seconds(nbytes)
 
     def _layer_seconds(self, number: int, site: int, strategy: Strategy) -> float:
         """What a layer takes relative to others, to balance stages: for a micro-batch, or for a token of each row."""

@@ -2,9 +2,9 @@
 
 Levels, after HetRL (arXiv 2512.12476, §4): groupings; how their pools divide the devices; strategies and arrangements
 of each work (`layouts`). Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at what no
-layout can undercut, which costs next to nothing, then the better ones at what their layouts really take, with twice the
-budget for half as many in each round. Within a grouping a genetic search divides the devices, and in the end local
-search improves what it found.
+layout can undercut and what their slowest links add, which costs next to nothing, then the better ones at what their
+layouts really take, with twice the budget for half as many in each round. Within a grouping a genetic search divides
+the devices, and in the end local search improves what it found.
 
 Budgets are counted in layouts costed, so that the same seed gives the same answer on any machine.
 """
@@ -20,15 +20,26 @@ import numpy as np
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.objective import groupings
 from planners.heterogeneous.problem import Grouping, Placement, Problem
-from planners.heterogeneous.splits import Split, crossed, is_whole, mutated, neighbours, proportional, whole_sites
+from planners.heterogeneous.splits import (
+    Split,
+    crossed,
+    is_whole,
+    mutated,
+    neighbours,
+    proportional,
+    scattered,
+    whole_sites,
+)
 
-BUDGET = 12_000
+BUDGET = 6_000
 _PARENTS, _CHILDREN = 4, 12
-"""Splits of a grouping that have children, and how many children it gets at the ideal."""
+"""Splits of a grouping that have children, and how many children it gets at estimates."""
 _ARMS = 16
 """Groupings that are left when layouts begin to be costed."""
 _ELITE, _WHOLE = 2, 2
 """Splits of a grouping that are costed first: the best ones, and the best ones that divide no site."""
+_RESTARTS = 64
+"""Local searches from anywhere, if the budget lasts."""
 _MAPPINGS = 1000
 """Ways to give works to pools, at most so many of which are gone through."""
 
@@ -77,14 +88,16 @@ class _Search:
     def steps(self) -> Iterator[Placement | None]:
         """The best placement after each piece of work."""
         arms = sorted(((value, grouping, splits) for grouping in sorted(self.allowed)
-                       for value, splits in [self._ideal(grouping)] if value < float("inf")), key=lambda arm: arm[0])
+                       for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
         left, rounds, ended = arms[:_ARMS], 1, []
         while left:
             ranked = []
             for _, grouping, splits in left:
-                found = self._improved(grouping, splits, rounds)
-                ranked.append((found[0][0], grouping, [split for _, split in found]))
-                yield self._answer()
+                found: dict[Split, float] = {}
+                for _ in self._improved(grouping, splits, rounds, found):
+                    yield self._answer()
+                best = sorted(found, key=lambda split: (found[split], split))[: _ELITE + _WHOLE]
+                ranked.append((found[best[0]], grouping, best))
             ranked.sort(key=lambda arm: arm[0])
             yield self._regrouped()
             left, rounds = ranked[: len(ranked) // 2], rounds * 2
@@ -93,16 +106,19 @@ class _Search:
             yield from self._polished(self.best[1], self.best[2])
         for _, grouping, splits in ended:
             yield from self._polished(grouping, splits[0])
+        for _ in range(_RESTARTS if self.free and ended else 0):
+            grouping = ended[int(self.random.integers(len(ended)))][1]
+            yield from self._polished(grouping, scattered(self.hardware, len(grouping), self.random))
 
-    def _ideal(self, grouping: Grouping) -> tuple[float, list[Split]]:
-        """The genetic search at the ideal: the value of the best split, and the best few."""
+    def _drafted(self, grouping: Grouping) -> tuple[float, list[Split]]:
+        """The genetic search at estimates: the value of the best split, and the best few."""
         shares = self.costed.shares(grouping)
-        found = {split: self.costed.ideal(grouping, split) for split in
+        found = {split: self.costed.estimate(grouping, split) for split in
                  [proportional(self.hardware, shares),
                   *(whole_sites(self.hardware, len(grouping), self.random) if self.free else ())]}
         for _ in range(_CHILDREN if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
-            found.setdefault(child, self.costed.ideal(grouping, child))
+            found.setdefault(child, self.costed.estimate(grouping, child))
         best = sorted(found, key=found.__getitem__)
         whole = [split for split in best if is_whole(self.hardware, split)]
         return found[best[0]], list(dict.fromkeys([*best[:_ELITE], *whole[:_WHOLE]]))
@@ -112,17 +128,20 @@ class _Search:
         child = crossed(self.hardware, parents[one], parents[other], self.random)
         return mutated(self.hardware, child, self.random) if child in parents else child
 
-    def _improved(self, grouping: Grouping, splits: list[Split], rounds: int) -> list[tuple[float, Split]]:
-        """The genetic search at real costs: the best splits, best first."""
-        found = {split: self._value(grouping, split) for split in splits}
+    def _improved(self, grouping: Grouping, splits: list[Split], rounds: int, found: dict[Split, float]) -> \
+            Iterator[None]:
+        """The genetic search at real costs; what splits take goes to `found`."""
+        for split in splits:
+            found[split] = self._value(grouping, split)
+            yield
         for _ in range(rounds if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
-            nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.ideal(grouping, split),
+            nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.estimate(grouping, split),
                          default=child)
             for split in (child, nearby):
                 if split not in found:
                     found[split] = self._value(grouping, split)
-        return sorted((value, split) for split, value in found.items())[: _ELITE + _WHOLE]
+                    yield
 
     def _regrouped(self) -> Placement | None:
         """The works anew on the pools of the best answer: their layouts there are mostly known."""
@@ -145,15 +164,15 @@ class _Search:
         return value
 
     def _polished(self, grouping: Grouping, split: Split) -> Iterator[Placement | None]:
-        """Local search: to the first better neighbour, those with the best ideal first, until none is better."""
+        """Local search: to the first better neighbour, the most promising first, until none is better."""
         value, seen = self._value(grouping, split), {split}
         improved = self.free
         while improved:
             improved = False
-            ahead = {near: self.costed.ideal(grouping, near) for near in neighbours(self.hardware, split)}
+            ahead = {near: self.costed.estimate(grouping, near) for near in neighbours(self.hardware, split)}
             for near in sorted(set(ahead) - seen, key=lambda near: (ahead[near], near)):
-                if ahead[near] >= value:
-                    break
+                if self.costed.ideal(grouping, near) >= value:
+                    continue
                 seen.add(near)
                 found = self._value(grouping, near)
                 yield self._answer()

@@ -73,6 +73,11 @@ def mutated(hardware: Hardware, split: Split, random: np.random.Generator) -> Sp
     return _pools(columns)
 
 
+def scattered(hardware: Hardware, groups: int, random: np.random.Generator) -> Split:
+    """Every site divided at random."""
+    return _pools(rounded(site, random.dirichlet(np.ones(groups)) + 1e-9) for site in hardware.sites)
+
+
 def neighbours(hardware: Hardware, split: Split) -> Iterator[Split]:
     """Splits in which one group gives devices of a site to another, as few as can be or all; takes idle ones, or
     leaves its own idle; or changes with another what they have of two sites."""
