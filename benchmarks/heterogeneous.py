@@ -53,12 +53,15 @@ class Cell:
     size: str
 
     def problem(self, models: Path) -> Problem:
-        """256 prompts × 8 samples, of at most 1,024 + 2,048 tokens; PPO with a reward model as large as the actor."""
-        settings = [f"mode={self.mode}", "data.batch=256", "data.max_prompt_tokens=1024",
+        """1,024 prompts × 5 samples of at most 1,024 + 1,024 tokens, trained on in 4 mini-batches, as in verl's own
+        examples; PPO with a reward model as large as the actor."""
+        settings = [f"mode={self.mode}", "data.batch=1024", "data.max_prompt_tokens=1024",
                     f"roles.actor.model={folder(self.size, models)}", "roles.actor.recompute=true",
-                    "roles.actor.generation.max_new_tokens=2048"]
+                    "roles.actor.generation.max_new_tokens=1024", "nodes.rollout.with.group_size=5",
+                    "nodes.update.with.mini_batches=4"]
         if self.algorithm == "ppo":
-            settings += ["nodes.reward.type=MODEL_INFERENCE", "nodes.reward.function=model_score",
+            settings += ["nodes.critic.with.mini_batches=4",
+                         "nodes.reward.type=MODEL_INFERENCE", "nodes.reward.function=model_score",
                          "roles.reward.head=value", f"roles.reward.model={folder(self.size, models, scores=True)}"]
         spec = load(self.algorithm, None, settings, SCENARIOS[self.scenario])
         if self.scenario == "two continents":

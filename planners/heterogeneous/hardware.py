@@ -21,18 +21,19 @@ def hardware_of(cluster: Cluster, dtype: str = "bfloat16", fold: bool | None = N
     """
     if fold is None:
         fold = math.prod((kind.devices + 1) ** kind.count for kind in cluster.machines.values()) > _POOLS
-    named = [(name, 1 if not fold else kind.count) for name, kind in cluster.machines.items()
-             for _ in range(1 if fold else kind.count)]
-    sites = tuple(_site(cluster, name, machines, dtype) for name, machines in named)
-    between = tuple(tuple(_between(cluster, one, other) for other, _ in named) for one, _ in named)
+    kinds = [(kind, number) for kind, said in cluster.machines.items() for number in range(1 if fold else said.count)]
+    sites = tuple(_site(cluster, kind, number, fold, dtype) for kind, number in kinds)
+    between = tuple(tuple(_between(cluster, one, other) for other, _ in kinds) for one, _ in kinds)
     return Hardware(sites, between)
 
 
-def _site(cluster: Cluster, name: str, machines: int, dtype: str) -> Site:
+def _site(cluster: Cluster, name: str, number: int, fold: bool, dtype: str) -> Site:
     kind = cluster.machines[name]
+    machines = kind.count if fold else 1
     device = cluster.devices[kind.device]
     inside = cluster.inside(name) or Link(gb_s=device.memory_gb_s)
     peak = device.tflops.get(dtype) or next(iter(device.tflops.values()))
+    name = name if fold or kind.count == 1 else f"{name}.{number + 1}"
     return Site(name, kind.device, kind.zone, machines, kind.devices, peak * _TERA, device.memory_gib * _GIB,
                 device.memory_gb_s * _GB, kind.host_gb_s * _GB, _way(inside))
 

@@ -66,7 +66,7 @@ def test_the_program_proves_its_plan(plan: Callable) -> None:
 def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, changed: dict, says: str,
                                               key: str) -> None:
     out = tmp_path / "plan.yaml"
-    plan("--solver", "hybrid", "--out", str(out))
+    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
     code, _, error = plan("--plan", str(out), **changed)
     assert code == 2
     line = next(number for number, text in enumerate(out.read_text().splitlines(), 1) if f"{key}: " in text)
@@ -75,7 +75,7 @@ def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, ch
 
 def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
-    plan("--solver", "hybrid", "--out", str(out))
+    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
     out.write_text(out.read_text().replace("solver:", "solvr:"))
     code, _, error = plan("--plan", str(out))
     assert code == 2

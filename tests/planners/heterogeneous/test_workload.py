@@ -105,7 +105,7 @@ def test_what_a_machine_sends_limits_its_links() -> None:
 def test_alike_machines_are_folded_when_there_are_many() -> None:
     few, many = (hardware_of(cluster(one=Machines(device="fast", zone="a", devices=2, count=count)))
                  for count in (3, 30))
-    assert [site.counts for site in few.sites] == [(0, 1, 2)] * 3
+    assert [(site.name, site.counts) for site in few.sites] == [(f"one.{number}", (0, 1, 2)) for number in (1, 2, 3)]
     assert many.sites[0].counts == (0, 1, *range(2, 61, 2))
 
 
