@@ -31,7 +31,7 @@ from planners.heterogeneous.splits import (
     whole_sites,
 )
 
-BUDGET = 6_000
+BUDGET = 4_000
 _PARENTS, _CHILDREN = 4, 12
 """Splits of a grouping that have children, and how many children it gets at estimates."""
 _ARMS = 16

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
@@ -56,7 +57,7 @@ class Site:
     def devices(self) -> int:
         return self.machines * self.each
 
-    @property
+    @cached_property
     def counts(self) -> Pool:
         """How many devices a pool may take of it, in ascending order.
 

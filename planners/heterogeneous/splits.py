@@ -79,8 +79,8 @@ def scattered(hardware: Hardware, groups: int, random: np.random.Generator) -> S
 
 
 def neighbours(hardware: Hardware, split: Split) -> Iterator[Split]:
-    """Splits in which one group gives devices of a site to another, as few as can be or all; takes idle ones, or
-    leaves its own idle; or changes with another what they have of two sites."""
+    """Splits in which one group gives devices of a site to another, as few as can be or all; takes idle ones, or leaves
+    its own idle; in which all groups leave a site; or in which two change what they have of two sites."""
     columns = [list(column) for column in zip(*split)]
     for index, site in enumerate(hardware.sites):
         for changed in _given(site, columns[index]):
@@ -103,6 +103,7 @@ def _given(site: Site, column: list[int]) -> Iterator[list[int]]:
     for giver in range(len(column)):
         if column[giver]:
             yield [*column[:giver], 0, *column[giver + 1:]]
+    yield [0] * len(column)
     for taker in range(len(column)):
         grown = _most(site, column[taker] + site.devices - sum(column))
         if grown > column[taker]:
