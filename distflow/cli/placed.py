@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart")
     mixed.add_argument("--svg", metavar="FILE", help="draw the placement")
     mixed.add_argument("--seed", type=int, default=0, help="of the search")
-    mixed.add_argument("--seconds", type=float, metavar="N", help="stop after so long, with the best so far")
+    mixed.add_argument("--seconds", type=float, metavar="N", help="search so long, not for the usual number of layouts")
     mixed.add_argument("--within", type=float, default=0.0, metavar="SHARE",
                        help="stop when the plan is proven to be this near to the best, as 0.03")
 
@@ -68,14 +68,15 @@ def _read(path: str, made_for: Digests) -> PlacedPlan:
 
 
 def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPlan:
-    from planners.heterogeneous.hybrid import search
+    from planners.heterogeneous.hybrid import BUDGET, search
     from planners.heterogeneous.shortfall import impossible
     from planners.heterogeneous.written import written
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
     stop = lambda: time.monotonic() >= end  # noqa: E731 - planners have no clock
     found = None
-    for found in search(costed.problem, options.seed, stop=stop, quality=options.within, costed=costed):
+    budget = BUDGET if options.seconds is None else sys.maxsize
+    for found in search(costed.problem, options.seed, budget, stop, options.within, costed):
         _progress("search", found.placement and found.placement.seconds, found.bound, f"{found.evaluations} layouts")
     if found is None or found.placement is None:
         raise InvalidInput(impossible(costed) or Mistake("no placement was found", None, "Give it more  --seconds"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.family import Family
-from planners.heterogeneous.objective import groupings
+from planners.heterogeneous.groupings import groupings
 from planners.heterogeneous.problem import Grouping, Placement, Pool, Problem
 from planners.heterogeneous.program import Program
 

@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 
 from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.objective import groupings
+from planners.heterogeneous.groupings import allowed, some
 from planners.heterogeneous.problem import Grouping, Placement, Problem
 from planners.heterogeneous.splits import (
     Split,
@@ -34,8 +34,12 @@ from planners.heterogeneous.splits import (
 BUDGET = 4_000
 _PARENTS, _CHILDREN = 4, 12
 """Splits of a grouping that have children, and how many children it gets at estimates."""
+_DRAWN = 400
+"""Groupings that are drawn where there are too many to list."""
 _ARMS = 16
 """Groupings that are left when layouts begin to be costed."""
+_SPLITS, _DRAFTS = 64, 4096
+"""Splits by whole sites that a grouping begins with, at least, and those of all groupings together."""
 _ELITE, _WHOLE = 2, 2
 """Splits of a grouping that are costed first: the best ones, and the best ones that divide no site."""
 _RESTARTS = 64
@@ -83,11 +87,11 @@ class _Search:
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.best: tuple[float, Grouping, Split] | None = None
         self.free = costed.problem.freedom.assignment
-        self.allowed = set(groupings(costed.problem))
+        self.groupings = some(costed.problem, random, _DRAWN)
 
     def steps(self) -> Iterator[Placement | None]:
         """The best placement after each piece of work."""
-        arms = sorted(((value, grouping, splits) for grouping in sorted(self.allowed)
+        arms = sorted(((value, grouping, splits) for grouping in self.groupings
                        for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
         left, rounds, ended = arms[:_ARMS], 1, []
         while left:
@@ -112,10 +116,10 @@ class _Search:
 
     def _drafted(self, grouping: Grouping) -> tuple[float, list[Split]]:
         """The genetic search at estimates: the value of the best split, and the best few."""
-        shares = self.costed.shares(grouping)
+        shares, most = self.costed.shares(grouping), max(_SPLITS, _DRAFTS // len(self.groupings))
         found = {split: self.costed.estimate(grouping, split) for split in
                  [proportional(self.hardware, shares),
-                  *(whole_sites(self.hardware, len(grouping), self.random) if self.free else ())]}
+                  *(whole_sites(self.hardware, len(grouping), self.random, most) if self.free else ())]}
         for _ in range(_CHILDREN if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.estimate(grouping, child))
@@ -153,7 +157,7 @@ class _Search:
             for homes in product(range(pools), repeat=works):
                 order = list(dict.fromkeys(homes))
                 changed = tuple(tuple(work for work in range(works) if homes[work] == pool) for pool in order)
-                if len(order) == pools and changed in self.allowed:
+                if len(order) == pools and allowed(self.costed.problem, changed):
                     self._value(changed, tuple(split[pool] for pool in order))
         return self._answer()
 

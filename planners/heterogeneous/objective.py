@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from planners.heterogeneous.network import Network
-from planners.heterogeneous.problem import SYNC, TRAIN, Edge, Grouping, Pool, Problem, Sites, sites_of
+from planners.heterogeneous.problem import SYNC, Edge, Grouping, Pool, Problem, Sites, sites_of
 
 Durations = Sequence[float]
 
@@ -79,29 +79,3 @@ class Objective:
 
     def _read(self, edge: Edge, sources: Sites, targets: Sites, together: bool) -> float:
         return self.moved(sources, targets, edge.nbytes)
-
-
-def groupings(problem: Problem) -> list[Grouping]:
-    """All ways to colocate the works. What trains one role stays together, since it has one optimizer."""
-    if problem.freedom.groupings is not None:
-        return list(problem.freedom.groupings)
-    return [found for found in _partitions(len(problem.works)) if _whole(problem, found)]
-
-
-def _whole(problem: Problem, grouping: Grouping) -> bool:
-    homes: dict[str, int] = {}
-    return all(homes.setdefault(problem.works[work].role, index) == index for index, group in enumerate(grouping)
-               for work in group if problem.works[work].kind == TRAIN)
-
-
-def _partitions(count: int) -> list[Grouping]:
-    found: list[Grouping] = [()]
-    for work in range(count):
-        found = [extended for grouping in found for extended in _extended(grouping, work)]
-    return found
-
-
-def _extended(grouping: Grouping, work: int) -> list[Grouping]:
-    joined = [(*grouping[:index], (*group, work), *grouping[index + 1:]) for index, group in enumerate(grouping)]
-    return [*joined, (*grouping, (work,))]
-

@@ -15,8 +15,6 @@ import numpy as np
 from planners.heterogeneous.problem import Hardware, Pool, Site
 
 Split = tuple[Pool, ...]
-_FEW = 64
-"""Splits by whole sites that are looked at."""
 
 
 def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
@@ -24,13 +22,13 @@ def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
     return _pools(rounded(site, shares) for site in hardware.sites)
 
 
-def whole_sites(hardware: Hardware, groups: int, random: np.random.Generator) -> list[Split]:
+def whole_sites(hardware: Hardware, groups: int, random: np.random.Generator, most: int) -> list[Split]:
     """Each site for one group, or for none: every such split if they are few, else some, drawn, without idle sites."""
     sites = hardware.sites
-    if (groups + 1) ** len(sites) <= _FEW:
+    if (groups + 1) ** len(sites) <= most:
         owners = list(product(range(groups + 1), repeat=len(sites)))
     else:
-        owners = random.integers(0, groups, (_FEW, len(sites))).tolist()
+        owners = random.integers(0, groups, (most, len(sites))).tolist()
     return [_pools([site.devices * (group == owner) for group in range(groups)] for site, owner in zip(sites, drawn))
             for drawn in owners if set(range(groups)) <= set(drawn)]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 from benchmarks.small_problems import brute_force, small
@@ -15,8 +16,8 @@ from distflow.schema.errors import InvalidInput
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.exact import Proof, prove
 from planners.heterogeneous.family import Family
+from planners.heterogeneous.groupings import allowed, groupings, some
 from planners.heterogeneous.hybrid import Progress, search
-from planners.heterogeneous.objective import groupings
 from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
 from planners.heterogeneous.workload import problem_of
 from planners.heterogeneous.written import ranks_of
@@ -122,6 +123,20 @@ def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) ->
     free = searched(problem).placement.seconds
     bound = searched(replace(problem, freedom=freedom)).placement.seconds
     assert bound >= free * 0.999
+
+
+def test_many_works_are_grouped_by_drawing() -> None:
+    problem = small(1)
+    many = replace(problem, works=problem.works * 3)
+    drawn = some(many, np.random.default_rng(0), 50)
+    assert drawn == some(many, np.random.default_rng(0), 50)
+    assert len(drawn) > 10
+    assert all(allowed(many, grouping) for grouping in drawn)
+    assert ((0, 1, 2, 3, 4, 5, 6, 7, 8),) in drawn
+    assert all(sorted(work for group in grouping for work in group) == list(range(9)) for grouping in drawn)
+    assert searched(replace(many, edges=(), syncs=()), budget=500).placement
+    with pytest.raises(InvalidInput, match="9 nodes run models, too many for the exact program"):
+        groupings(many)
 
 
 def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
