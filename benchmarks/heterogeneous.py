@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=1)
     parser.add_argument("--budget", type=int, help="layouts that each search may cost")
     given = parsed(parser, arguments)
-    budget = given.budget or (2000 if given.quick else BUDGET)
+    budget = given.budget or BUDGET
     cells = [Cell(*place) for place in product(SCENARIOS, ALGORITHMS, MODES, SIZES)]
     if given.quick:
         cells = [cell for cell in cells if cell.size == "8B" and cell.algorithm == "grpo" and cell.mode == "sync"]

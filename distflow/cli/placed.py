@@ -68,14 +68,14 @@ def _read(path: str, made_for: Digests) -> PlacedPlan:
 
 
 def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPlan:
-    from planners.heterogeneous.hybrid import BUDGET, search
+    from planners.heterogeneous.hybrid import search
     from planners.heterogeneous.shortfall import impossible
     from planners.heterogeneous.written import written
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
     stop = lambda: time.monotonic() >= end  # noqa: E731 - planners have no clock
     found = None
-    budget = BUDGET if options.seconds is None else sys.maxsize
+    budget = None if options.seconds is None else sys.maxsize
     for found in search(costed.problem, options.seed, budget, stop, options.within, costed):
         _progress("search", found.placement and found.placement.seconds, found.bound, f"{found.evaluations} layouts")
     if found is None or found.placement is None:

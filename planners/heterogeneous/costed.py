@@ -39,8 +39,21 @@ class Costed:
         return Placement(grouping, tuple(pools), tuple(found), self.objective.seconds(grouping, pools, durations))
 
     def seconds(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
+        """What the best layouts take on these pools; infinite if a work fits nowhere."""
         found = self.placement(grouping, pools)
         return found.seconds if found else math.inf
+
+    def rough(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
+        """The same at a first look."""
+        turns = [shared(self.problem, group) for group in grouping]
+        homes = {work: index for index, group in enumerate(grouping) for work in group}
+        durations = []
+        for work in range(len(homes)):
+            layout = self.layouts.rough(work, pools[homes[work]], turns[homes[work]])
+            if layout is None:
+                return math.inf
+            durations.append(layout.takes(turns[homes[work]]))
+        return self.objective.seconds(grouping, pools, durations)
 
     def ideal(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
         """What no layouts on these pools can undercut."""

@@ -2,9 +2,9 @@
 
 Levels, after HetRL (arXiv 2512.12476, §4): groupings; how their pools divide the devices; strategies and arrangements
 of each work (`layouts`). Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at what no
-layout can undercut and what their slowest links add, which costs next to nothing, then the better ones at what their
-layouts really take, with twice the budget for half as many in each round. Within a grouping a genetic search divides
-the devices, and in the end local search improves what it found.
+layout can undercut and what their slowest links add, which costs next to nothing, then the better ones at a first look
+at their layouts, with more splits for half as many in each round; the best of a round are looked at closely. Within a
+grouping a genetic search divides the devices, and in the end local search improves what it found.
 
 Budgets are counted in layouts costed, so that the same seed gives the same answer on any machine.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 
 import numpy as np
 
+from planners.heterogeneous.arrangements import FEW
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.groupings import allowed, some
 from planners.heterogeneous.problem import Grouping, Placement, Problem
@@ -31,17 +32,20 @@ from planners.heterogeneous.splits import (
     whole_sites,
 )
 
-BUDGET = 4_000
-_PARENTS, _CHILDREN = 4, 12
+BUDGET, THOROUGH = 5_000, 50_000
+"""Layouts that may be costed: usually, and on clusters of few devices, where the leaf goes through all of them."""
+_PARENTS, _CHILDREN = 4, 8
 """Splits of a grouping that have children, and how many children it gets at estimates."""
 _DRAWN = 400
 """Groupings that are drawn where there are too many to list."""
-_ARMS = 16
+_ARMS = 8
 """Groupings that are left when layouts begin to be costed."""
-_SPLITS, _DRAFTS = 64, 4096
+_SPLITS, _DRAFTS = 32, 4096
 """Splits by whole sites that a grouping begins with, at least, and those of all groupings together."""
 _ELITE, _WHOLE = 2, 2
 """Splits of a grouping that are costed first: the best ones, and the best ones that divide no site."""
+_HOPE = 1.15
+"""How many times as long a neighbour may take at a first look to get a second one."""
 _RESTARTS = 64
 """Local searches from anywhere, if the budget lasts."""
 _MAPPINGS = 1000
@@ -62,16 +66,18 @@ class Progress:
         return 1 - self.bound / self.placement.seconds if self.placement else 1.0
 
 
-def search(problem: Problem, seed: int = 0, budget: int = BUDGET, stop: Callable[[], bool] = lambda: False,
+def search(problem: Problem, seed: int = 0, budget: int | None = None, stop: Callable[[], bool] = lambda: False,
            quality: float = 0.0, costed: Costed | None = None) -> Iterator[Progress]:
     """Better and better placements.
 
     Args:
-        budget: layouts that may be costed.
+        budget: layouts that may be costed; default: `BUDGET`, or `THOROUGH` for few devices.
         stop: asked between steps; planners have no clock, callers have.
         quality: the gap at which the search is content.
     """
     costed = costed or Costed(problem)
+    if budget is None:
+        budget = THOROUGH if sum(problem.hardware.all) <= FEW else BUDGET
     run = _Search(costed, np.random.default_rng(seed))
     bound = costed.bound()
     begin = costed.evaluations
@@ -94,6 +100,9 @@ class _Search:
         arms = sorted(((value, grouping, splits) for grouping in self.groupings
                        for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
         left, rounds, ended = arms[:_ARMS], 1, []
+        if arms:
+            self._value(arms[0][1], arms[0][2][0])
+            yield self._answer()
         while left:
             ranked = []
             for _, grouping, splits in left:
@@ -103,6 +112,9 @@ class _Search:
                 best = sorted(found, key=lambda split: (found[split], split))[: _ELITE + _WHOLE]
                 ranked.append((found[best[0]], grouping, best))
             ranked.sort(key=lambda arm: arm[0])
+            for _, grouping, splits in ranked[: -(-len(ranked) // 4)]:
+                self._value(grouping, splits[0])
+                yield self._answer()
             yield self._regrouped()
             left, rounds = ranked[: len(ranked) // 2], rounds * 2
             ended = ranked[len(left):] + ended
@@ -125,7 +137,8 @@ class _Search:
             found.setdefault(child, self.costed.estimate(grouping, child))
         best = sorted(found, key=found.__getitem__)
         whole = [split for split in best if is_whole(self.hardware, split)]
-        return found[best[0]], list(dict.fromkeys([*best[:_ELITE], *whole[:_WHOLE]]))
+        ahead = [split for pair in zip_longest(best[:_ELITE], whole[:_WHOLE]) for split in pair if split]
+        return found[best[0]], list(dict.fromkeys(ahead))
 
     def _child(self, parents: list[Split]) -> Split:
         one, other = self.random.integers(0, len(parents), 2)
@@ -134,17 +147,17 @@ class _Search:
 
     def _improved(self, grouping: Grouping, splits: list[Split], rounds: int, found: dict[Split, float]) -> \
             Iterator[None]:
-        """The genetic search at real costs; what splits take goes to `found`."""
-        for split in splits:
-            found[split] = self._value(grouping, split)
+        """The genetic search at a first look; what splits take goes to `found`."""
+        for split in splits[: 2 * rounds]:
+            found[split] = self.costed.rough(grouping, split)
             yield
-        for _ in range(rounds if self.free and len(grouping) > 1 else 0):
+        for _ in range(rounds - 1 if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.estimate(grouping, split),
                          default=child)
             for split in (child, nearby):
                 if split not in found:
-                    found[split] = self._value(grouping, split)
+                    found[split] = self.costed.rough(grouping, split)
                     yield
 
     def _regrouped(self) -> Placement | None:
@@ -178,6 +191,9 @@ class _Search:
                 if self.costed.ideal(grouping, near) >= value:
                     continue
                 seen.add(near)
+                if self.costed.rough(grouping, near) >= value * _HOPE:
+                    yield self._answer()
+                    continue
                 found = self._value(grouping, near)
                 yield self._answer()
                 if found < value:

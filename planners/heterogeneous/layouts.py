@@ -7,6 +7,7 @@ blocks are gone through completely, so there the leaf is exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,8 @@ _BETTER = 4
 """Part of the strategies that are arranged in several ways: one in so many."""
 _SMALL = 8
 """Devices of a pool of which any may stay idle."""
+Draft = tuple[Layout | None, Strategy, Pool]
+"""A layout in the first arrangement (None: it does not fit), its strategy, and the pool's blocks."""
 Pair = tuple[Layout | None, Layout | None]
 """The best alone, and the best taking turns."""
 
@@ -32,6 +35,7 @@ class Layouts:
         self.costs, self.problem = costs, costs.problem
         plain = [replace(work, name="", role="") for work in self.problem.works]
         self._like = [plain.index(work) for work in plain]
+        self._drafted: dict[tuple[int, Pool], list[Draft]] = {}
         self._exactly: dict[tuple[int, Pool], Pair] = {}
         self._best: dict[tuple[int, Pool], Pair] = {}
 
@@ -54,32 +58,45 @@ class Layouts:
         for gone in range(len(used) if free else 1):
             yield tuple(0 if site in used[:gone] else count for site, count in enumerate(pool))
 
+    def rough(self, work: int, pool: Pool, shared: bool) -> Layout | None:
+        """The fastest layout on the whole pool in the order of the cluster file: a first look, at a fraction of the
+        cost. On a cluster of few devices, the best one."""
+        if sum(self.problem.hardware.all) <= FEW:
+            return self.best(work, pool, shared)
+        return fastest(layout for layout, _, _ in self._drafts(self._like[work], pool))[shared]
+
     def exactly(self, work: int, pool: Pool) -> Pair:
         """The fastest layouts that use the whole pool: alone, and taking turns. Works that ask the same share them."""
         key = (self._like[work], pool)
         if key not in self._exactly:
-            self._exactly[key] = fastest(self._search(work, pool))
+            self._exactly[key] = fastest(self._search(*key))
         return self._exactly[key]
 
+    def _drafts(self, work: int, pool: Pool) -> list[Draft]:
+        """Each strategy in one arrangement."""
+        if (work, pool) not in self._drafted:
+            found: list[Draft] = []
+            for tp, pp in self._cuts(work, pool) if any(pool) else ():
+                blocks = blocks_of(pool, tp, self.problem.hardware)
+                first = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=pp > 1)
+                found += [(self.costs.layout(work, strategy, first), strategy, blocks)
+                          for strategy in strategies(self.problem.works[work], sum(blocks) // pp, tp, pp)]
+            self._drafted[work, pool] = found
+        return self._drafted[work, pool]
+
     def _search(self, work: int, pool: Pool) -> Iterator[Layout]:
-        hardware, free = self.problem.hardware, self.problem.freedom
-        drafts: list[tuple[float, int, Strategy, Pool]] = []
-        for tp, pp in self._cuts(work, pool):
-            blocks = blocks_of(pool, tp, hardware)
-            for strategy in strategies(self.problem.works[work], sum(blocks) // pp, tp, pp):
-                if free.assignment and few(blocks):
-                    if sum(blocks) % pp == 0:
-                        yield from self._costed(work, strategy, every(blocks, pp))
-                    continue
-                first = tuple(range(len(blocks)))
-                for layout in self._costed(work, strategy, (in_rows(blocks, pp, first, pp > 1),)):
-                    yield layout
-                    drafts.append((layout.takes(shared=True), len(drafts), strategy, blocks))
-                if free.assignment and pp > 1 and not any(draft[2] == strategy for draft in drafts):
-                    drafts.append((float("inf"), len(drafts), strategy, blocks))
-        if free.assignment:
-            for _, _, strategy, blocks in sorted(drafts)[: -(-len(drafts) // _BETTER)]:
-                yield from self._arranged(work, strategy, blocks)
+        drafts = self._drafts(work, pool)
+        yield from (layout for layout, _, _ in drafts if layout)
+        if not self.problem.freedom.assignment:
+            return
+        rest = []
+        for number, (layout, strategy, blocks) in enumerate(drafts):
+            if not few(blocks):
+                rest.append((layout.takes(True) if layout else math.inf, number))
+            elif sum(blocks) % strategy.pp == 0:
+                yield from self._costed(work, strategy, every(blocks, strategy.pp))
+        for _, number in sorted(rest)[: -(-len(rest) // _BETTER)]:
+            yield from self._arranged(work, *drafts[number][1:])
 
     def _cuts(self, work: int, pool: Pool) -> Iterator[tuple[int, int]]:
         """The pairs of tp and pp that the pool allows."""
