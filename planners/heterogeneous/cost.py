@@ -20,10 +20,12 @@ from planners.heterogeneous.problem import (
     TRAIN,
     Arrangement,
     Layout,
+    Pool,
     Problem,
     Replicas,
     Sites,
     Strategy,
+    sites_of,
 )
 from planners.heterogeneous.roofline import Roofline, Rows
 
@@ -62,13 +64,22 @@ class Costs:
                    for site in sites)
         return Layout(strategy, arrangement, rows, layers, seconds, swap)
 
-    def crossing(self, number: int, sites: Sites) -> float:
-        """Roughly what training on several sites sends over the slowest way between them: the gradients of one of eight
-        stages, or the activations of all rows if the sites have different stages."""
+    def ideal(self, number: int, pool: Pool) -> float:
+        """Seconds that no layout of a work on this pool can undercut."""
+        return self.works[number].ideal(list(zip(self._sites, pool)))
+
+    def estimate(self, number: int, pool: Pool) -> float:
+        """The ideal, and what training must send over the slowest links of the pool."""
+        return self.ideal(number, pool) + self._crossing(number, sites_of(pool))
+
+    def _crossing(self, number: int, sites: Sites) -> float:
+        """Roughly what training on several sites sends over the slowest way between them: for each update the gradients
+        of one of eight stages, or the activations of all rows if the sites have different stages."""
         work = self.problem.works[number]
         if work.kind != TRAIN or len(sites) < 2:
             return 0.0
-        nbytes = min(work.parameters, 2 * work.epochs * work.rows * work.tokens * work.hidden * work.width)
+        nbytes = work.epochs * min(work.mini_batches * work.parameters,
+                                   2 * work.rows * work.tokens * work.hidden * work.width)
         return self.network.reach(frozenset({min(sites)}), sites).seconds(nbytes)
 
     def _layer_seconds(self, number: int, site: int, strategy: Strategy) -> float:

@@ -9,7 +9,7 @@ from functools import cache
 from planners.heterogeneous.cost import Costs
 from planners.heterogeneous.layouts import Layouts
 from planners.heterogeneous.objective import Objective
-from planners.heterogeneous.problem import SYNC, Grouping, Placement, Pool, Problem, shared, sites_of
+from planners.heterogeneous.problem import SYNC, Grouping, Placement, Pool, Problem, shared
 
 
 class Costed:
@@ -19,7 +19,7 @@ class Costed:
         self.problem, self.costs = problem, Costs(problem)
         self.layouts = Layouts(self.costs)
         self.objective = Objective(problem, self.costs.network)
-        self.ideal_of, self.estimate_of = cache(self._ideal_of), cache(self._estimate_of)
+        self.ideal_of, self.estimate_of = cache(self.costs.ideal), cache(self.layouts.estimate)
 
     @property
     def evaluations(self) -> int:
@@ -60,19 +60,13 @@ class Costed:
         return self._with(self.ideal_of, grouping, pools)
 
     def estimate(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
-        """The ideal, and what training must send over the slowest links of its pool."""
+        """The ideal, and what training must send over the slowest links of the sites that it uses."""
         return self._with(self.estimate_of, grouping, pools)
 
     def _with(self, seconds: Callable[[int, Pool], float], grouping: Grouping, pools: Sequence[Pool]) -> float:
         homes = {work: index for index, group in enumerate(grouping) for work in group}
         durations = [seconds(work, pools[homes[work]]) for work in range(len(homes))]
         return math.inf if math.inf in durations else self.objective.seconds(grouping, pools, durations)
-
-    def _ideal_of(self, work: int, pool: Pool) -> float:
-        return self.costs.works[work].ideal(list(zip(self.problem.hardware.sites, pool)))
-
-    def _estimate_of(self, work: int, pool: Pool) -> float:
-        return self.ideal_of(work, pool) + self.costs.crossing(work, sites_of(pool))
 
     def shares(self, grouping: Grouping) -> list[float]:
         """What part of the cluster each group is worth: the works' ideal times on all of it."""

@@ -32,7 +32,7 @@ from planners.heterogeneous.splits import (
     whole_sites,
 )
 
-BUDGET, THOROUGH = 5_000, 50_000
+BUDGET, THOROUGH = 4_000, 50_000
 """Layouts that may be costed: usually, and on clusters of few devices, where the leaf goes through all of them."""
 _PARENTS, _CHILDREN = 4, 8
 """Splits of a grouping that have children, and how many children it gets at estimates."""

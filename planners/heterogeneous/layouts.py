@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from functools import cache, partial
+from itertools import combinations, product
 
 from planners.heterogeneous.arrangements import FEW, blocks_of, every, few, in_rows, orders, swaps
 from planners.heterogeneous.cost import Costs
@@ -20,6 +21,8 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Into how many stages many blocks are arranged."""
 _BETTER = 4
 """Part of the strategies that are arranged in several ways: one in so many."""
+_PARTS, _SUBSETS = 3, 5
+"""Choices of sites that are looked at, and sites of which every choice is one to begin with."""
 _SMALL = 8
 """Devices of a pool of which any may stay idle."""
 Draft = tuple[Layout | None, Strategy, Pool]
@@ -35,6 +38,7 @@ class Layouts:
         self.costs, self.problem = costs, costs.problem
         plain = [replace(work, name="", role="") for work in self.problem.works]
         self._like = [plain.index(work) for work in plain]
+        self.parts = cache(self._parts_of)
         self._drafted: dict[tuple[int, Pool], list[Draft]] = {}
         self._exactly: dict[tuple[int, Pool], Pair] = {}
         self._best: dict[tuple[int, Pool], Pair] = {}
@@ -43,27 +47,36 @@ class Layouts:
         """The fastest layout of a work on a pool or on a part of it, alone or taking turns; None if none fits."""
         work = self._like[work]
         if (work, pool) not in self._best:
-            parts = [self.exactly(work, part) for part in self._parts(pool)]
+            parts = [self.exactly(work, part) for part in self.parts(work, pool)]
             self._best[work, pool] = fastest(layout for pair in parts for layout in pair)
         return self._best[work, pool][shared]
 
-    def _parts(self, pool: Pool) -> Iterator[Pool]:
-        """The pool and what it may leave idle: any of a small pool's devices, a large one's slowest sites."""
-        sites, free = self.problem.hardware.sites, self.problem.freedom.assignment
-        if sum(pool) <= _SMALL and free:
-            counts = [[count for count in site.counts if count <= limit] for site, limit in zip(sites, pool)]
-            yield from (part for part in product(*counts) if any(part))
-            return
+    def estimate(self, work: int, pool: Pool) -> float:
+        """Seconds at no cost: the ideal and the slowest links of the sites that a work would do best to use."""
+        return min(map(partial(self.costs.estimate, self._like[work]), self.parts(self._like[work], pool)))
+
+    def _parts_of(self, work: int, pool: Pool) -> list[Pool]:
+        """The pool and what it may leave idle: any of a small pool's devices; of a large one whole sites, as the most
+        promising choices of sites have it."""
+        sites = self.problem.hardware.sites
         used = sorted((site for site, count in enumerate(pool) if count), key=lambda site: sites[site].peak)
-        for gone in range(len(used) if free else 1):
-            yield tuple(0 if site in used[:gone] else count for site, count in enumerate(pool))
+        if not used or not self.problem.freedom.assignment:
+            return [pool]
+        if sum(pool) <= _SMALL:
+            counts = [[count for count in site.counts if count <= limit] for site, limit in zip(sites, pool)]
+            return [part for part in product(*counts) if any(part)]
+        chosen = [used[gone:] for gone in range(len(used))] if len(used) > _SUBSETS else \
+            [some for size in range(len(used), 0, -1) for some in combinations(used, size)]
+        parts = [tuple(count if site in some else 0 for site, count in enumerate(pool)) for some in chosen]
+        return sorted(parts, key=partial(self.costs.estimate, work))[:_PARTS]
 
     def rough(self, work: int, pool: Pool, shared: bool) -> Layout | None:
-        """The fastest layout on the whole pool in the order of the cluster file: a first look, at a fraction of the
-        cost. On a cluster of few devices, the best one."""
+        """The fastest layout on the most promising part of the pool, in the order of the cluster file: a first look, at
+        a fraction of the cost. On a cluster of few devices, the best one."""
         if sum(self.problem.hardware.all) <= FEW:
             return self.best(work, pool, shared)
-        return fastest(layout for layout, _, _ in self._drafts(self._like[work], pool))[shared]
+        work = self._like[work]
+        return fastest(layout for layout, _, _ in self._drafts(work, self.parts(work, pool)[0]))[shared]
 
     def exactly(self, work: int, pool: Pool) -> Pair:
         """The fastest layouts that use the whole pool: alone, and taking turns. Works that ask the same share them."""
