@@ -56,15 +56,15 @@ class Layouts:
         return min(map(partial(self.costs.estimate, self._like[work]), self.parts(self._like[work], pool)))
 
     def _parts_of(self, work: int, pool: Pool) -> list[Pool]:
-        """The pool and what it may leave idle: any of a small pool's devices; of a large one whole sites, as the most
-        promising choices of sites have it."""
+        """The pool and what it may leave idle, most promising first: any of a small pool's devices; of a large one whole
+        sites, in a few ways."""
         sites = self.problem.hardware.sites
         used = sorted((site for site, count in enumerate(pool) if count), key=lambda site: sites[site].peak)
         if not used or not self.problem.freedom.assignment:
             return [pool]
         if sum(pool) <= _SMALL:
             counts = [[count for count in site.counts if count <= limit] for site, limit in zip(sites, pool)]
-            return [part for part in product(*counts) if any(part)]
+            return sorted((part for part in product(*counts) if any(part)), key=partial(self.costs.estimate, work))
         chosen = [used[gone:] for gone in range(len(used))] if len(used) > _SUBSETS else \
             [some for size in range(len(used), 0, -1) for some in combinations(used, size)]
         parts = [tuple(count if site in some else 0 for site, count in enumerate(pool)) for some in chosen]
