@@ -53,11 +53,11 @@ def main(options: argparse.Namespace, spec: Spec) -> int:
     placement = placement_of(costed.problem, plan)
     if options.out:
         said = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
-        Path(options.out).write_text(HEAD + said, encoding="utf-8")
+        _write(options.out, HEAD + said)
     if options.svg:
         from planners.heterogeneous.explain import svg
 
-        Path(options.svg).write_text(svg(costed.problem, placement), encoding="utf-8")
+        _write(options.svg, svg(costed.problem, placement))
     lines = [*_described(spec, plan), *(_explained(costed, placement) if options.explain else ())]
     print("\n".join(lines))
     return 0
@@ -65,6 +65,13 @@ def main(options: argparse.Namespace, spec: Spec) -> int:
 
 def _read(path: str, made_for: Digests) -> PlacedPlan:
     return placed_plan(read(Path(path), shown(path)), made_for)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
 
 
 def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPlan:

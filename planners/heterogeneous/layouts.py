@@ -56,8 +56,8 @@ class Layouts:
         return min(map(partial(self.costs.estimate, self._like[work]), self.parts(self._like[work], pool)))
 
     def _parts_of(self, work: int, pool: Pool) -> list[Pool]:
-        """The pool and what it may leave idle, most promising first: any of a small pool's devices; of a large one whole
-        sites, in a few ways."""
+        """The pool and what it may leave idle, most promising first: any of a small pool's devices, and of a large one
+        whole sites, in a few ways."""
         sites = self.problem.hardware.sites
         used = sorted((site for site, count in enumerate(pool) if count), key=lambda site: sites[site].peak)
         if not used or not self.problem.freedom.assignment:

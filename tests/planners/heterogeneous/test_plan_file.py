@@ -94,6 +94,12 @@ def test_flags_that_do_not_go_together(plan: Callable, arguments: tuple[str, ...
     assert says in error
 
 
+def test_a_file_that_cannot_be_written(plan: Callable, tmp_path: Path) -> None:
+    code, _, error = plan("--solver", "hybrid", "--within", "0.9", "--out", str(tmp_path / "none" / "plan.yaml"))
+    assert code == 2
+    assert "plan.yaml: cannot be written: No such file or directory" in error
+
+
 def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     tiny.write_text("name: tiny\ndevices: {l4: {tflops: {bfloat16: 121}, memory_gib: 22, memory_gb_s: 300}}\n"
