@@ -71,7 +71,8 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InvalidInput(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+        raise InvalidInput(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that is there.") \
+            from None
 
 
 def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPlan:

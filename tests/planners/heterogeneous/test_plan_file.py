@@ -51,6 +51,15 @@ def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Pa
     assert again[:2] == (0, printed)
 
 
+def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> None:
+    code, printed, _ = plan()
+    assert code == 0
+    assert printed.startswith("grpo on 64 ranks, mode sync")
+    code, _, error = plan("--ranks", "65")
+    assert code == 2
+    assert "cluster `h200_a100` has 64 ranks, and the plan is for 65" in error
+
+
 def test_the_program_proves_its_plan(plan: Callable) -> None:
     code, printed, _ = plan("--solver", "ilp", cluster="h200")
     assert code == 0
