@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -14,6 +15,10 @@ from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.placed import Digests, PlacedPlan, placed_plan
 from distflow.schema.source import read
 from distflow.schema.spec import Spec
+
+if TYPE_CHECKING:
+    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.problem import Placement
 
 HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
 
@@ -75,13 +80,16 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPlan:
+def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests) -> PlacedPlan:
     from planners.heterogeneous.hybrid import search
     from planners.heterogeneous.shortfall import impossible
     from planners.heterogeneous.written import written
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
-    stop = lambda: time.monotonic() >= end  # noqa: E731 - planners have no clock
+
+    def stop() -> bool:  # planners have no clock
+        return time.monotonic() >= end
+
     found = None
     budget = None if options.seconds is None else sys.maxsize
     for found in search(costed.problem, options.seed, budget, stop, options.within, costed):
@@ -95,7 +103,7 @@ def _solved(options: argparse.Namespace, costed, made_for: Digests) -> PlacedPla
     return written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
 
 
-def _proven(costed, best, stop: Callable[[], bool], within: float):
+def _proven(costed: Costed, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:
     from planners.heterogeneous.exact import prove
 
     bound = 0.0
@@ -145,7 +153,7 @@ def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
     yield from said
 
 
-def _explained(costed, placement) -> Iterator[str]:
+def _explained(costed: Costed, placement: Placement) -> Iterator[str]:
     from planners.heterogeneous.explain import bounds, gantt, helps, picture
 
     yield from ("", "what bounds each task")
