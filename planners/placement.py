@@ -170,7 +170,7 @@ def _said(split: dict[str, int]) -> str:
 def _check_ranks(spec: Spec, ranks: int) -> list[Mistake]:
     if ranks < 1:
         return [Mistake(f"a plan needs at least 1 rank, not {ranks}")]
-    has = spec.cluster.ranks
+    has = spec.cluster.size
     if has is not None and ranks > has and spec.cluster_source:
         what = f"cluster `{spec.cluster.name}` has {has} rank{'s' * (has > 1)}, and the plan is for {ranks}"
         return [Mistake(what, spec.cluster_source.spot(("ranks",)), f"Start {has}, or plan for another cluster.")]

@@ -47,7 +47,7 @@ def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
 
 
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    return next(count for count in (options.ranks, spec.cluster.ranks, spec.run.ranks, 1) if count is not None)
+    return next(count for count in (options.ranks, spec.cluster.size, spec.run.ranks, 1) if count is not None)
 
 
 def torchrun(ranks: int, arguments: list[str], quiet: bool = False) -> int:

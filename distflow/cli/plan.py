@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from distflow.cli import placed
 from distflow.cli.common import add_dag_arguments, load_and_plan
 from distflow.schema.plan import Plan, Task, Transfer
 from distflow.schema.spec import Spec
@@ -18,10 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="as JSON, with all details")
     form.add_argument("--dock", type=_positive, metavar="WAREHOUSES",
                       help="also what a step would move through a transfer dock of so many warehouses")
+    placed.add_arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
+    mixed = placed.asked(options)
     spec, plan = load_and_plan(options)
+    if mixed:
+        return placed.main(options, spec)
     lines = [plan.to_json()] if options.json else [*describe(plan, spec), *_dock(plan, spec, options.dock)]
     print("\n".join(lines))
     return 0

@@ -41,8 +41,16 @@ class Shape:
     """Of each layer; 0 for a model without."""
     expert_parameters: int = 0
     """Of the experts of all layers together."""
+    experts_per_token: int = 0
+    """How many of a layer's experts compute for a token."""
     widening: int = 0
     """Width of the feed-forward layers; 0 where experts have their own."""
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute for a token: all but those of experts that it does not have."""
+        idle = 1 - self.experts_per_token / self.experts if self.experts else 0
+        return self.parameters - int(idle * self.expert_parameters)
 
     def with_value_head(self) -> Shape:
         """The same model with one number for each token."""
@@ -85,6 +93,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
     return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
                  heads=heads, kv_heads=kv_heads, experts=_experts(config),
+                 experts_per_token=config.get("num_experts_per_tok", 0) if _experts(config) else 0,
                  expert_parameters=layers * _experts(config) * 3 * hidden * config.get("moe_intermediate_size", 0),
                  widening=0 if _experts(config) else config["intermediate_size"])
 

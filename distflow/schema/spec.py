@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distflow.schema.cluster import Cluster
+from distflow.schema.cluster import Cluster, check_cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
 from distflow.schema.document import check
@@ -115,6 +115,7 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     run_object, of_run = check(Run, run_source)
     cluster_object, of_cluster = check(Cluster, cluster_source) if cluster_source else (Cluster(), [])
     mistakes += of_dag + of_run + of_cluster
+    mistakes += check_cluster(cluster_object, cluster_source) if cluster_object and cluster_source else []
     if dag_object is None or run_object is None:
         raise InvalidInput(mistakes)
     functions = find_functions(dag_object, dag_source, mistakes)

@@ -1,0 +1,166 @@
+"""What `distflow plan --solver` prints and writes: a plan for mixed hardware, found or read again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from distflow.schema.errors import InvalidInput, Mistake, shown
+from distflow.schema.placed import Digests, PlacedPlan, placed_plan
+from distflow.schema.source import read
+from distflow.schema.spec import Spec
+
+if TYPE_CHECKING:
+    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.problem import Placement
+
+HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    mixed = parser.add_argument_group("mixed hardware", "a plan for a --cluster with `machines`, by a cost model")
+    mixed.add_argument("--solver", choices=("hybrid", "ilp"), help="search fast, or search and then prove the best")
+    mixed.add_argument("--plan", metavar="FILE", help="a plan that was written before, in place of a solver")
+    mixed.add_argument("--out", metavar="FILE", help="write the plan")
+    mixed.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart")
+    mixed.add_argument("--svg", metavar="FILE", help="draw the placement")
+    mixed.add_argument("--seed", type=int, default=0, help="of the search")
+    mixed.add_argument("--seconds", type=float, metavar="N", help="search so long, not for the usual number of layouts")
+    mixed.add_argument("--within", type=float, default=0.0, metavar="SHARE",
+                       help="stop when the plan is proven to be this near to the best, as 0.03")
+
+
+def asked(options: argparse.Namespace) -> bool:
+    """Whether a plan for mixed hardware is wanted."""
+    wanted = options.solver or options.plan
+    for name in ("out", "explain", "svg"):
+        if getattr(options, name) and not wanted:
+            raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
+    if options.solver and options.plan:
+        raise InvalidInput("a plan is either found (--solver) or read (--plan). Leave one of them out.")
+    return bool(wanted)
+
+
+def main(options: argparse.Namespace, spec: Spec) -> int:
+    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.workload import problem_of
+    from planners.heterogeneous.written import digests_of, placement_of
+
+    costed = Costed(problem_of(spec))
+    made_for = digests_of(spec, costed.problem)
+    plan = _read(options.plan, made_for) if options.plan else _solved(options, costed, made_for)
+    placement = placement_of(costed.problem, plan)
+    if options.out:
+        said = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
+        _write(options.out, HEAD + said)
+    if options.svg:
+        from planners.heterogeneous.explain import svg
+
+        _write(options.svg, svg(costed.problem, placement))
+    lines = [*_described(spec, plan), *(_explained(costed, placement) if options.explain else ())]
+    print("\n".join(lines))
+    return 0
+
+
+def _read(path: str, made_for: Digests) -> PlacedPlan:
+    return placed_plan(read(Path(path), shown(path)), made_for)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that is there.") \
+            from None
+
+
+def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests) -> PlacedPlan:
+    from planners.heterogeneous.hybrid import search
+    from planners.heterogeneous.shortfall import impossible
+    from planners.heterogeneous.written import written
+
+    end = time.monotonic() + options.seconds if options.seconds else float("inf")
+
+    def stop() -> bool:  # planners have no clock
+        return time.monotonic() >= end
+
+    found = None
+    budget = None if options.seconds is None else sys.maxsize
+    for found in search(costed.problem, options.seed, budget, stop, options.within, costed):
+        _progress("search", found.placement and found.placement.seconds, found.bound, f"{found.evaluations} layouts")
+    if found is None or found.placement is None:
+        raise InvalidInput(impossible(costed) or Mistake("no placement was found", None, "Give it more  --seconds"))
+    best, bound = found.placement, found.bound
+    if options.solver == "ilp":
+        best, bound = _proven(costed, best, stop, options.within)
+    _progress()
+    return written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+
+
+def _proven(costed: Costed, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:
+    from planners.heterogeneous.exact import prove
+
+    bound = 0.0
+    for proof in prove(costed.problem, best, stop, costed=costed):
+        best, bound = proof.placement, proof.bound
+        _progress("proof", best.seconds, bound, f"{proof.open} groupings open")
+        if proof.gap <= within:
+            break
+    return best, bound
+
+
+def _progress(what: str = "", seconds: float | None = None, bound: float = 0.0, more: str = "") -> None:
+    """One line on a terminal, written over itself; without arguments, an empty one."""
+    if sys.stderr.isatty():
+        share = bound / seconds if seconds else 0.0
+        bar = "█" * round(20 * share)
+        line = f"{what} |{bar:20}| best {seconds or 0:.2f} s, bound {bound:.2f} s, {more}" if what else ""
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
+    yield (f"{spec.dag.name} on {spec.cluster.name}, mode {spec.run.mode}, solver {plan.solver} "
+           "(a prediction of the cost model, not a measurement)")
+    yield (f"an iteration: {plan.seconds:.2f} s; no plan takes less than {plan.bound:.2f} s "
+           f"(gap {1 - plan.bound / plan.seconds:.1%})")
+    for number, group in enumerate(plan.groups, 1):
+        devices = " + ".join(f"{count} {name}" for name, count in group.devices.items())
+        yield from ("", f"group {number}: {devices}")
+        for name in group.tasks:
+            task = plan.tasks[name]
+            yield f"  {name}  dp {task.dp}, tp {task.tp}, pp {task.pp}" \
+                + (f", ep {task.ep}" if task.ep > 1 else "") + f", {task.micro_rows} rows a micro-batch"
+            for shares in task.shares:
+                yield f"    {shares.count} × {shares.rows} rows on {' → '.join(_runs(shares.stages, task.layers))}"
+
+
+def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
+    """Stages with their layers, like neighbours in one: `hopper 9 9`."""
+    previous = None
+    said: list[str] = []
+    for stage, count in zip(stages, layers):
+        if stage == previous:
+            said[-1] += f" {count}"
+        else:
+            said.append(f"{stage} {'layers ' if not said else ''}{count}")
+        previous = stage
+    yield from said
+
+
+def _explained(costed: Costed, placement: Placement) -> Iterator[str]:
+    from planners.heterogeneous.explain import bounds, gantt, helps, picture
+
+    yield from ("", "what bounds each task")
+    found = bounds(costed.problem, placement)
+    width = max(len(bound.work) for bound in found)
+    yield from (f"  {bound.work:{width}}  {bound.seconds:9.2f} s  {bound}" for bound in found)
+    yield from ("", "what would help most (this placement, with twice as much)")
+    yield from (f"  {name}: {times:.2f}x" for name, times in helps(costed.problem, placement) if times > 1.005)
+    yield from ("", f"an iteration, {placement.seconds:.2f} s", *gantt(costed, placement))
+    yield from ("", "devices by group (. idles)", *picture(costed.problem, placement))

@@ -1,0 +1,146 @@
+"""What a layer of a model takes on a device, in seconds and in bytes: rooflines (Williams et al. 2009).
+
+A layer's arithmetic and its reading of memory go on at the same time, so the slower of both counts. Arithmetic of a
+token, forward: 2 FLOP for each parameter and, for its attention, 2 × context × hidden in a causal row and twice as much
+for a token that sees all of its context (Kaplan et al. 2020, table 1). Backward takes twice as much as forward, and
+recomputation once more (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and
+twice backward (Shoeybi et al. 2019, §3). Embeddings and the head are counted as if spread over the layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from planners.heterogeneous.network import Network
+from planners.heterogeneous.problem import GENERATE, TRAIN, Coefficients, Site, Strategy, Work
+
+_ACTIVATIONS = 17
+"""Values kept for each token, layer and hidden element (Korthikanti et al. 2022, §4.1: 34 bytes of two each)."""
+_LOGITS = 12
+_LOGITS_AT_ONCE = 2**25
+_OWN, _DIVIDED = 4, 12
+"""Bytes of a trained parameter beside its weight: its gradient; master weight and Adam's state, which the shares of a
+stage divide among themselves (Rajbhandari et al. 2020, §5.1)."""
+Rows = Any
+"""A number of rows, or an array of such numbers."""
+
+
+class Roofline:
+    """The costs of one work."""
+
+    def __init__(self, work: Work, coefficients: Coefficients, network: Network):
+        self.work, self._network, self._shares = work, network, coefficients
+        self._weights = work.parameters / work.layers * work.width
+        self._expert_weights = work.expert_parameters / work.layers * work.width
+        self._flop = 2 * work.computing / work.layers
+
+    def batch(self, number: int, site: Site, strategy: Strategy, tokens: int, context: int) -> float:
+        """Seconds of one layer on one micro-batch: rows whose tokens are all there at once."""
+        work, shares, tp = self.work, self._shares, strategy.tp
+        trains = work.kind == TRAIN
+        passes = (4 if work.recompute else 3) if trains else 1
+        flop = tokens * (self._flop + 2 * context * work.hidden)
+        read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
+        roof = max(flop / tp / (site.peak * shares.compute), read / (site.bandwidth * shares.memory))
+        sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * work.hidden * work.width)
+        return passes * roof + sums
+
+    def decode(self, number: int, site: Site, tp: int, rows: Rows) -> Rows:
+        """Seconds of one layer for the next token of each of `rows`: it reads its weights once (of experts, those that
+        are asked for) and the cache of every row, at half of the response's length."""
+        work, shares = self.work, self._shares
+        context = self._context
+        asked = np.minimum(1.0, rows * work.experts_per_token / work.experts) if work.experts else 1.0
+        read = self._weights - self._expert_weights * (1 - asked) + rows * (work.kv * context)
+        flop = rows * (self._flop + 4 * context * work.hidden)
+        roof = np.maximum(flop / (tp * site.peak * shares.compute), read / (tp * site.bandwidth * shares.memory))
+        return roof + 2 * self._network.slices(number, tp, rows * (work.hidden * work.width))
+
+    def state(self, strategy: Strategy) -> float:
+        """Bytes that one layer has on a device as long as the work is there."""
+        work = self.work
+        own = (work.parameters - work.expert_parameters * (1 - 1 / strategy.ep)) / work.layers / strategy.tp
+        return own * (work.width + _OWN + _DIVIDED / strategy.dp) if work.kind == TRAIN else own * work.width
+
+    def kept(self, strategy: Strategy, stage: int) -> tuple[float, float]:
+        """Bytes of activations on a device: for each of its layers, and beside them. A stage of a training pipeline
+        holds a micro-batch for itself and one for each stage after it (Narayanan et al. 2021, §2.2); what is
+        recomputed keeps its inputs only."""
+        work = self.work
+        tokens = strategy.micro * (work.prompt if work.kind == GENERATE else work.tokens)
+        whole = _ACTIVATIONS * work.width * work.hidden * tokens / strategy.tp
+        logits = _LOGITS * min(tokens * work.outputs / strategy.tp, max(_LOGITS_AT_ONCE, work.outputs))
+        if work.kind != TRAIN:
+            return 0.0, whole + (0.0 if work.kind == GENERATE else logits)
+        under_way = strategy.pp - stage
+        if work.recompute:
+            return under_way * tokens * work.hidden * work.width, whole + logits
+        return under_way * whole, logits
+
+    def room(self, site: Site) -> float:
+        """Bytes of a device that may be filled."""
+        return site.memory * self._shares.filled
+
+    def fits(self, site: Site, strategy: Strategy, stage: int) -> float:
+        """How many layers a device of this site has room for."""
+        none, one = self.fills(strategy, stage, 0), self.fills(strategy, stage, 1)
+        return (self.room(site) - none) // (one - none)
+
+    def fills(self, strategy: Strategy, stage: int, layers: int) -> float:
+        """Bytes that so many layers take on a device; of a generating one with the cache of one row."""
+        each, beside = self.kept(strategy, stage)
+        each += self.state(strategy) + (self.cache(strategy.tp) if self.work.kind == GENERATE else 0.0)
+        return beside + layers * each
+
+    def cache(self, tp: int) -> float:
+        """Bytes of the cache of one layer for one row at its longest."""
+        return self.work.kv * self.work.tokens / tp
+
+    def swap(self, site: Site, strategy: Strategy, layers: int) -> float:
+        """Seconds to bring one's state from host memory and, of training, to put it back afterwards. Weights to sample
+        with come anew in every iteration (see `syncs`)."""
+        times = {TRAIN: 2, GENERATE: 0}.get(self.work.kind, 1)
+        return times * layers * self.state(strategy) / site.host
+
+    def step(self, site: Site, strategy: Strategy, layers: int) -> float:
+        """Seconds of the optimizer: reads and writes all of its part of the state once."""
+        nbytes = layers * self.work.parameters / self.work.layers / strategy.tp * (_DIVIDED / strategy.dp + _OWN)
+        return 2 * nbytes / (site.bandwidth * self._shares.memory)
+
+    def ideal(self, devices: list[tuple[Site, int]]) -> float:
+        """Seconds below which no layout on these devices can come: all of them busy at their peak, without a message,
+        weights read once for a token of all rows. Infinite if they have too little memory together."""
+        work, shares = self.work, self._shares
+        room = sum(self.room(site) * count for site, count in devices)
+        each = work.width + (_OWN + _DIVIDED if work.kind == TRAIN else 0)
+        if not room or work.parameters * each > room:
+            return float("inf")
+        if work.kind != GENERATE:
+            return self.arithmetic(devices)
+        bandwidth = sum(site.bandwidth * count for site, count in devices) * shares.memory
+        read = work.layers * (self._weights - self._expert_weights + work.rows * work.kv * self._context)
+        decode = max(self._flops(1, 4 * self._context) / self._peak(devices), read / bandwidth)
+        return self._flops(work.prompt, 2 * work.prompt) / self._peak(devices) + work.response * decode
+
+    def arithmetic(self, devices: list[tuple[Site, int]]) -> float:
+        """Seconds of the arithmetic alone, divided among these devices by their peaks."""
+        work = self.work
+        if work.kind == GENERATE:
+            flop = self._flops(work.prompt, 2 * work.prompt) + work.response * self._flops(1, 4 * self._context)
+        else:
+            passes = (4 if work.recompute else 3) if work.kind == TRAIN else 1
+            flop = passes * work.epochs * self._flops(work.tokens, 2 * work.tokens)
+        return flop / self._peak(devices)
+
+    def _peak(self, devices: list[tuple[Site, int]]) -> float:
+        return sum(site.peak * count for site, count in devices) * self._shares.compute
+
+    @property
+    def _context(self) -> float:
+        return self.work.prompt + self.work.response / 2
+
+    def _flops(self, tokens: float, seen: float) -> float:
+        """Of all layers, for so many tokens of each row that see so much."""
+        return self.work.layers * self.work.rows * tokens * (self._flop + seen * self.work.hidden)

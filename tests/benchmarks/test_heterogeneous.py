@@ -1,0 +1,44 @@
+"""The sides of the prediction for mixed hardware: what each may decide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.heterogeneous import Cell, seconds, stream_rl, verl
+from planners.heterogeneous.hybrid import search
+from planners.heterogeneous.problem import GENERATE
+
+CELL = Cell("two continents", "grpo", "sync", "4B")
+
+
+def test_verl_like_shares_equally_and_uses_all_devices(tmp_path: Path) -> None:
+    *_, found = search(verl(CELL.problem(tmp_path)), budget=500)
+    assert found.placement.grouping == ((0, 1, 2),)
+    assert found.placement.pools == (CELL.problem(tmp_path).hardware.all,)
+    for layout in found.placement.layouts:
+        assert len(set(layout.rows)) == 1
+        assert max(layout.layers) - min(layout.layers) <= 1
+
+
+def test_stream_rl_like_has_two_pools(tmp_path: Path) -> None:
+    problem = CELL.problem(tmp_path)
+    *_, found = search(stream_rl(problem), budget=500)
+    kinds = [{problem.works[work].kind == GENERATE for work in group} for group in found.placement.grouping]
+    assert sorted(kinds, key=str) == [{False}, {True}]
+
+
+@pytest.mark.parametrize("scenario", ["one zone", "two continents"])
+def test_ours_is_never_slower(tmp_path: Path, scenario: str) -> None:
+    problem = Cell(scenario, "grpo", "async", "4B").problem(tmp_path)
+    ours = seconds(problem, 4000)
+    assert ours <= seconds(verl(problem), 1000)
+    assert ours <= seconds(stream_rl(problem), 1000)
+
+
+def test_continents_are_further_apart_than_regions(tmp_path: Path) -> None:
+    near, far = (Cell(scenario, "grpo", "sync", "4B").problem(tmp_path).hardware.between[0][3]
+                 for scenario in ("two regions", "two continents"))
+    assert far.bandwidth < near.bandwidth
+    assert far.latency > near.latency

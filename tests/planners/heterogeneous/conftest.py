@@ -1,0 +1,22 @@
+"""Problems of shipped DAGs on shipped clusters, with models whose weights are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.qwen3 import folder
+from distflow.schema.spec import Spec, load
+
+
+@pytest.fixture
+def mixed_spec(tmp_path: Path) -> Callable[..., Spec]:
+    """`mixed_spec(dag, cluster, *overrides, size="4B")`: 64 prompts of up to 512 + 512 tokens."""
+    def make(dag: str = "grpo", cluster: str = "h200_a100", *overrides: str, size: str = "4B") -> Spec:
+        own = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64", "data.max_prompt_tokens=512",
+               "roles.actor.generation.max_new_tokens=512", *overrides]
+        return load(dag, None, own, cluster)
+
+    return make

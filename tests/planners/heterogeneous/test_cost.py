@@ -1,0 +1,150 @@
+"""The cost model's formulas, each where it can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planners.heterogeneous.arrangements import every, in_rows
+from planners.heterogeneous.cost import Costs
+from planners.heterogeneous.problem import (
+    GENERATE,
+    INFER,
+    TRAIN,
+    Coefficients,
+    Hardware,
+    Problem,
+    Replicas,
+    Site,
+    Strategy,
+    Way,
+    Work,
+)
+
+FAST = Site("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, Way(1e-6, 100e9))
+SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
+FAR = Way(1e-3, 1e9)
+WORK = Work("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200)
+
+
+def costs(work: Work = WORK, sites: tuple[Site, ...] = (FAST, SLOW)) -> Costs:
+    ways = tuple(tuple(FAR for _ in sites) for _ in sites)
+    return Costs(Problem(Hardware(sites, ways), (work,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
+
+
+def seconds(work: Work, strategy: Strategy, *kinds: Replicas) -> float:
+    return costs(work).layout(0, strategy, kinds).seconds
+
+
+def forward(rows: float, work: Work = WORK, peak: float = 100e12) -> float:
+    """2 FLOP a parameter and token, and 2 × context × hidden for each layer (Kaplan et al. 2020)."""
+    return rows * work.tokens * (2 * work.parameters + 2 * work.layers * work.tokens * work.hidden) / peak
+
+
+def test_inference_is_arithmetic_at_the_peak() -> None:
+    assert seconds(WORK, Strategy(1), Replicas((0,), 1)) == pytest.approx(forward(8))
+    assert seconds(WORK, Strategy(4), Replicas((0,), 4)) == pytest.approx(forward(2))
+
+
+def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() -> None:
+    for recompute, times in ((False, 3), (True, 4)):
+        work = replace(WORK, kind=TRAIN, recompute=recompute)
+        step = 2 * work.parameters * 16 / 2e12
+        assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
+
+
+def test_few_tokens_are_bound_by_reading_the_weights() -> None:
+    work = replace(WORK, prompt=1, response=1, rows=1)
+    assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    """Eight micro-batches of one row through two stages: nine steps of half a forward pass, and a hop."""
+    hop = 1e-6 + 200 * 1000 * 2 / 100e9
+    found = seconds(WORK, Strategy(1, pp=2), Replicas((0, 0), 1))
+    assert found == pytest.approx(9 * forward(1) / 2 + hop)
+
+
+def test_stages_are_as_large_as_their_devices_are_fast() -> None:
+    layout = costs(replace(WORK, layers=9)).layout(0, Strategy(1, pp=2), (Replicas((0, 1), 1),))
+    assert layout.layers == (6, 3)
+
+
+def test_shares_have_as_many_rows_as_their_devices_are_fast() -> None:
+    layout = costs(replace(WORK, rows=9)).layout(0, Strategy(2), (Replicas((0,), 1), Replicas((1,), 1)))
+    assert layout.rows == (6, 3)
+    assert layout.seconds == pytest.approx(forward(6))
+
+
+def test_slices_add_up_their_activations() -> None:
+    """Two sums a layer, each of two messages of half the activations for two slices."""
+    sums = 8 * 10 * 2 * 2 * (1e-6 + 200 * 1000 * 2 / 2 / 100e9)
+    assert seconds(WORK, Strategy(1, tp=2), Replicas((0,), 1)) == pytest.approx(forward(8) / 2 + sums)
+
+
+def test_gradients_go_over_the_slowest_link() -> None:
+    work = replace(WORK, kind=TRAIN, rows=2)
+    found = seconds(work, Strategy(2), Replicas((0,), 1), Replicas((1,), 1))
+    ring = 2 * 1 * 1e-3 + 2 * 1 / 2 * 4e9 / 1e9
+    assert found == pytest.approx(3 * forward(1, peak=50e12) + ring + 2 * 10**9 * (12 / 2 + 4) / 1e12)
+
+
+def test_generation_reads_weights_and_cache_for_each_token() -> None:
+    work = replace(WORK, kind=GENERATE, rows=4)
+    decode = 100 * (2e9 + 4 * 10 * 500 * 150) / 2e12
+    prefill = 4 * 100 * (2e9 + 2 * 10 * 100 * 1000) / 100e12
+    assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(decode + prefill, rel=1e-3)
+
+
+def test_rows_that_find_no_place_in_the_cache_wait() -> None:
+    """A row takes 10 layers × 200 tokens × 5 MB = 10 GB, so 7 rows fit beside the weights."""
+    work = replace(WORK, kind=GENERATE, kv=5 * 10**6, rows=7)
+    model = costs(work)
+    one, two = (model.layout(0, Strategy(1), (Replicas((0,), 1),)).seconds,
+                costs(replace(work, rows=14)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds)
+    assert two == pytest.approx(2 * one)
+
+
+def test_what_does_not_fit_has_no_layout() -> None:
+    work = replace(WORK, kind=TRAIN, parameters=5 * 10**9)
+    assert costs(work).layout(0, Strategy(1), (Replicas((0,), 1),)) is None
+    assert costs(work).layout(0, Strategy(1, pp=2), (Replicas((0, 0), 1),)) is not None
+
+
+def test_swapping_takes_the_way_to_host_memory_and_back() -> None:
+    for kind, nbytes in ((TRAIN, 2 * 18e9), (INFER, 2e9), (GENERATE, 0)):
+        layout = costs(replace(WORK, kind=kind)).layout(0, Strategy(1), (Replicas((0,), 1),))
+        assert layout.swap == pytest.approx(nbytes / 25e9)
+        assert layout.takes(True) == layout.seconds + layout.swap
+
+
+def test_experts_are_read_and_held_in_parts() -> None:
+    work = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2, active=4 * 10**8)
+    model = costs(work)
+    whole, parts = (model.works[0].state(Strategy(4, ep=ep)) for ep in (1, 4))
+    assert whole - parts == pytest.approx(0.75 * 8 * 10**8 * 2 / 10)
+    assert model.layout(0, Strategy(4, ep=4), (Replicas((0,), 4),)).seconds > \
+        4 / 4 * forward(2, replace(work, parameters=work.active))
+
+
+@pytest.mark.parametrize("kind", [GENERATE, INFER, TRAIN])
+def test_nothing_undercuts_the_ideal(kind: str) -> None:
+    model = costs(replace(WORK, kind=kind, rows=64))
+    ideal = model.works[0].ideal([(FAST, 2), (SLOW, 2)])
+    for arrangement in every((2, 2), 2):
+        assert model.layout(0, Strategy(2, pp=2), arrangement).seconds >= ideal * (1 - 1e-9)
+
+
+def test_all_arrangements_of_few_blocks() -> None:
+    assert set(every((2, 1), 1)) == {(Replicas((0,), 2), Replicas((1,), 1))}
+    assert len(list(every((2, 2), 2))) == 4  # 00 and 11, twice 01, 01 and 10, twice 10
+    for arrangement in every((2, 2), 2):
+        assert sum(kind.count * kind.stages.count(0) for kind in arrangement) == 2
+
+
+def test_many_blocks_are_dealt_by_share_or_by_stage() -> None:
+    assert in_rows((5, 3), 2, (0, 1), by_stage=False) == (
+        Replicas((0, 0), 2), Replicas((0, 1), 1), Replicas((1, 1), 1))
+    assert in_rows((4, 4), 2, (1, 0), by_stage=True) == (Replicas((1, 0), 4),)
+    assert in_rows((5, 3), 3, (0, 1), by_stage=False) == (Replicas((0, 0, 0), 1), Replicas((0, 0, 1), 1))

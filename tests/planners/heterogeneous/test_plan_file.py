@@ -1,0 +1,141 @@
+"""`distflow plan` for mixed hardware: what it prints, writes, reads again and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.qwen3 import folder
+from distflow.cli import main
+from planners.heterogeneous.costed import Costed
+from planners.heterogeneous.explain import bounds, gantt, helps, picture, svg
+from planners.heterogeneous.hybrid import search
+from planners.heterogeneous.workload import problem_of
+from planners.heterogeneous.written import digests_of, placement_of, written
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`plan(*arguments, dag="grpo", cluster="h200_a100")`: exit code, output and errors of `distflow plan`."""
+    def run(*arguments: str, dag: str = "grpo", cluster: str = "h200_a100", size: str = "4B") -> tuple[int, str, str]:
+        sizes = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64",
+                 "roles.actor.generation.max_new_tokens=512"]
+        code = main(["plan", dag, "--cluster", cluster, *(part for text in sizes for part in ("--set", text)),
+                     *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Path) -> None:
+    out, drawn = tmp_path / "plan.yaml", tmp_path / "plan.svg"
+    code, printed, _ = plan("--solver", "hybrid", "--out", str(out), "--explain", "--svg", str(drawn))
+    assert code == 0
+    for part in ("a prediction of the cost model, not a measurement", "an iteration: ", "what bounds each task",
+                 "what would help most", "devices by group (. idles)", "hopper (h200, zone)", "█"):
+        assert part in printed
+    assert drawn.read_text().startswith("<svg")
+    said = yaml.safe_load(out.read_text())
+    ranks = [rank for group in said["groups"] for rank in group["ranks"]]
+    devices = sum(count for group in said["groups"] for count in group["devices"].values())
+    assert len(ranks) == len(set(ranks)) == devices
+    for task in said["tasks"].values():
+        assert sum(shares["count"] for shares in task["shares"]) == task["dp"]
+        assert sum(shares["count"] * shares["rows"] for shares in task["shares"]) >= 512
+        assert sum(task["layers"]) == 36
+        assert all(len(shares["stages"]) == task["pp"] for shares in task["shares"])
+    again = plan("--plan", str(out), "--explain")
+    assert again[:2] == (0, printed)
+
+
+def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> None:
+    code, printed, _ = plan()
+    assert code == 0
+    assert printed.startswith("grpo on 64 ranks, mode sync")
+    code, _, error = plan("--ranks", "65")
+    assert code == 2
+    assert "cluster `h200_a100` has 64 ranks, and the plan is for 65" in error
+
+
+def test_the_program_proves_its_plan(plan: Callable) -> None:
+    code, printed, _ = plan("--solver", "ilp", cluster="h200")
+    assert code == 0
+    assert "solver ilp" in printed
+    assert "(gap 0.0%)" in printed
+
+
+@pytest.mark.parametrize(("changed", "says", "key"), [
+    ({"cluster": "single_zone"}, "this plan is for another cluster", "cluster"),
+    ({"dag": "rloo"}, "this plan is for another DAG", "dag"),
+    ({"size": "8B"}, "this plan is for another amount of work", "work"),
+])
+def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, changed: dict, says: str,
+                                              key: str) -> None:
+    out = tmp_path / "plan.yaml"
+    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
+    code, _, error = plan("--plan", str(out), **changed)
+    assert code == 2
+    line = next(number for number, text in enumerate(out.read_text().splitlines(), 1) if f"{key}: " in text)
+    assert f"plan.yaml:{line}: {says}" in error
+
+
+def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
+    out.write_text(out.read_text().replace("solver:", "solvr:"))
+    code, _, error = plan("--plan", str(out))
+    assert code == 2
+    assert "unknown key `solvr`" in error
+    assert "Did you mean `solver`?" in error
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--explain",), "--explain is for plans on mixed hardware. Add  --solver hybrid"),
+    (("--out", "x.yaml"), "--out is for plans on mixed hardware"),
+    (("--solver", "hybrid", "--plan", "x.yaml"), "either found (--solver) or read (--plan)"),
+])
+def test_flags_that_do_not_go_together(plan: Callable, arguments: tuple[str, ...], says: str) -> None:
+    code, _, error = plan(*arguments)
+    assert code == 2
+    assert says in error
+
+
+def test_a_file_that_cannot_be_written(plan: Callable, tmp_path: Path) -> None:
+    code, _, error = plan("--solver", "hybrid", "--within", "0.9", "--out", str(tmp_path / "none" / "plan.yaml"))
+    assert code == 2
+    assert "plan.yaml: cannot be written: No such file or directory" in error
+
+
+def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.yaml"
+    tiny.write_text("name: tiny\ndevices: {l4: {tflops: {bfloat16: 121}, memory_gib: 22, memory_gb_s: 300}}\n"
+                    "machines: {small: {device: l4, devices: 2, inside: {gb_s: 32}}}\n")
+    code, _, error = plan("--solver", "hybrid", cluster=str(tiny))
+    assert code == 2
+    assert "`actor` (update) fits no device" in error
+    assert "GiB too little" in error
+
+
+def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("grpo", "a100_l40s_l4"))
+    *_, found = search(problem, budget=2000)
+    by_work = {bound.work: bound.saved[0][0] for bound in bounds(problem, found.placement)}
+    assert by_work["rollout"] == "memory bandwidth"
+    assert by_work["update"] == "compute"
+    assert all(times >= 0.999 for _, times in helps(problem, found.placement))
+    costed = Costed(problem)
+    assert len(list(gantt(costed, found.placement))) == 3
+    assert sum(line.count("█") > 0 for line in gantt(costed, found.placement)) == 3
+    assert len(list(picture(problem, found.placement))) == len(problem.hardware.sites)
+    assert svg(problem, found.placement).count("<rect") == 64
+
+
+def test_the_file_says_the_placement(mixed_spec: Callable) -> None:
+    spec = mixed_spec("ppo", "multi_region", "mode=async")
+    problem = problem_of(spec)
+    *_, found = search(problem, budget=2000)
+    plan = written(problem, found.placement, digests_of(spec, problem), "hybrid", found.bound)
+    assert placement_of(problem, plan) == found.placement

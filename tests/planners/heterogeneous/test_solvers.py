@@ -1,0 +1,155 @@
+"""Both solvers against each other and against going through everything. `benchmarks/heterogeneous_solvers.py` does this
+on 200 problems; here are some of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from benchmarks.small_problems import brute_force, small
+from distflow.schema.errors import InvalidInput
+from planners.heterogeneous.costed import Costed
+from planners.heterogeneous.exact import Proof, prove
+from planners.heterogeneous.family import Family
+from planners.heterogeneous.groupings import allowed, groupings, some
+from planners.heterogeneous.hybrid import Progress, search
+from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
+from planners.heterogeneous.workload import problem_of
+from planners.heterogeneous.written import ranks_of
+
+SEEDS = (0, 3, 5, 22, 26, 28, 32, 78, 121, 139)
+
+
+def searched(problem: Problem, **options) -> Progress:
+    *_, last = search(problem, **options)
+    return last
+
+
+def proven(problem: Problem, warm: Placement | None) -> Proof:
+    *_, last = prove(problem, warm)
+    return last
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_small_problems_are_solved_to_the_end(seed: int) -> None:
+    problem = small(seed, devices=5)
+    truth, found = brute_force(problem), searched(problem, seed=seed)
+    answer = proven(problem, found.placement)
+    assert answer.placement.seconds == pytest.approx(truth, rel=1e-6)
+    assert answer.gap <= 1e-6
+    assert answer.open == 0
+    assert truth * (1 - 1e-9) <= found.placement.seconds <= truth * 1.05
+    assert found.bound <= truth * (1 + 1e-9)
+
+
+def test_the_proof_needs_no_answer_to_start_from() -> None:
+    problem = small(3, devices=4)
+    assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem), rel=1e-6)
+
+
+def test_a_poor_answer_is_replaced() -> None:
+    problem = small(22, devices=4)
+    best = searched(problem).placement
+    costed = Costed(problem)
+    poor = costed.placement(((0, 1, 2),), [tuple(int(index == 0) for index in range(len(best.pools[0])))])
+    warm = poor or replace(best, seconds=best.seconds * 2)
+    assert proven(problem, warm).placement.seconds == pytest.approx(best.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_the_same_seed_gives_the_same_answer(mixed_spec: Callable, mode: str) -> None:
+    problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), mode=mode)
+    first, second = (list(search(problem, seed=7, budget=2000)) for _ in range(2))
+    assert first == second
+    assert len(first) > 3
+
+
+def test_the_search_is_any_time(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("ppo", "multi_region"))
+    seconds = [step.placement.seconds for step in search(problem, budget=3000) if step.placement]
+    assert seconds == sorted(seconds, reverse=True)
+    asked = iter([False, False, True])
+    assert len(list(search(problem, stop=lambda: next(asked)))) == 3
+    assert searched(problem, quality=0.99).evaluations < searched(problem, budget=3000).evaluations
+
+
+def test_the_budget_is_kept(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("grpo", "multi_zone"))
+    for budget in (1, 1500):
+        steps = list(search(problem, budget=budget))
+        assert all(step.evaluations < budget for step in steps[:-1])
+
+
+def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Callable) -> None:
+    spec = mixed_spec("ppo", "multi_region", "data.batch=512")
+    machines = {name: kind.model_copy(update={"count": 16 * kind.count})
+                for name, kind in spec.cluster.machines.items()}
+    spec.cluster = spec.cluster.model_copy(update={"machines": machines})
+    problem = problem_of(spec)
+    assert sum(problem.hardware.all) == 1024
+    found = searched(problem, budget=3000)
+    assert found.placement
+    assert found.evaluations < 6000
+    devices = [rank for ranks in ranks_of(problem, found.placement.pools) for rank in ranks]
+    assert len(set(devices)) == len(devices) <= 1024
+
+
+def test_pools_do_not_overlap_and_works_are_all_placed(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("ppo", "multi_zone", "mode=async"))
+    found = searched(problem, budget=3000).placement
+    assert sorted(work for group in found.grouping for work in group) == list(range(len(problem.works)))
+    for site, devices in enumerate(problem.hardware.sites):
+        assert sum(pool[site] for pool in found.pools) <= devices.devices
+    for one, other in combinations(map(set, ranks_of(problem, found.pools)), 2):
+        assert not one & other
+
+
+def test_what_trains_one_role_stays_together() -> None:
+    problem = small(1)
+    twice = replace(problem, works=(*problem.works, problem.works[2]))
+    assert all(any({2, 3} <= set(group) for group in grouping) for grouping in groupings(twice))
+    assert len(groupings(problem)) == 5
+
+
+@pytest.mark.parametrize("freedom", [Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False), Freedom(cut=(1, 1)),
+                                     Freedom(balance=False)])
+def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) -> None:
+    problem = problem_of(mixed_spec("grpo", "multi_region"))
+    free = searched(problem).placement.seconds
+    bound = searched(replace(problem, freedom=freedom)).placement.seconds
+    assert bound >= free * 0.999
+
+
+def test_many_works_are_grouped_by_drawing() -> None:
+    problem = small(1)
+    many = replace(problem, works=problem.works * 3)
+    drawn = some(many, np.random.default_rng(0), 50)
+    assert drawn == some(many, np.random.default_rng(0), 50)
+    assert len(drawn) > 10
+    assert all(allowed(many, grouping) for grouping in drawn)
+    assert ((0, 1, 2, 3, 4, 5, 6, 7, 8),) in drawn
+    assert all(sorted(work for group in grouping for work in group) == list(range(9)) for grouping in drawn)
+    assert searched(replace(many, edges=(), syncs=()), budget=500).placement
+    with pytest.raises(InvalidInput, match="9 nodes run models, too many for the exact program"):
+        groupings(many)
+
+
+def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
+    spec = mixed_spec("grpo", "multi_region")
+    kinds = {f"{name}{copy}": kind for name, kind in spec.cluster.machines.items() for copy in range(2)}
+    spec.cluster = spec.cluster.model_copy(update={"machines": kinds})
+    with pytest.raises(InvalidInput, match=r"pools, too many for the exact program") as caught:
+        Family(Costed(problem_of(spec)))
+    assert "--solver hybrid" in str(caught.value)
+
+
+def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small(3, devices=3)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(InvalidInput, match=r"distflow\[exact\]"):
+        proven(problem, None)

@@ -1,0 +1,125 @@
+"""From DAGs, runs and clusters to the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.qwen3 import folder
+from distflow.schema.cluster import Cluster, Device, Link, Links, Machines, Path
+from distflow.schema.errors import InvalidInput
+from distflow.schema.spec import load
+from planners.heterogeneous.costed import Costed
+from planners.heterogeneous.hardware import hardware_of
+from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, TRAIN, Edge, Problem
+from planners.heterogeneous.shortfall import impossible
+from planners.heterogeneous.workload import problem_of
+
+CLUSTERS = ("h200", "h200_a100", "a100_l40s_l4", "single_zone", "multi_zone", "multi_region")
+
+
+def by_name(problem: Problem, edges: tuple[Edge, ...]) -> set[tuple[str, str]]:
+    return {(problem.works[edge.source].name, problem.works[edge.target].name) for edge in edges}
+
+
+def test_the_works_of_grpo(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("grpo"))
+    assert [(work.name, work.kind, work.rows) for work in problem.works] == [
+        ("rollout", GENERATE, 512), ("reference", INFER, 512), ("update", TRAIN, 512)]
+    assert all(work.response == 512 and work.width == 2 for work in problem.works)
+    assert by_name(problem, problem.edges) == {("rollout", "reference"), ("rollout", "update"), ("reference", "update")}
+    assert by_name(problem, problem.syncs) == {("update", "rollout")}
+
+
+def test_ppo_brings_both_trained_models_to_those_who_use_them(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("ppo"))
+    assert by_name(problem, problem.syncs) == {("update", "rollout"), ("critic", "values")}
+    assert ("values", "update") in by_name(problem, problem.edges)  # through the node that computes advantages
+
+
+def test_edges_carry_what_is_read(mixed_spec: Callable) -> None:
+    problem = problem_of(mixed_spec("grpo"))
+    read = {problem.works[edge.target].name: edge.nbytes for edge in problem.edges if edge.source == 0}
+    assert 0 < read["reference"] < read["update"]
+    assert problem.syncs[0].nbytes == 2 * problem.works[0].parameters
+
+
+@pytest.mark.parametrize("dag", ["dpo", "sft", "remax", "dapo", "online_dpo", "distill", "solver_reviser"])
+def test_any_dag_becomes_a_problem(dag: str) -> None:
+    problem = problem_of(load(dag, cluster="single_zone"))
+    assert any(work.kind == TRAIN for work in problem.works)
+    assert all(edge.source < edge.target for edge in problem.edges)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_shipped_clusters_are_read(mixed_spec: Callable, cluster: str) -> None:
+    problem = problem_of(mixed_spec("grpo", cluster))
+    assert sum(problem.hardware.all) == 64
+    assert all(way.bandwidth > 0 for row in problem.hardware.between for way in row)
+
+
+def test_modes_with_groups_are_planned_as_async(mixed_spec: Callable) -> None:
+    assert problem_of(mixed_spec("grpo", "h200", "mode=async")).mode == ASYNC
+    assert problem_of(mixed_spec("grpo", "h200", "mode=semi_sync")).mode == ASYNC
+
+
+def test_a_cluster_without_machines_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="mixed hardware is planned for a cluster with `machines`"):
+        problem_of(load("grpo"))
+
+
+def test_what_fits_nowhere_names_its_tenant_and_what_is_missing(mixed_spec: Callable) -> None:
+    spec = mixed_spec("grpo", "a100_l40s_l4", size="32B")
+    few = {"small": spec.cluster.machines["small"].model_copy(update={"count": 1})}
+    spec.cluster = spec.cluster.model_copy(update={"machines": few})
+    found = [str(mistake) for mistake in impossible(Costed(problem_of(spec)))]
+    assert len(found) == 1
+    assert found[0].startswith("`actor` (update) fits no device: cut as far as can be")
+    assert "weights, gradients and optimizer" in found[0]
+    assert "of a l4 19.80 GiB may be filled" in found[0]
+    assert "GiB too little" in found[0]
+
+
+def cluster(**machines: Machines) -> Cluster:
+    links = Links(inside=Link(gb_s=100), zone=Link(gb_s=50, latency_us=10), region=Link(gb_s=5), world=Link(gb_s=1))
+    device = Device(tflops={"bfloat16": 100, "float32": 10}, memory_gib=80, memory_gb_s=1000)
+    return Cluster(devices={"fast": device}, machines=machines, links=links,
+                   zones={"a": "east", "b": "east", "c": "west"},
+                   paths=[Path(between=["east", "west"], gb_s=2), Path(between=["c", "b"], gb_s=3)])
+
+
+def test_links_by_place_and_by_path() -> None:
+    one, two, three = (Machines(device="fast", zone=zone) for zone in "abc")
+    found = hardware_of(cluster(one=one, two=two, three=three)).between
+    assert [found[0][1].bandwidth, found[0][2].bandwidth, found[1][2].bandwidth] == [5e9, 2e9, 3e9]
+
+
+def test_what_a_machine_sends_limits_its_links() -> None:
+    slow = Machines(device="fast", zone="a", network_gb_s=12)
+    found = hardware_of(cluster(one=Machines(device="fast", zone="a"), two=slow)).between
+    assert found[0][1].bandwidth == 12e9
+    assert found[0][1].latency == pytest.approx(1e-5)
+
+
+def test_alike_machines_are_folded_when_there_are_many() -> None:
+    few, many = (hardware_of(cluster(one=Machines(device="fast", zone="a", devices=2, count=count)))
+                 for count in (3, 30))
+    assert [(site.name, site.counts) for site in few.sites] == [(f"one.{number}", (0, 1, 2)) for number in (1, 2, 3)]
+    assert many.sites[0].counts == (0, 1, *range(2, 61, 2))
+
+
+def test_parts_of_a_machine_divide_each_other() -> None:
+    six = hardware_of(cluster(one=Machines(device="fast", zone="a", devices=6, count=20)), fold=True).sites[0]
+    assert six.counts[:4] == (0, 1, 3, 6)
+
+
+def test_the_peak_is_that_of_the_dtype() -> None:
+    described = cluster(one=Machines(device="fast", zone="a"))
+    assert [hardware_of(described, dtype).sites[0].peak for dtype in ("bfloat16", "float32")] == [1e14, 1e13]
+
+
+def test_sizes_of_the_models_are_those_of_their_names(tmp_path) -> None:
+    for size, parameters in (("4B", 4.0e9), ("8B", 8.2e9), ("14B", 14.8e9), ("32B", 32.8e9)):
+        spec = load("grpo", None, [f"roles.actor.model={folder(size, tmp_path)}"], "h200")
+        assert problem_of(spec).works[0].parameters == pytest.approx(parameters, rel=0.02)
