@@ -55,8 +55,8 @@ class Cell:
     size: str
 
     def problem(self, models: Path) -> Problem:
-        """1,024 prompts × 5 samples of at most 1,024 + 1,024 tokens, trained on in 4 mini-batches: sizes that are usual.
-        PPO has a reward model as large as the actor."""
+        """1,024 prompts × 5 samples of at most 1,024 + 1,024 tokens, trained on in 4 mini-batches: usual sizes. PPO has
+        a reward model as large as the actor."""
         settings = [f"mode={self.mode}", "data.batch=1024", "data.max_prompt_tokens=1024",
                     f"roles.actor.model={folder(self.size, models)}", "roles.actor.recompute=true",
                     "roles.actor.generation.max_new_tokens=1024", "nodes.rollout.with.group_size=5",

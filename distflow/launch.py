@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         from planners import plan as make_plan  # a foreign package of that name is refused first
 
         plan = make_plan(spec, ranks)
-        if before := restarted(spec):
+        if not options.resume and (before := restarted(spec)):
             options.resume = str(before)
         folder = prepare(spec, plan.name, options, rank)
         if options.export or options.in_process:
@@ -99,7 +99,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     check_faults(spec.run, plan)
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                place.needless, place.wanted, partial(place.call, "on_failure"))
+                place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None)
     with place.kept():
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then

@@ -24,8 +24,8 @@ STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.rewards": 1, "worker
           "workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow.launch"}
-MAY_CATCH_ANYTHING = ("distflow.robust.berth", "distflow.cli", "distflow.launch", "workers.rewards.worker",
-                      "workers.environments.instances", "workers.environments.nursery")
+MAY_CATCH_ANYTHING = ("distflow.robust.berth", "distflow.robust.seat", "distflow.cli", "distflow.launch",
+                      "workers.rewards.worker", "workers.environments.instances", "workers.environments.nursery")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "scipy", "pyarrow", "tokenizers", "networkx"}
 ARRAYS = {"planners.heterogeneous": {"numpy", "scipy"}}
 """Who may compute with arrays on a floor that else does not."""

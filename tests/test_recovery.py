@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TINY
+from harness import TINY, command, environment
 from test_conversations import DAG, TOOLS
 
 STEPS = 12
@@ -48,7 +48,7 @@ ROLLOUT = [
     {"kind": "stop", "step": 6, "phase": "generating", "group": "rollout"},
     {"kind": "raise", "step": 8, "phase": "waiting", "group": "rollout"},
 ]
-WINDOWS = "robust: {detectors: {stalled: {seconds: 5}, no_tokens: {seconds: 5, answer: 3}, frozen: {seconds: 6}}}\n"
+WINDOWS = "robust: {detectors: {stalled: {seconds: 20}, no_tokens: {seconds: 8, answer: 6}, frozen: {seconds: 8}}}\n"
 VALIDATION = "validation: {every: 4, reward: brevity, data: {held: held.jsonl}}\n"
 GRPO = ("--dag", "grpo.yaml")
 
@@ -138,6 +138,9 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     assert left() == []
     calm, stormy = (workspace / f"runs/{name}" for name in ("calm", "stormy"))
     require_all_told(stormy, SYNC)
+    taken = {(event["step"], event["rank"]) for event in lines_of(stormy, "events")
+             if event["event"] == "rows taken over"}
+    assert taken >= {(step, rank) for step in (7, 11) for rank in (0, 1)}, "sampled before the fault, and not again"
     ours, theirs = require_each_step_once(stormy), require_each_step_once(calm)
     for step in theirs:
         assert [ours[step][name] for name in EXACT] == [theirs[step][name] for name in EXACT]
@@ -147,6 +150,24 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     assert [line["step"] for line in one] == [0, 4, 8, 12]
     model = "model/model.safetensors"
     assert (stormy / model).read_bytes() == (calm / model).read_bytes()
+
+
+def test_torchrun_starts_everything_again(workspace, write, left):
+    """With `restart: task`; the run goes on in its folder, and not in that of an earlier one."""
+    settings = write("calm", [{"kind": "kill", "step": 3, "phase": "training"}], "steps=5", "mode=async",
+                     "checkpoint.every=1", "robust.restart=task")
+    arguments = [word for word in (*GRPO, *settings) if word not in ("--name", "calm")]
+    line = command(2, *arguments)
+    line.insert(line.index("--standalone"), "--max-restarts=2")
+    (workspace / "runs/grpo-1").mkdir(parents=True)
+    (workspace / "runs/grpo-1/launch.json").write_text('{"search": [], "torchrun": "none elsewhere 1 1"}')
+    done = subprocess.run(line, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert left() == []
+    require_each_step_once(workspace / "runs/grpo-2", 5)
+    failure, = (event for event in lines_of(workspace / "runs/grpo-2", "events") if event["event"] == "failure")
+    assert failure["verdict"] == "the run file says  robust: {restart: task}"
 
 
 @pytest.mark.parametrize("mode", ["async", "semi_sync"])

@@ -72,8 +72,9 @@ class DagWorker:
             self._open(folder, self.first if resume else None)
 
     def _open(self, folder: Path, resumed_at: int | None) -> None:
-        """Lines of steps that a resumed run does again are dropped."""
-        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, resumed_at)
+        """Lines of steps that a resumed run does again are dropped; what was sampled is not sampled again."""
+        written = resumed_at if resumed_at is None or not self.sampled.found else resumed_at + 1
+        trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, written)
         validator = self._validator() if self.spec.run.validation else None
         self.sink = Sink(self.spec, self.plan, folder, resumed_at, self.standing.from_memory, validator,
                          self.standing.save)
@@ -124,6 +125,7 @@ class DagWorker:
 
     def steps(self) -> Iterator[int]:
         """Step numbers. Each step's global randomness depends on (seed, step) alone, so that none has to be saved."""
+        self.presence.now("is validating before the first step", "validating")
         if self.sink.start(self.first):
             return
         for step in range(self.first, self.spec.run.steps):

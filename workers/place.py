@@ -11,14 +11,18 @@ from pathlib import Path
 
 import torch
 
+from distflow.observe.folder import agent
 from distflow.robust.board import Board
 from distflow.robust.hooks import Moment, When, call
 from distflow.robust.lives import Life, Unit
 from distflow.robust.scale import Scale
+from distflow.schema.errors import EngineError
 from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
 from workers.channel import Channel, open_channel
+
+_UNKNOWN = 255
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Place:
     resume: bool
     """Whether the run goes on from its newest checkpoint."""
     channel: Channel | None
+    agent: str
+    """What has started this run's processes, and will start them again."""
 
     @property
     def group(self) -> Group | None:
@@ -50,10 +56,10 @@ class Place:
         """The ranks that compute together with this one."""
         group, replica = self.plan.group_of(self.board.rank)
         if group is None:
-            return Unit("the run", range(self.board.ranks))
+            return Unit("the run", range(self.board.ranks), "ranks")
         first = group.first + replica * group.plan.ranks
         name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
-        return Unit(name, range(first, first + group.plan.ranks))
+        return Unit(name, range(first, first + group.plan.ranks), group.name)
 
     def call(self, when: When, life: Life) -> None:
         """The hooks of the DAG's modules."""
@@ -111,7 +117,7 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
     resume = bool(board.tell("resume", "yes" if resume else ""))
     device = _device(board)
     channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
-    return Place(spec, plan, board, path, device, resume, channel)
+    return Place(spec, plan, board, path, device, resume, channel, agent())
 
 
 def _device(board: Board) -> str:
@@ -129,9 +135,13 @@ def _gpus() -> int:
     cannot be forked into workers that use it."""
     counting = os.fork()
     if not counting:
-        count = 0
+        count = _UNKNOWN
         try:
             count = torch.cuda.device_count()
         finally:
             os._exit(count)
-    return max(0, os.waitstatus_to_exitcode(os.waitpid(counting, 0)[1]))
+    count = os.waitstatus_to_exitcode(os.waitpid(counting, 0)[1])
+    if not 0 <= count < _UNKNOWN:
+        raise EngineError("the GPUs of this machine could not be counted; the output above says why. "
+                          "CUDA_VISIBLE_DEVICES= computes on the CPU")
+    return count

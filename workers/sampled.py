@@ -54,5 +54,6 @@ class Sampled:
 
     def clear(self) -> None:
         """The step is done."""
+        self.found = {}
         if self.kept is not None:
             self.kept.clear()

@@ -129,10 +129,11 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
         if team.rank == 0 and not anew:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
             search = [folder for folder in sys.path if folder]
-            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search))
+            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search,
+                                                            place.agent))
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
-                           berth if spec.run.robust.snapshots else None)
+                           berth if berth.seat and spec.run.robust.snapshots else None)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 
@@ -148,7 +149,7 @@ def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwat
     sampling = {task.role for task in plan.tasks if task.samples}
     roles = build_roles(spec, plan, names, sampling, place.device, training=False)
     loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
-    first = None if berth.life.number else channel.first
+    first = channel.first if berth.first else None
     trajectories().open(place.path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, first)
     worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}",
                            channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 from pathlib import Path
 
 from distflow.observe.recovery import read
+from distflow.robust.pulse import began
 from distflow.schema.errors import InvalidInput, did_you_mean
 
 HELP = "break a worker of a running job: kill it, or stop it so that it hangs"
@@ -45,6 +47,7 @@ def _worker(folder: Path, rank: int) -> int:
         raise InvalidInput(f"the worker of rank {rank} has ended, and no other is ready yet")
     if last[rank]["host"] != socket.gethostname():
         raise InvalidInput(f"the worker of rank {rank} is on machine {last[rank]['host']}: run this there")
-    if not Path(f"/proc/{last[rank]['pid']}").exists():
-        raise InvalidInput(f"the worker of rank {rank}, process {last[rank]['pid']}, does not live any more")
-    return last[rank]["pid"]
+    with contextlib.suppress(OSError):
+        if began(last[rank]["pid"]) == last[rank]["began"]:  # and not another process that has its number now
+            return last[rank]["pid"]
+    raise InvalidInput(f"the worker of rank {rank}, process {last[rank]['pid']}, does not live any more")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,8 +18,6 @@ import yaml
 from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
-
-_RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def choose(output: str, dag: str, name: str | None) -> Path:
@@ -42,11 +41,18 @@ def choose(output: str, dag: str, name: str | None) -> Path:
 
 
 def of_torchrun(output: str) -> Path | None:
-    """The newest folder that the torchrun above this process has made; None if it has made none."""
-    mine = os.environ.get(_RUN_ID)
-    found = [place.parent for place in Path(output).glob("*/launch.json")
-             if mine and json.loads(place.read_text()).get("torchrun") == mine]
-    return max(found, key=lambda folder: (folder / "launch.json").stat().st_mtime, default=None)
+    """The folder that the torchrun above this process has made before; None if it has made none."""
+    mine = agent()
+    found = (place.parent for place in Path(output).glob("*/launch.json")
+             if json.loads(place.read_text()).get("torchrun") == mine)
+    return next(found, None)
+
+
+def agent() -> str:
+    """The torchrun above this process, which no other of this machine is: its run's id may be that of many."""
+    parent = os.getppid()
+    began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # its number may come again
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {parent} {began}"
 
 
 def _remove(made: list[Path]) -> None:
@@ -80,13 +86,14 @@ class RunFolder:
 
     @staticmethod
     @contextlib.contextmanager
-    def created(path: Path, spec: Spec, plan: Plan, search: list[str]) -> Iterator[None]:
+    def created(path: Path, spec: Spec, plan: Plan, search: list[str], torchrun: str = "") -> Iterator[None]:
         """Make the folder, with everything that another process needs to repeat or resume this run.
 
         What happens in the block belongs to the start: if it fails, all that was made is taken away again.
 
         Args:
             search: where the modules of the user's own functions are found.
+            torchrun: the `agent` that has started this run.
 
         Raises:
             InvalidInput: another run took the name since it was chosen, or the folder cannot be made.
@@ -100,7 +107,7 @@ class RunFolder:
             raise InvalidInput(f"the run folder cannot be made: {error}") from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
-            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": os.environ.get(_RUN_ID)}))
+            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
             RunFolder.describe(path, spec, plan)
             yield
             failed.pop_all()

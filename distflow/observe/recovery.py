@@ -75,28 +75,27 @@ class Account:
 
 def account(events: Iterable[Event]) -> Account:
     """From the events of all ranks, in any order."""
-    ordered = sorted(events, key=lambda event: event["time"])
-    ready = [event for event in ordered if event["event"] == "worker ready"]
-    if not ready:
-        return Account()
-    origin, result = ready[0]["time"], Account()
-    result.total = ordered[-1]["time"] - origin
-    since: dict[int, float] = {}
+    ordered, result = sorted(events, key=lambda event: event["time"]), Account()
+    ready = [event["time"] for event in ordered if event["event"] == "worker ready"]
+    origin = ready[0] if ready else ordered[0]["time"] if ordered else 0.0
+    result.total = ordered[-1]["time"] - origin if ready else 0.0
+    last: dict[int, float] = {}
     for place, event in enumerate(ordered):
-        now = event["time"] - origin
-        if event["event"] == "worker ready":
-            since.setdefault(event["rank"], now)
-            result.intervals.setdefault(event["rank"], [])
-        elif event["event"] == "worker rests":
-            _close(result, since, event["rank"], now)
-        elif event["event"] == "failure":
-            again = event["verdict"] == STARTS_AGAIN
-            first, last = event["ranks"] if again else (0, max(result.intervals))
-            for rank in range(first, last + 1):
-                _close(result, since, rank, now - event["seen_after"])
-            result.recoveries.append(_recovery(event, now, ordered[place:]))
-    for rank in list(since):
-        _close(result, since, rank, result.total)
+        now, rank, kind = event["time"] - origin, event["rank"], event["event"]
+        if kind == "worker ready":
+            mine = result.intervals.setdefault(rank, [])
+            if mine and mine[-1][1] == math.inf:  # of a worker whose end nobody saw
+                _close(result, [rank], last[rank])
+            mine.append((now, math.inf))
+        elif kind in ("worker ended", "worker rests"):
+            _close(result, [rank], now)
+        elif kind == "failure":
+            first, final = event["ranks"]
+            unit = range(first, final + 1) if event["verdict"] == STARTS_AGAIN else list(result.intervals)
+            _close(result, unit, now - event["seen_after"])
+            result.recoveries.append(_recovery(event, now, ordered[place + 1 :]))
+        last[rank] = now
+    _close(result, list(result.intervals), result.total)
     return result
 
 
@@ -111,10 +110,12 @@ def read(folder: Path) -> list[Event]:
     return found
 
 
-def _close(result: Account, since: dict[int, float], rank: int, end: float) -> None:
-    began = since.pop(rank, None)
-    if began is not None:
-        result.intervals[rank].append((began, max(began, end)))
+def _close(result: Account, ranks: Iterable[int], end: float) -> None:
+    """These ranks' last intervals end there, if they do not end before."""
+    for rank in ranks:
+        if each := result.intervals.get(rank):
+            began, ended = each[-1]
+            each[-1] = (began, max(began, min(end, ended)))
 
 
 def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
@@ -123,7 +124,11 @@ def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
     found = Recovery(failure["unit"], failure["rank"], failure["failed_step"], failure["phase"], failure["what"],
                      failure["verdict"], now - seen, seen)
     first, last = failure["ranks"]
-    mine = [event for event in later if first <= event["rank"] <= last and event.get("life") == failure["life"] + 1]
+    mine = []
+    for event in (event for event in later if first <= event["rank"] <= last):
+        if event["event"] == "failure" or (event["event"] == "worker ready" and not event["life"]):
+            break  # what comes now is of another life, or of another start of the task
+        mine += [event] if event.get("life") == failure["life"] + 1 else []
     started, ready, useful = ([event for event in mine if event["event"] == f"worker {kind}"]
                               for kind in ("started", "ready", "useful"))
     if started:

@@ -32,6 +32,8 @@ class Berth:
     pulse: Pulse = field(default_factory=Pulse)
     snapshots: Snapshots = field(default_factory=Snapshots)
     rows: KeptRows = field(default_factory=KeptRows)
+    first: bool = True
+    """Whether no worker was in it before."""
     seat: int = 0
     """The seat's process; 0 if there is none."""
 
@@ -50,13 +52,14 @@ def become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> Non
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         status = INVALID if isinstance(error, InvalidInput) else FAILED
         _say(said, text, symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status)
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else FAILED
+    except SystemExit as error:  # which an engine, or a function of the user's, may raise: it is no way to end a worker
+        _say(said, f"it left by sys.exit({error.code!r})", details=traceback.format_exc())
     except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
         _say(said, "".join(traceback.format_exception_only(error)).strip(), details=traceback.format_exc())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

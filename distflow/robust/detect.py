@@ -7,7 +7,9 @@ A detector is a function of a `Sight` that returns what is wrong, or nothing:
         if sight.phase == "saving" and sight.silent > seconds:
             return f"has been saving for {sight.silent:.0f} s"
 
-Its keyword-only parameters can be set in the run file, under  detectors: {slow_save: {seconds: 60}}.
+One of the user's own stands in a module that the DAG imports, and is named in the run file, with settings or without:
+detectors: {slow_save: {}}. It watches in the seat, from which workers are forked: its module must not touch CUDA or
+start threads.
 """
 
 from __future__ import annotations

@@ -100,5 +100,10 @@ def check(run: Run, plan: Plan) -> None:
         if fault.rank is not None and fault.rank not in ranks:
             raise InvalidInput(f"faults[{number}]: rank {fault.rank} is not one of the {fault.group}'s; it has "
                                f"{ranks.start} to {ranks.stop - 1}")
+        if fault.phase == "starting":
+            raise InvalidInput(f"faults[{number}]: a worker that starts has no step yet; name another phase")
+        if fault.kind == "corrupt" and (fault.group != TRAINER or not run.robust.snapshots):
+            raise InvalidInput(f"faults[{number}]: only a trainer's copies in memory can be changed, where "
+                               "robust.snapshots is on")
         if fault.step is not None and fault.step > run.steps:
             raise InvalidInput(f"faults[{number}]: there is no step {fault.step} in a run of {run.steps}")

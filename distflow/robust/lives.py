@@ -22,6 +22,8 @@ class Unit:
 
     name: str
     ranks: range
+    group: str
+    """`trainer`, `rollout`, or in mode sync `ranks`."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Lives:
 
     Args:
         store: the board, by a connection of this process.
-        budget: how many restarts the unit has.
+        budget: how many restarts the unit has; None: it is not started again by itself.
     """
 
-    def __init__(self, store: dist.Store, unit: Unit, rank: int, budget: int):
+    def __init__(self, store: dist.Store, unit: Unit, rank: int, budget: int | None):
         self.store = dist.PrefixStore(f"lives/{unit.name}", store)
         self.unit, self.rank, self.budget = unit, rank, budget
 
@@ -109,7 +111,7 @@ class Lives:
         return min(found, key=lambda failure: (failure.symptom, failure.time))
 
 
-def verdict(failures: tuple[Failure, ...], budget: int) -> str:
+def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
     """Why there is no further life; empty if there is one (RobustRL §5.1.2).
 
     What happens again at once is a mistake in a program, not a fault of a machine: to restart would only hide it.
@@ -119,10 +121,12 @@ def verdict(failures: tuple[Failure, ...], budget: int) -> str:
         return "it would fail the next time too"
     if not last.finished and not before and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
-    if not last.step and before and not before[-1].step:
+    if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
     if before and last.step and before[-1].step == last.step:
         return f"it failed twice in step {last.step}"
+    if budget is None:
+        return "the run file says  robust: {restart: task}"
     if len(failures) > budget:
-        return f"its {budget} restarts are used up (robust.restarts, robust.restart in the run file)"
+        return f"its {budget} restarts are used up (robust.restarts in the run file)"
     return ""

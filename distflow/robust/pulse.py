@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from distflow.observe.events import record
 from distflow.schema.robust import PHASES, Phase
@@ -52,7 +53,7 @@ class Pulse:
 
     def ready(self, **seconds: float) -> None:
         """The worker can begin; `seconds` of each part of its start."""
-        record("worker ready", life=self.life, pid=os.getpid(), host=socket.gethostname(),
+        record("worker ready", life=self.life, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
                seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase, doing: str = "") -> None:
@@ -105,6 +106,15 @@ class Pulse:
         while True:
             self.page.answered = self.page.asked
             time.sleep(_LISTEN)
+
+
+def began(pid: int) -> int:
+    """When a process began, in the kernel's clock ticks since the machine did: what another one of its number has not.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 _current = Pulse()

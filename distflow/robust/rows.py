@@ -7,8 +7,9 @@ anew. In the other modes the dock keeps them.
     8     where the last whole entry ends
     then for each entry
     8     n, the length of the header
-    16    xxh3 of the header and what follows
-    n     msgpack: step, key, report, columns: [name, dtype, shape of the values, rows of each level of lengths], bytes
+    8     the length of the header and what follows
+    16    xxh3 of both
+    n     msgpack: step, key, report, rows, columns: [name, dtype, shape of the values, rows of each level of lengths]
     …     ids, then of each column its lengths, level by level, and its values
 """
 
@@ -22,10 +23,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from distflow.data.batch import Batch, levels, of_levels
+from distflow.data.batch import Batch, dtype_name, levels, of_levels
 from distflow.robust.snapshots import Slot
 
-_MARK, _HEAD = 8, 24
+_MARK, _SUM, _HEAD = 8, 16, 32
+_ROOMY = 64 << 20
+"""Bytes beyond which memory that a long step has needed is given back."""
 
 
 class KeptRows:
@@ -38,23 +41,24 @@ class KeptRows:
         """Forget everything: a step is done."""
         if (memory := self.slot.memory()) is not None:
             memory[:_MARK] = _MARK.to_bytes(_MARK, "little")
+            if len(memory) > _ROOMY:
+                memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)
 
     def add(self, step: int, key: str, rows: Batch, report: bytes) -> None:
         """Keep what was sampled under a key, and what was measured meanwhile."""
         heads, tensors = [], [rows.ids]
         for name, column in rows.columns.items():
             lengths, values = levels(column)
-            heads.append([name, str(values.dtype).removeprefix("torch."), list(values.shape),
-                          [len(level) for level in lengths]])
+            heads.append([name, dtype_name(values.dtype), list(values.shape), list(map(len, lengths))])
             tensors += [*lengths, values]
         body = b"".join(_raw(tensor) for tensor in tensors)
-        header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report,
-                                "bytes": len(body)})
+        header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report})
         entry = header + body
         memory = self.slot.memory(_MARK)
         end = int.from_bytes(memory[:_MARK], "little") or _MARK
         memory = self.slot.memory(end + _HEAD + len(entry))
-        memory[end : end + _HEAD] = len(header).to_bytes(_MARK, "little") + xxhash.xxh3_128_digest(entry)
+        lengths = len(header).to_bytes(_MARK, "little") + len(entry).to_bytes(_MARK, "little")
+        memory[end : end + _HEAD] = lengths + xxhash.xxh3_128_digest(entry)
         memory[end + _HEAD : end + _HEAD + len(entry)] = entry
         memory[:_MARK] = (end + _HEAD + len(entry)).to_bytes(_MARK, "little")  # from here on it counts
 
@@ -72,14 +76,11 @@ class KeptRows:
 
 def _entry(memory: mmap.mmap, place: int, end: int) -> tuple[dict[str, Any], bytes, int] | None:
     """The entry at `place`, and where the next one begins; None if it is not whole."""
-    start = place + _HEAD + int.from_bytes(memory[place : place + _MARK], "little")
-    if start > end:
+    length, both = (int.from_bytes(memory[at : at + _MARK], "little") for at in (place, place + _MARK))
+    start, stop = place + _HEAD, place + _HEAD + both
+    if stop > end or length > both or xxhash.xxh3_128_digest(memory[start:stop]) != memory[place + _SUM : start]:
         return None
-    header = msgpack.unpackb(memory[place + _HEAD : start])
-    stop = start + header["bytes"]
-    if stop > end or xxhash.xxh3_128_digest(memory[place + _HEAD : stop]) != memory[place + _MARK : place + _HEAD]:
-        return None
-    return header, memory[start:stop], stop
+    return msgpack.unpackb(memory[start : start + length]), memory[start + length : stop], stop
 
 
 def _rows(header: dict[str, Any], body: bytes) -> Batch:

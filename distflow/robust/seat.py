@@ -14,8 +14,10 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,16 @@ from distflow.schema.robust import Robust
 
 _LOOK = 0.2
 """Seconds between two looks at the board and at the worker's page; a death is seen at once."""
-_GRACE = 5.0
-"""Seconds in which a worker that is told to leave tidies up."""
+_GRACE, _LEFT = 5.0, 2.0
+"""Seconds in which a worker that is told to leave tidies up, and in which what it has left behind does."""
+
+
+class _End(Enum):
+    """How a worker comes to its end, other than by a failure that this seat has seen first."""
+
+    DONE = "it has done its work, or ended by itself"
+    OVERTAKEN = "its unit has begun another life"
+    RESTS = "it is not wanted now"
 
 
 class Told(BaseException):
@@ -54,16 +64,16 @@ class Seat:
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] = lambda life: None):
-        self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else 0)
+                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None):
+        self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
         self.needless, self.wanted = needless, wanted
-        self.watcher = Watcher(unit.name.split()[0], settings.detectors)
+        self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
         self.berth = Berth(seat=os.getpid())
         self.pulse = self.berth.pulse
-        self.worker = 0
+        self.worker = self.useful = 0
 
     def run(self) -> int:
         """Until the work is done or cannot be; the exit status of this process."""
@@ -74,19 +84,19 @@ class Seat:
             while not life.end:
                 if not self._wait_until_wanted():
                     return 0
-                failure = self._live(life)
-                if failure is None and not self.wanted():
+                end = self._live(life)
+                if end is _End.RESTS:
                     continue
-                if failure is None and self._all_are_done(life):
+                if end is _End.DONE and self._all_are_done(life):
                     return 0
-                following = self.lives.next(life, failure)
+                following = self.lives.next(life, end if isinstance(end, Failure) else None)
                 self._tell(life, following)
-                life = following
+                life, self.useful = following, 0
         except Told as told:
             return 128 + told.args[0]
         except dist.DistError as error:
-            print(f"[rank {self.lives.rank}] the board is gone, and with it the machine that kept it: {error}",
-                  file=sys.stderr, flush=True)
+            print(f"[rank {self.lives.rank}] the board does not answer; torchrun, which keeps it, or its machine may "
+                  f"have ended: {error}", file=sys.stderr, flush=True)
             return FAILED
         finally:
             for number in SIGNALS:
@@ -98,14 +108,15 @@ class Seat:
         """False if the run is over first."""
         if not self.wanted():
             self._record("worker rests")
+            print(f"rank {self.lives.rank} rests, as `distflow scale` has asked for", flush=True)
         while not self.wanted():
             if self.needless():
                 return False
             time.sleep(_LOOK)
         return True
 
-    def _live(self, life: Life) -> Failure | None:
-        """One worker, from its start to its end; None if it did its work, or if the unit has begun another life."""
+    def _live(self, life: Life) -> Failure | _End:
+        """One worker, from its start to its end: how it came to it."""
         self.pulse.clear(life.number)
         words, said = os.pipe()
         began = time.monotonic()
@@ -114,21 +125,24 @@ class Seat:
         if not self.worker:
             os.close(words)
             become_worker(self.work, replace(self.berth, life=life), said)
+        self.berth = replace(self.berth, first=False)
         with contextlib.suppress(OSError):  # it has done so itself, and may have ended since
             os.setpgid(self.worker, self.worker)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(said)
         self._record("worker started", life=life.number, pid=self.worker)
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
-            failure, status = self._watch(life), self._end()
+            end, status = self._watch(life), self._end()
             seconds = round(time.monotonic() - began, 3)
-            if failure is None and status and self.wanted() and not self.lives.over(life):
-                failure = self._explained(status, last_of(last_words.fileno()))
+            if end is _End.DONE and status:
+                end = _End.OVERTAKEN if self.lives.over(life) else \
+                    self._explained(status, last_of(last_words.fileno()))
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
-        return None if failure and not failure.hopeless and self.needless() else failure
+        self.useful += self.pulse.read().finished
+        return _End.DONE if isinstance(end, Failure) and not end.hopeless and self.needless() else end
 
-    def _watch(self, life: Life) -> Failure | None:
-        """Until the worker ends, or is to be ended: why, if this seat has seen it first."""
+    def _watch(self, life: Life) -> Failure | _End:
+        """Until the worker ends, or is to be ended."""
         ended = os.pidfd_open(self.worker)
         poll = select.poll()
         for descriptor in (ended, *self.companions):
@@ -139,8 +153,12 @@ class Seat:
                 ready = [descriptor for descriptor, _ in poll.poll(_LOOK * 1000)]
                 if lost := next((self.companions[each] for each in ready if each in self.companions), ""):
                     return self._failure(lost, hopeless=True)
-                if ended in ready or self.lives.over(life) or not self.wanted():
-                    return None
+                if ended in ready:
+                    return _End.DONE
+                if self.lives.over(life):
+                    return _End.OVERTAKEN
+                if not self.wanted():
+                    return _End.RESTS
                 if finding := self.watcher.look():
                     return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
         finally:
@@ -159,8 +177,7 @@ class Seat:
                 poll.poll(_GRACE * 1000)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be waited for twice
         os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.worker, signal.SIGTERM)  # its group has this name until the worker is waited for
+        _end_group(self.worker)  # it has this name until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -170,14 +187,24 @@ class Seat:
         """Do what users have written, in a process that cannot hold up this one for long."""
         process = os.fork()
         if not process:
-            become_worker(lambda _: action(), Berth(), os.open(os.devnull, os.O_WRONLY))
+            try:
+                action()
+                os._exit(0)
+            except BaseException:  # noqa: BLE001 - it is told, and harms nobody
+                traceback.print_exc()
+            finally:
+                os._exit(FAILED)
         ended = os.pidfd_open(process)
-        select.select([ended], [], [], _GRACE)
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.poll(_GRACE * 1000)
         os.close(ended)
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if status:
-            self._record("hook failed", status=os.waitstatus_to_exitcode(status))
+            why = f"took longer than {_GRACE:g} s" if os.WIFSIGNALED(status) else "raised what stands above"
+            print(f"an on_failure hook {why}", file=sys.stderr, flush=True)
+            self._record("hook failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
         """A new run's folder is made by its first worker. A full disk is no reason for a seat to end."""
@@ -198,7 +225,7 @@ class Seat:
 
     def _failure(self, what: str, **more: Any) -> Failure:
         beat = self.pulse.read()
-        return Failure(self.lives.rank, what, beat.phase, beat.step, beat.finished, **more)
+        return Failure(self.lives.rank, what, beat.phase, beat.step, self.useful + beat.finished, **more)
 
     def _all_are_done(self, life: Life) -> bool:
         """This rank's worker has ended well. If another of the unit fails now, all do their last step again."""
@@ -223,7 +250,8 @@ class Seat:
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
-        self._beside(partial(self.on_failure, following))
+        if self.on_failure is not None:
+            self._beside(partial(self.on_failure, following))
         if not following.end:
             text = f"{name} starts again: {where}: {cause.what}"
         elif cause.hopeless:
@@ -234,6 +262,27 @@ class Seat:
             if first is not cause:
                 text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
         print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
+
+
+def _end_group(group: int) -> None:
+    """Processes that a worker has started and left behind hold memory that the next one needs: they are told to end,
+    and ended after a while."""
+    deadline = time.monotonic() + _LEFT
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
+        while _members(group) and time.monotonic() < deadline:
+            time.sleep(_LOOK / 10)
+        os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> bool:
+    """Whether a living process is in the group, beside the one that it is named after."""
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
+            if int(its_group) == group and int(name) != group and state not in (b"Z", b"X"):
+                return True
+    return False
 
 
 def _leave(number: int, _: object) -> None:

@@ -49,7 +49,8 @@ class Robust(Document):
     restarts: NonNegativeInt = 20
     """How often each of them may start again."""
     snapshots: bool = True
-    """Whether the state after each step is copied to host memory, so that a restart repeats one step at most. It takes
+    """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
+    way, so that a restart repeats one step at most, and samples none of it again. It takes
     the memory of weights and optimizer state twice. In modes async and semi_sync a trainer can start again only from
     such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
     detectors: dict[str, dict[str, NonNegativeFloat]] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from distflow.observe.folder import RunFolder, choose
+from distflow.observe.folder import RunFolder, agent, choose, of_torchrun
 from distflow.schema.errors import InvalidInput
 from distflow.schema.plan import Layout, Plan
 
@@ -58,10 +58,13 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 def test_what_is_needed_to_repeat_a_run(tmp_path):
     folder = tmp_path / "runs/a"
-    with RunFolder.created(folder, Resolved(), PLAN, ["/some/where"]):
+    with RunFolder.created(folder, Resolved(), PLAN, ["/some/where"], agent()):
         assert folder.exists()
     assert {path.name for path in folder.iterdir()} == {"dag.yaml", "run.yaml", "launch.json", "plan.json"}
-    assert json.loads((folder / "launch.json").read_text()) == {"search": ["/some/where"]}
+    assert json.loads((folder / "launch.json").read_text()) == {"search": ["/some/where"], "torchrun": agent()}
+    assert of_torchrun(str(tmp_path / "runs")) == folder
+    (folder / "launch.json").write_text(json.dumps({"search": [], "torchrun": "none machine 1 2"}))
+    assert of_torchrun(str(tmp_path / "runs")) is None, "the folder of another torchrun"
     assert json.loads((folder / "plan.json").read_text())["digest"] == PLAN.digest
 
 

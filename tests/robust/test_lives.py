@@ -18,7 +18,7 @@ from distflow.robust.lives import Failure, Life, Lives, Unit, verdict
 
 
 def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
-    return Failure(rank, "it broke", "training", step, finished, **more)
+    return Failure(rank, "it broke", "training" if step else "starting", step, finished, **more)
 
 
 @pytest.mark.parametrize(("failures", "budget", "why"), [
@@ -34,6 +34,8 @@ def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
     ([failed(), failed(step=0, finished=0), failed(step=0, finished=0)], 20, "its restart has failed twice"),
     ([failed(), failed(step=0, finished=0), failed(step=3, finished=0)], 20, ""),
     ([failed(), failed(step=4)], 2, ""),
+    ([Failure(0, "it broke", "waiting")] * 3, 20, ""),  # a rollout that had no prompt yet
+    ([failed()], None, "the run file says  robust: {restart: task}"),
     ([failed(), failed(step=4), failed(step=5)], 2, "its 2 restarts are used up"),
     ([failed()], 0, "its 0 restarts are used up"),
     ([failed(step=9, finished=8, hopeless=True)], 20, "it would fail the next time too"),
@@ -50,7 +52,7 @@ def store():
 
 
 def rank_of(store: dist.Store, rank: int, ranks: int = 3, name: str = "trainer", budget: int = 20) -> Lives:
-    return Lives(store.clone(), Unit(name, range(ranks)), rank, budget)
+    return Lives(store.clone(), Unit(name, range(ranks), "trainer"), rank, budget)
 
 
 def together(*actions: Callable[[], Life]) -> list[Life]:
@@ -139,7 +141,7 @@ def test_a_long_history_stays_short(store):
 
 def fail_at_once(port: int) -> list[str]:
     rank = dist.get_rank()
-    mine = Lives(dist.TCPStore("127.0.0.1", port, is_master=False), Unit("all", range(3)), rank, 100)
+    mine = Lives(dist.TCPStore("127.0.0.1", port, is_master=False), Unit("all", range(3), "ranks"), rank, 100)
     life, seen = Life(), []
     for number in range(1, 21):
         dist.barrier()
