@@ -72,7 +72,7 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
     plan = make_plan(spec, dist.get_world_size())
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     current().collect(gather)
-    silent = SimpleNamespace(now=lambda doing: None, rank=dist.get_rank())
+    silent = SimpleNamespace(now=lambda *doing: None, rank=dist.get_rank())
     worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
     reports = []
     for step in range(spec.run.steps):

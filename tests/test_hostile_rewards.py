@@ -69,7 +69,8 @@ def test_the_run_goes_on_with_the_others(hostile, launch):
     said = [line for line in (done.stdout + done.stderr).splitlines() if "samples left out: reward `hostile`" in line]
     assert 2 <= len(said) <= 4  # one for each step and rank
     events = [json.loads(line) for line in (hostile / "runs/hostile/events.jsonl").read_text().splitlines()]
-    reasons = {event["reason"] for event in events if event["event"] == "reward_failed"}
+    events = [event for event in events if event["event"] == "reward_failed"]
+    reasons = {event["reason"] for event in events}
     for part in ("took longer than 5 s", "raised RuntimeError: no licence", "returned nan", "raised MemoryError",
                  "its process ended with code 1", "left 1 processes running"):
         assert any(part in reason for reason in reasons), (part, reasons)

@@ -70,9 +70,11 @@ def test_a_run_listens_on_loopback_alone(workspace):
         run.stdout.close()
     assert {address for _, address in found} == {LOOPBACK}, "".join(said)
     agent = next(process for process, parent in family.items() if parent == run.pid)
-    ranks = {process for process, parent in family.items() if parent == agent}
-    assert {process for process, _ in found} >= {agent} | ranks, "torchrun's store, and each rank's weights"
-    assert {process for process, _ in found} - {agent} - ranks, "the dock's process"
+    seats = {process for process, parent in family.items() if parent == agent}
+    listen = {process for process, _ in found} - {agent}
+    assert agent in {process for process, _ in found}, "torchrun's store"
+    assert {family[process] for process in listen} == seats, "each rank's worker with its weights"
+    assert len(listen) > len(seats), "the dock's process"
 
 
 def test_what_is_not_on_loopback_would_be_seen():
