@@ -90,7 +90,7 @@ def test_patience_ends(opened, tmp_path):
         guest.step(0, {"question": str(tmp_path / "word")}, "wait")
         start = time.monotonic()
         assert guest.turns(0.2) == []
-        assert time.monotonic() - start >= 0.2
+        assert time.monotonic() - start >= 0.19  # clocks of a wait and of a test differ a little
 
 
 def test_everybody_learns_that_the_host_is_lost(opened, tmp_path):
