@@ -4,6 +4,7 @@ long."""
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,8 @@ from workers.environments.process import Failure, Hosting, Process, Talk
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = 120.0
 """Seconds that an environment's module may take to be imported."""
+_ENDING = 5.0
+"""Seconds in which a process has ended whose line is closed."""
 _MOST = 512
 """Processes at a time, as far as they are shared."""
 _AT_ONCE = 64
@@ -188,6 +191,8 @@ class Host:
         except OSError:
             said = b""
         if not said:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its line may close a moment before it has ended
+                self.nursery.wait(_ENDING)
             raise EngineError(f"the process that starts environments of `{self.hosting.kind}` has ended, with code "
                               f"{self.nursery.poll()}. An environment may have killed it, or memory ran out.")
         return int.from_bytes(said, "little")
