@@ -77,7 +77,7 @@ def create(parameters: RendezvousParameters) -> Loopback:
 
 def main() -> None:
     rendezvous_handler_registry.register(NAME, create)
-    torch.distributed.run.main(["--rdzv-backend", NAME, "--nnodes", "1", *sys.argv[1:]])
+    torch.distributed.run.main(["--rdzv-backend", NAME, "--rdzv-endpoint", "127.0.0.1", "--nnodes", "1", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Sink:
         have ended before it knew. True if it was over then."""
         events.current().step = step + 1
         over = False
-        if self.folder:
+        if self.folder and not self.again:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self.progress.say(line)
         if not self.resumed:
