@@ -12,7 +12,7 @@ import torch
 from distflow.data.batch import Ragged
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
-from distflow.schema.errors import EngineError
+from distflow.schema.errors import RewardsFailed
 from distflow.schema.registry import Turn
 from distflow.schema.run import Generation
 from workers.engines.chat import Between
@@ -163,7 +163,7 @@ def test_an_environment_that_always_fails_ends_the_run(role, prompts):
     for role.step in (3, 4):
         talk(role, prompts, fates=("break",) * 3)
     role.step = 5
-    with pytest.raises(EngineError, match="every trajectory of 3 steps in a row.*the tool is gone"):
+    with pytest.raises(RewardsFailed, match="every trajectory of 3 steps in a row.*the tool is gone"):
         talk(role, prompts, fates=("break",) * 3)
 
 
