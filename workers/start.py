@@ -129,8 +129,7 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
         if team.rank == 0 and not anew:  # from here on a rank that fails is noticed by the others at once
             starting.enter_context(_leaving_when_told())
             search = [folder for folder in sys.path if folder]
-            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search,
-                                                            place.agent))
+            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent))
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
                            berth if berth.seat and spec.run.robust.snapshots else None)

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from distflow.observe.recovery import read
-from distflow.robust.pulse import began
+from distflow.robust.processes import began
 from distflow.schema.errors import InvalidInput, did_you_mean
 
 HELP = "break a worker of a running job: kill it, or stop it so that it hangs"

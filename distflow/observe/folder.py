@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from distflow.robust.processes import began
 from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
@@ -51,8 +52,7 @@ def of_torchrun(output: str) -> Path | None:
 def agent() -> str:
     """The torchrun above this process, which no other of this machine is: its run's id may be that of many."""
     parent = os.getppid()
-    began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # its number may come again
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {parent} {began}"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {parent} {began(parent)}"
 
 
 def _remove(made: list[Path]) -> None:

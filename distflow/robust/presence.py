@@ -23,7 +23,7 @@ class Presence:
     def now(self, doing: str, phase: Phase = "waiting") -> None:
         """Say what this rank does from now on, such as "is in step 3, computing node `rollout`"."""
         self.mine = doing
-        pulse.current().enter(phase, doing)
+        pulse.current().enter(phase)
         with contextlib.suppress(dist.DistError):  # without the store nobody can ask; the work may still go on
             self.store.set(f"doing/{self.rank}", f"{time.time()} {doing}")
 

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from distflow.observe.events import record
+from distflow.robust.processes import began
 from distflow.schema.robust import PHASES, Phase
 
 _LISTEN = 0.05
@@ -21,7 +21,7 @@ _LISTEN = 0.05
 class _Page(ctypes.Structure):
     _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
                 ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
-                ("answered", ctypes.c_int64), ("doing", ctypes.c_char * 512)]
+                ("answered", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Beat:
     step: int
     finished: int
     progress: int
-    doing: str
 
 
 class Pulse:
@@ -56,10 +55,9 @@ class Pulse:
         record("worker ready", life=self.life, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
                seconds={name: round(each, 3) for name, each in seconds.items()})
 
-    def enter(self, phase: Phase, doing: str = "") -> None:
+    def enter(self, phase: Phase) -> None:
         """This worker does something else from now on, which is progress too."""
         page = self.page
-        page.doing = doing.encode()[:511]
         if PHASES[page.phase] != phase:
             page.phase, page.since = PHASES.index(phase), time.monotonic()
         page.progress += 1
@@ -70,9 +68,9 @@ class Pulse:
         if self.watching is not None:
             self.watching(phase, self.page.step)
 
-    def tick(self, count: int = 1) -> None:
-        """Some of the work is done: a micro-batch, or `count` tokens."""
-        self.page.progress += count
+    def tick(self) -> None:
+        """Some of the work is done: a micro-batch, or a token of each row."""
+        self.page.progress += 1
 
     def begin(self, step: int) -> None:
         """A step begins, counted from 1."""
@@ -86,8 +84,7 @@ class Pulse:
 
     def read(self) -> Beat:
         page = self.page
-        return Beat(PHASES[page.phase], page.since, page.step, page.finished, page.progress,
-                    page.doing.decode(errors="replace"))
+        return Beat(PHASES[page.phase], page.since, page.step, page.finished, page.progress)
 
     def ask(self) -> int:
         """Ask whether the worker still answers; what `answered` says then."""
@@ -106,15 +103,6 @@ class Pulse:
         while True:
             self.page.answered = self.page.asked
             time.sleep(_LISTEN)
-
-
-def began(pid: int) -> int:
-    """When a process began, in the kernel's clock ticks since the machine did: what another one of its number has not.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 _current = Pulse()

@@ -9,8 +9,8 @@ anew. In the other modes the dock keeps them.
     8     n, the length of the header
     8     the length of the header and what follows
     16    xxh3 of both
-    n     msgpack: step, key, report, rows, columns: [name, dtype, shape of the values, rows of each level of lengths]
-    …     ids, then of each column its lengths, level by level, and its values
+    n     msgpack: step, key, report, rows, columns as in `distflow.data.dock.parcel`
+    …     the rows as a parcel has them on a line
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import msgpack
 import torch
 import xxhash
-from torch import Tensor
 
-from distflow.data.batch import Batch, dtype_name, levels, of_levels
+from distflow.data.batch import Batch
+from distflow.data.dock.parcel import Parcel, pack, unpack
 from distflow.robust.snapshots import Slot
 
 _MARK, _SUM, _HEAD = 8, 16, 32
@@ -46,21 +46,20 @@ class KeptRows:
 
     def add(self, step: int, key: str, rows: Batch, report: bytes) -> None:
         """Keep what was sampled under a key, and what was measured meanwhile."""
-        heads, tensors = [], [rows.ids]
-        for name, column in rows.columns.items():
-            lengths, values = levels(column)
-            heads.append([name, dtype_name(values.dtype), list(values.shape), list(map(len, lengths))])
-            tensors += [*lengths, values]
-        body = b"".join(_raw(tensor) for tensor in tensors)
+        whole = [(Parcel(rows, 0, 0), 0, len(rows))]
+        heads, buffers = pack(rows.ids.numpy(), [(name, whole) for name in rows.columns])
         header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report})
-        entry = header + body
+        both = len(header) + sum(map(len, buffers))
         memory = self.slot.memory(_MARK)
         end = int.from_bytes(memory[:_MARK], "little") or _MARK
-        memory = self.slot.memory(end + _HEAD + len(entry))
-        lengths = len(header).to_bytes(_MARK, "little") + len(entry).to_bytes(_MARK, "little")
-        memory[end : end + _HEAD] = lengths + xxhash.xxh3_128_digest(entry)
-        memory[end + _HEAD : end + _HEAD + len(entry)] = entry
-        memory[:_MARK] = (end + _HEAD + len(entry)).to_bytes(_MARK, "little")  # from here on it counts
+        memory, start = self.slot.memory(end + _HEAD + both), end + _HEAD
+        place = start
+        for buffer in (header, *buffers):
+            memory[place : place + len(buffer)] = buffer
+            place += len(buffer)
+        memory[end:start] = b"".join((len(header).to_bytes(_MARK, "little"), both.to_bytes(_MARK, "little"),
+                                      _sum(memory, start, place)))
+        memory[:_MARK] = place.to_bytes(_MARK, "little")  # from here on it counts
 
     def of(self, step: int) -> dict[str, tuple[Batch, bytes]]:
         """Rows and report by key; up to the first entry that is not whole."""
@@ -70,38 +69,19 @@ class KeptRows:
         while place < end and (entry := _entry(memory, place, end)) is not None:
             header, body, place = entry
             if header["step"] == step:
-                found[header["key"]] = _rows(header, body), header["report"]
+                data = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+                found[header["key"]] = unpack(header["rows"], header["columns"], data), header["report"]
         return found
 
 
-def _entry(memory: mmap.mmap, place: int, end: int) -> tuple[dict[str, Any], bytes, int] | None:
+def _entry(memory: mmap.mmap, place: int, end: int) -> tuple[dict[str, Any], bytearray, int] | None:
     """The entry at `place`, and where the next one begins; None if it is not whole."""
     length, both = (int.from_bytes(memory[at : at + _MARK], "little") for at in (place, place + _MARK))
     start, stop = place + _HEAD, place + _HEAD + both
-    if stop > end or length > both or xxhash.xxh3_128_digest(memory[start:stop]) != memory[place + _SUM : start]:
+    if stop > end or length > both or _sum(memory, start, stop) != memory[place + _SUM : start]:
         return None
-    return msgpack.unpackb(memory[start : start + length]), memory[start + length : stop], stop
+    return msgpack.unpackb(memory[start : start + length]), bytearray(memory[start + length : stop]), stop
 
 
-def _rows(header: dict[str, Any], body: bytes) -> Batch:
-    data, place = bytearray(body), 0
-
-    def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
-        nonlocal place
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        # A copy, since what is before it may leave it at no multiple of its size.
-        piece = bytearray(data[place : place + count * dtype.itemsize])
-        place += len(piece)
-        return torch.frombuffer(piece, dtype=dtype).view(shape)
-
-    ids, columns = take(torch.int64, [header["rows"]]), {}
-    for name, dtype, shape, counts in header["columns"]:
-        lengths = [take(torch.int64, [count]) for count in counts]
-        columns[name] = of_levels(lengths, take(getattr(torch, dtype), shape))
-    return Batch(ids, columns)
-
-
-def _raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def _sum(memory: mmap.mmap, start: int, stop: int) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(memory)[start:stop])

@@ -30,12 +30,13 @@ from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
 from distflow.robust.board import Board
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
+from distflow.robust.processes import end_group
 from distflow.schema.robust import Robust
 
 _LOOK = 0.2
 """Seconds between two looks at the board and at the worker's page; a death is seen at once."""
-_GRACE, _LEFT = 5.0, 2.0
-"""Seconds in which a worker that is told to leave tidies up, and in which what it has left behind does."""
+_GRACE = 5.0
+"""Seconds in which a worker that is told to leave tidies up."""
 
 
 class _End(Enum):
@@ -177,7 +178,7 @@ class Seat:
                 poll.poll(_GRACE * 1000)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be waited for twice
         os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
-        _end_group(self.worker)  # it has this name until the worker is waited for
+        end_group(self.worker)  # it has this name until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -262,27 +263,6 @@ class Seat:
             if first is not cause:
                 text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
         print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
-
-
-def _end_group(group: int) -> None:
-    """Processes that a worker has started and left behind hold memory that the next one needs: they are told to end,
-    and ended after a while."""
-    deadline = time.monotonic() + _LEFT
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGTERM)
-        while _members(group) and time.monotonic() < deadline:
-            time.sleep(_LOOK / 10)
-        os.killpg(group, signal.SIGKILL)
-
-
-def _members(group: int) -> bool:
-    """Whether a living process is in the group, beside the one that it is named after."""
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
-            if int(its_group) == group and int(name) != group and state not in (b"Z", b"X"):
-                return True
-    return False
 
 
 def _leave(number: int, _: object) -> None:

@@ -73,7 +73,7 @@ class Worker:
                 self.pulse.page.answered = self.pulse.page.asked
             done += ticks / 2
             if done >= 1:
-                self.pulse.tick(int(done))
+                self.pulse.tick()
                 done -= int(done)
             if finding := self.watcher.look():
                 found.append(finding.what)

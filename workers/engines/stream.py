@@ -75,7 +75,7 @@ class Stream(Sampler):
         busy = any(session.busy for session in self.sessions.values())
         if busy != self.was_busy:
             self.was_busy = busy
-            pulse.current().enter("generating" if busy else "waiting", "sampling" if busy else "waiting for prompts")
+            pulse.current().enter("generating" if busy else "waiting")
 
     def wait(self, version: int) -> None:
         """Until the engine has at least these weights."""
