@@ -28,8 +28,9 @@ class Board:
     rank, store = int(os.environ.get("SEAT", 0)), None
 
 def told(name, text=""):
-    (folder / f"{name}.new").write_text(str(text))
-    (folder / f"{name}.new").rename(folder / name)
+    new = folder / f"{name}.of-{os.getpid()}"
+    new.write_text(str(text))
+    new.rename(folder / name)
 
 def lived(berth, steps=1):
     """As a worker that has come so far."""
