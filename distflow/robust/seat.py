@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -51,6 +51,18 @@ class Told(BaseException):
     """torchrun wants this process to end."""
 
 
+class Apart(Protocol):
+    """What a seat knows of machines that come and go. `replaces`: this one has another's place."""
+
+    replaces: bool
+
+    def look(self) -> None:
+        """Raises BegunAnew: all machines begin a later era."""
+
+    def reprieve(self) -> None:
+        """Wait until it is known whether a failure is due to the loss of a machine; raises BegunAnew if so."""
+
+
 class Seat:
     """One rank's seat.
 
@@ -61,14 +73,16 @@ class Seat:
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
         on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
+        apart: machines that come and go, of which this seat's is one.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None):
+                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None,
+                 apart: Apart | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
-        self.needless, self.wanted = needless, wanted
+        self.needless, self.wanted, self.apart = needless, wanted, apart
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -77,11 +91,15 @@ class Seat:
         self.worker = self.useful = 0
 
     def run(self) -> int:
-        """Until the work is done or cannot be; the exit status of this process."""
+        """Until the work is done or cannot be; the exit status of this process.
+
+        Raises:
+            BegunAnew: all machines begin a later era.
+        """
         for number in SIGNALS:
             signal.signal(number, _leave)
-        life = Life()
         try:
+            life = self._first_life()
             while not life.end:
                 if not self._wait_until_wanted():
                     return 0
@@ -91,6 +109,8 @@ class Seat:
                 if end is _End.DONE and self._all_are_done(life):
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
+                if self.apart and following.end:
+                    self.apart.reprieve()
                 self._tell(life, following)
                 life, self.useful = following, 0
         except Told as told:
@@ -105,6 +125,20 @@ class Seat:
             self._end()
         return life.failures[-1].code
 
+    def _first_life(self) -> Life:
+        """That of the unit; the one after the last life of a machine whose place this one has taken."""
+        if not (self.apart and self.apart.replaces):
+            return Life()
+        before = self.lives.newest()
+        lost = Failure(self.lives.rank, "its machine was lost, and another has taken its place", "waiting")
+        following = self.lives.next(before, lost)
+        self._tell(before, following)
+        return following
+
+    def _look(self) -> None:
+        if self.apart:
+            self.apart.look()
+
     def _wait_until_wanted(self) -> bool:
         """False if the run is over first."""
         if not self.wanted():
@@ -113,6 +147,7 @@ class Seat:
         while not self.wanted():
             if self.needless():
                 return False
+            self._look()
             time.sleep(_LOOK)
         return True
 
@@ -156,6 +191,7 @@ class Seat:
                     return self._failure(lost, hopeless=True)
                 if ended in ready:
                     return _End.DONE
+                self._look()
                 if self.lives.over(life):
                     return _End.OVERTAKEN
                 if not self.wanted():
@@ -236,6 +272,7 @@ class Seat:
         while not self.lives.all_done(life):
             if self.lives.over(life):
                 return False
+            self._look()
             time.sleep(_LOOK / 4)
         return True
 
