@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.folder import agent
+from distflow.observe.recovery import STARTS_AGAIN
 from distflow.robust.machines import MACHINES, BegunAnew, Era, Machines
 from distflow.robust.watchman import Watchman
 from distflow.schema.errors import DistflowError, InvalidInput
@@ -43,11 +44,11 @@ class Apart:
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
         training = len(plan.groups[0].ranks) if plan.groups else plan.ranks
-        vital = -(-training // self.local)
-        if plan.groups and least * self.local <= training:
+        vital, enough = -(-training // self.local), training // self.local + 1
+        if plan.groups and least < enough:
             raise InvalidInput(f"--machines {machines}: {least} × {self.local} ranks are to be enough, but {training} "
-                               f"train, and at least one must sample. Write  --machines {vital + 1}:"
-                               f"{max(most, vital + 1)}  or have more of them sample:  --set groups.rollout=…")
+                               f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
+                               "or have more of them sample:  --set groups.rollout=…")
         self.store = _store(self.host, self.port)
         self.machines = Machines(dist.PrefixStore(MACHINES, self.store), agent(), self.local, least, most, vital,
                                  not plan.groups, silence)
@@ -61,11 +62,15 @@ class Apart:
         if self.watchman:
             self.watchman.end()
             self.watchman = None
-        if self.rank == 0:
-            self.machines.store.set(key, self._found())
-        while not self.machines.store.check([key]):
-            time.sleep(_LOOK)
-        found = json.loads(self.machines.store.get(key))
+        try:
+            if self.rank == 0:
+                self.machines.store.set(key, self._found())
+            while not self.machines.store.check([key]):
+                time.sleep(_LOOK)
+            found = json.loads(self.machines.store.get(key))
+        except dist.DistError as error:
+            raise DistflowError(f"the board at {self.host}:{self.port} does not answer any more; `distflow board`, "
+                                f"which keeps it, or its machine may have ended: {error}") from None
         if "end" in found:
             if found["end"]:
                 raise DistflowError(found["end"])
@@ -77,12 +82,14 @@ class Apart:
         return self.era
 
     def announce(self, folder: Path) -> None:
-        """Say why this era began, in its first rank's output and in the run's events."""
-        if self.era.why and self.era.block == self.rank == 0:
+        """Say why this era began, in its first rank's output and in the run's events, as a failure of all ranks."""
+        if self.era.why and self.era.block == self.rank == 0 and folder.is_dir():
             print(f"the machines begin anew: {self.era.why}", flush=True)
             events = Events()
             events.open(folder / "events.jsonl", 0)
-            events.record("machines begin anew", era=self.era.number, why=self.era.why)
+            events.record("failure", unit="the machines", ranks=[0, self.era.blocks * self.local - 1], life=-1,
+                          phase="waiting", failed_step=0, what=self.era.why, details="", seen_after=self.era.silent,
+                          verdict=STARTS_AGAIN)
 
     def look(self) -> None:
         """Raises BegunAnew: there is a later era."""

@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -36,11 +37,24 @@ class BegunAnew(Exception):
     """All machines begin the next era; what this process did in the present one is void."""
 
 
+class Apart(Protocol):
+    """What a seat knows of all this. `replaces`: its machine has another's place."""
+
+    replaces: bool
+
+    def look(self) -> None:
+        """Raises BegunAnew: all machines begin a later era."""
+
+    def reprieve(self) -> None:
+        """Wait until it is known whether a failure is due to the loss of a machine; raises BegunAnew if so."""
+
+
 @dataclass(frozen=True)
 class Era:
-    """A machine's part of an era: its block of ranks, of `blocks`. `why`: it began; empty for the first one.
+    """A machine's part of an era: its block of ranks, of `blocks`.
 
-    replaces: the block was another machine's before.
+    replaces: the block was another machine's before. why: the era began; empty for the first one. silent: for how many
+    seconds a machine had given no sign of life then.
     """
 
     number: int
@@ -48,6 +62,7 @@ class Era:
     blocks: int
     replaces: bool = False
     why: str = ""
+    silent: float = 0.0
 
 
 @dataclass
@@ -107,12 +122,13 @@ class Machines:
                 continue
             found = self._place(number, members)
             if found is not None:
-                return Era(number, *found, began.get("why", ""))
+                return Era(number, *found, began.get("why", ""), began.get("silent", 0.0))
 
     def propose(self, era: int, why: str, lost: int | None = None) -> None:
         """The next era, for all but the machine of block `lost`."""
         expected = [name for block, name in self.holders(era).items() if block != lost and not self.left(era, block)]
-        self._next(era, {"why": why, "expected": expected})
+        silent = 0.0 if lost is None else self.silence
+        self._next(era, {"why": why, "silent": silent, "expected": expected})
 
     def end(self, era: int, failure: str = "") -> None:
         """There is nothing more to do for any machine: because of a failure, or because all is done."""

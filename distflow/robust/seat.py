@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,6 +30,7 @@ from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
 from distflow.robust.board import Board
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
+from distflow.robust.machines import Apart
 from distflow.robust.processes import end_group
 from distflow.schema.robust import Robust
 
@@ -49,18 +50,6 @@ class _End(Enum):
 
 class Told(BaseException):
     """torchrun wants this process to end."""
-
-
-class Apart(Protocol):
-    """What a seat knows of machines that come and go. `replaces`: this one has another's place."""
-
-    replaces: bool
-
-    def look(self) -> None:
-        """Raises BegunAnew: all machines begin a later era."""
-
-    def reprieve(self) -> None:
-        """Wait until it is known whether a failure is due to the loss of a machine; raises BegunAnew if so."""
 
 
 class Seat:
