@@ -125,8 +125,9 @@ class Machines:
                 return Era(number, *found, began.get("why", ""), began.get("silent", 0.0))
 
     def propose(self, era: int, why: str, lost: int | None = None) -> None:
-        """The next era, for all but the machine of block `lost`."""
+        """The next era, for all but the machine of block `lost`, and for this one."""
         expected = [name for block, name in self.holders(era).items() if block != lost and not self.left(era, block)]
+        expected += [self.me] if self.me not in expected else []
         silent = 0.0 if lost is None else self.silence
         self._next(era, {"why": why, "silent": silent, "expected": expected})
 
