@@ -26,7 +26,8 @@ HEAD = "# A prediction of the cost model, not a measurement; written by  distflo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed = parser.add_argument_group("mixed hardware", "a plan for a --cluster with `machines`, by a cost model")
     mixed.add_argument("--solver", choices=("hybrid", "ilp"), help="search fast, or search and then prove the best")
-    mixed.add_argument("--plan", metavar="FILE", help="a plan that was written before, in place of a solver")
+    mixed.add_argument("--runnable", action="store_true",
+                       help="of what the solvers may choose, only what  launch.py --plan  can run")
     mixed.add_argument("--out", metavar="FILE", help="write the plan")
     mixed.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart")
     mixed.add_argument("--svg", metavar="FILE", help="draw the placement")
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def asked(options: argparse.Namespace) -> bool:
     """Whether a plan for mixed hardware is wanted."""
     wanted = options.solver or options.plan
-    for name in ("out", "explain", "svg"):
+    for name in ("runnable", "out", "explain", "svg"):
         if getattr(options, name) and not wanted:
             raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
     if options.solver and options.plan:
@@ -54,7 +55,7 @@ def main(options: argparse.Namespace, spec: Spec) -> int:
 
     costed = Costed(problem_of(spec))
     made_for = digests_of(spec, costed.problem)
-    plan = _read(options.plan, made_for) if options.plan else _solved(options, costed, made_for)
+    plan = _read(options.plan, made_for) if options.plan else _solved(options, spec, costed, made_for)
     placement = placement_of(costed.problem, plan)
     if options.out:
         said = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
@@ -64,8 +65,21 @@ def main(options: argparse.Namespace, spec: Spec) -> int:
 
         _write(options.svg, svg(costed.problem, placement))
     lines = [*_described(spec, plan), *(_explained(costed, placement) if options.explain else ())]
-    print("\n".join(lines))
+    print("\n".join([*lines, *(_running(spec, options.plan) if options.plan else ())]))
     return 0
+
+
+def _running(spec: Spec, path: str) -> Iterator[str]:
+    """The chain that ranks would run by a plan, or why they cannot."""
+    from distflow.cli.plan import describe
+    from planners import obeyed, plan
+
+    yield ""
+    try:
+        own = obeyed(spec, read(Path(path), shown(path)), spec.cluster.size)
+        yield from describe(plan(own, own.run.ranks), own)
+    except InvalidInput as error:
+        yield from ("No run can obey it:", str(error))
 
 
 def _read(path: str, made_for: Digests) -> PlacedPlan:
@@ -80,10 +94,18 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests) -> PlacedPlan:
+def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests) -> PlacedPlan:
     from planners.heterogeneous.hybrid import search
+    from planners.heterogeneous.runnable import runnable
     from planners.heterogeneous.shortfall import impossible
     from planners.heterogeneous.written import written
+
+    if options.runnable:
+        best = runnable(spec, costed)
+        if best is None:
+            raise InvalidInput(impossible(costed) or Mistake("no placement that ranks can run fits", None,
+                                                             "See the others:  without --runnable"))
+        return written(costed.problem, best, made_for, options.solver, min(costed.bound(), best.seconds))
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
 
