@@ -51,8 +51,9 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: Source, ranks
                       f"rank{'s are' if ranks > 1 else ' is'} started", source.spot(("groups",), key=True),
                       f"Start {devices} ranks, one for each device, in the order of the cluster file.")
     if spec.run.layouts:
-        yield Mistake("`layouts` says how nodes are split, and so does the plan", 
-                      spec.run_source.spot(("layouts",), key=True), "Leave it out of the run file, or start without  --plan")
+        yield Mistake("`layouts` says how nodes are split, and so does the plan",
+                      spec.run_source.spot(("layouts",), key=True),
+                      "Leave it out of the run file, or start without  --plan")
     names = [work.name for work in problem.works]
     if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
             != sorted(names):
