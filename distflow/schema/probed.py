@@ -7,7 +7,6 @@ linked as its devices are.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from distflow.schema.cluster import ZONE
 
 ALIKE = 0.25
 _NEAR = 0.5
-"""Machines whose link has at least this part of the best link's bandwidth stand in one zone."""
+"""Machines stand in one zone if their link has at least this part of the best one's bandwidth."""
 Ends = tuple[int, int]
 """Two ranks, the lower one first."""
 
@@ -135,13 +134,15 @@ def _apart(ends: Ends, devices: Sequence[Probed]) -> bool:
 
 
 def _zones(blocks: Sequence[range], devices: Sequence[Probed], links: Mapping[Ends, Linked]) -> dict[int, str]:
-    """Of each block, by its first rank: those that good links join are in one zone."""
-    speeds = {ends: sum(link.gb_s for link in measured) if _apart(ends, devices) else math.inf
-              for ends, measured in _pairs(blocks, devices, links).items()}
-    best = max((speed for speed in speeds.values() if speed < math.inf), default=0.0)
+    """Of each block, by its first rank: those that good links join are in one zone. A link is good if all devices
+    together get much through it, or if each of them does, however few they are."""
+    pairs = _pairs(blocks, devices, links)
+    speeds = {ends: (sum(link.gb_s for link in measured), median(link.gb_s for link in measured))
+              for ends, measured in pairs.items() if _apart(ends, devices)}
+    best = [max(each) for each in zip(*speeds.values())]
     zone = {block[0]: number for number, block in enumerate(blocks)}
-    for ends, speed in speeds.items():
-        if speed >= _NEAR * best:
+    for ends in pairs:
+        if ends not in speeds or any(speed >= _NEAR * most for speed, most in zip(speeds[ends], best)):
             one, other = (zone[end] for end in ends)
             zone = {block: min(one, other) if at in (one, other) else at for block, at in zone.items()}
     numbers = sorted(set(zone.values()))
