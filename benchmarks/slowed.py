@@ -1,7 +1,7 @@
 """Ranks that are slowed: each in a control group of its own with a quota of processor time, enforced by the kernel.
 
-Linux as root only. A rank with the quota 0.5 computes for half of every period and stands still for the rest of it, with
-all the processes that it starts; so it is as slow as a device of half the speed, whatever it computes.
+Linux as root only. A rank with the quota 0.5 computes for half of every period and stands still for the rest of it,
+with all the processes that it starts; so it is as slow as a device of half the speed, whatever it computes.
 """
 
 from __future__ import annotations

@@ -23,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    mixed = placed.asked(options)
-    spec, plan = load_and_plan(options, obey=not mixed)
-    if mixed:
-        return placed.main(options, spec)
+    if placed.asked(options):
+        return placed.main(options)
+    spec, plan = load_and_plan(options)
     lines = [plan.to_json()] if options.json else [*describe(plan, spec), *_dock(plan, spec, options.dock)]
     print("\n".join(lines))
     return 0
