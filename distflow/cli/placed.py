@@ -28,7 +28,8 @@ HEAD = "# A prediction of the cost model, not a measurement; written by  distflo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed = parser.add_argument_group("mixed hardware", "a plan for a --cluster with `machines`, by a cost model")
     mixed.add_argument("--solver", choices=("hybrid", "ilp"), help="search fast, or search and then prove the best")
-    mixed.add_argument("--plan", metavar="FILE", help="a plan that was written before, in place of a solver")
+    mixed.add_argument("--runnable", action="store_true",
+                       help="of what the solvers may choose, only what  launch.py --plan  can run")
     mixed.add_argument("--out", metavar="FILE", help="write the plan")
     mixed.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart")
     mixed.add_argument("--svg", metavar="FILE", help="draw the placement")
@@ -52,7 +53,7 @@ def asked(options: argparse.Namespace) -> bool:
     if options.runs and not options.solver:
         options.solver = "hybrid"
     wanted = options.solver or options.plan
-    for name in ("out", "explain", "svg"):
+    for name in ("runnable", "out", "explain", "svg"):
         if getattr(options, name) and not wanted:
             raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
     return bool(wanted)
@@ -63,12 +64,12 @@ def main(options: argparse.Namespace) -> int:
     from planners.heterogeneous.workload import problem_of
     from planners.heterogeneous.written import digests_of, placement_of
 
-    spec = calibration.spec_of(options) if options.runs else load_and_plan(options)[0]
+    spec = calibration.spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
     known = calibration.calibration(spec, options.runs) if options.runs else None
     costed = Costed(known.problem if known else problem_of(spec))
     made_for = digests_of(spec, costed.problem)
     plan = _read(options.plan, made_for) if options.plan else \
-        _solved(options, costed, made_for, known.rest if known else 0.0)
+        _solved(options, spec, costed, made_for, known.rest if known else 0.0)
     better, said = known.against(plan, options.runs[-1], options.threshold) if options.replan else (True, "")
     placement = placement_of(costed.problem, plan)
     if options.out and better:
@@ -82,8 +83,22 @@ def main(options: argparse.Namespace) -> int:
     lines += _described(spec, plan) if better else ()
     lines += _explained(costed, placement) if options.explain and better else ()
     lines += known.report(options.runs) if options.explain and known else ()
+    lines += _running(spec, options.plan) if options.plan else ()
     print("\n".join(lines))
     return 0
+
+
+def _running(spec: Spec, path: str) -> Iterator[str]:
+    """The chain that ranks would run by a plan, or why they cannot."""
+    from distflow.cli.plan import describe
+    from planners import obeyed, plan
+
+    yield ""
+    try:
+        own = obeyed(spec, read(Path(path), shown(path)), spec.cluster.size)
+        yield from describe(plan(own, own.run.ranks), own)
+    except InvalidInput as error:
+        yield from ("No run can obey it:", str(error))
 
 
 def _read(path: str, made_for: Digests) -> PlacedPlan:
@@ -98,10 +113,28 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+    from planners.heterogeneous.written import written
+
+    best, bound = _runnable(spec, costed) if options.runnable else _searched(options, costed)
+    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+    return plan.model_copy(update={"rest_seconds": rest})
+
+
+def _runnable(spec: Spec, costed: Costed) -> tuple[Placement, float]:
+    from planners.heterogeneous.runnable import runnable
+    from planners.heterogeneous.shortfall import impossible
+
+    best = runnable(spec, costed)
+    if best is None:
+        raise InvalidInput(impossible(costed) or Mistake("no placement that ranks can run fits into memory", None,
+                                                         "See what else there is:  without --runnable"))
+    return best, costed.bound()
+
+
+def _searched(options: argparse.Namespace, costed: Costed) -> tuple[Placement, float]:
     from planners.heterogeneous.hybrid import search
     from planners.heterogeneous.shortfall import impossible
-    from planners.heterogeneous.written import written
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
 
@@ -118,8 +151,7 @@ def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests, rest
     if options.solver == "ilp":
         best, bound = _proven(costed, best, stop, options.within)
     _progress()
-    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
-    return plan.model_copy(update={"rest_seconds": rest})
+    return best, bound
 
 
 def _proven(costed: Costed, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:

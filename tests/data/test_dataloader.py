@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.dataloader import Dataloader
+from distflow.schema.plan import Layout
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -32,7 +33,7 @@ def encode(records):
 
 
 def loader(size: int, batch: int, share: int | None = 0, shares: int = 1, seed: int = 0) -> Dataloader:
-    return Dataloader(Numbers(size), encode, batch, seed, share, shares)
+    return Dataloader(Numbers(size), encode, batch, seed, share, Layout(shares))
 
 
 def step_of(loaders: list[Dataloader]) -> tuple[list[int], list[int]]:
