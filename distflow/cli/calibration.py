@@ -30,7 +30,7 @@ def add_arguments(mixed: argparse._ArgumentGroup) -> None:
                             "does not shrink with the rows")
     mixed.add_argument("--replan", action="store_true",
                        help="with --from: say how long an iteration of the last run takes as it is placed, and propose "
-                            "a plan (and write it to --out) if a better one is found")
+                            "a plan that runs (and write it to --out) if a better one is found")
     mixed.add_argument("--threshold", type=float, default=0.1, metavar="SHARE",
                        help="by how much of an iteration a plan must be better to be proposed (default: 0.1)")
 

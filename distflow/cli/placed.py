@@ -52,6 +52,7 @@ def asked(options: argparse.Namespace) -> bool:
         raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
     if options.runs and not options.solver:
         options.solver = "hybrid"
+    options.runnable |= options.replan
     wanted = options.solver or options.plan
     for name in ("runnable", "out", "explain", "svg"):
         if getattr(options, name) and not wanted:

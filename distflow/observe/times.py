@@ -77,7 +77,7 @@ def read(path: Path) -> list[Step]:
 
 @dataclass(frozen=True)
 class Usual:
-    """What an iteration usually takes: medians over `steps` of them."""
+    """What an iteration usually takes: medians over `steps` of them. A rank without rows may have nothing of a node."""
 
     steps: int
     seconds: float
@@ -91,13 +91,13 @@ def usual(steps: Iterable[Step], ranks: int) -> Usual:
     whole: dict[int, list[Step]] = {}
     for step in steps:
         whole.setdefault(step.step, []).append(step)
-    nodes = max((each.nodes.keys() for parts in whole.values() for each in parts), key=len, default=set())
+    nodes = {node for parts in whole.values() for part in parts for node in part.nodes}
     chosen = [parts for _, parts in sorted(whole.items()) if [part.rank for part in parts] == [*range(ranks)]
-              and all(part.nodes.keys() == nodes for part in parts)][_COLD:][-_LATEST:]
+              and nodes == {node for part in parts for node in part.nodes}][_COLD:][-_LATEST:]
     if not chosen:
         return Usual(0, 0.0, {})
     return Usual(len(chosen), median(max(part.seconds for part in parts) for parts in chosen),
-                 {(node, rank): _median([parts[rank].nodes[node] for parts in chosen])
+                 {(node, rank): _median([parts[rank].nodes.get(node, Taken()) for parts in chosen])
                   for node in nodes for rank in range(ranks)})
 
 

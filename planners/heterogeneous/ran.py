@@ -113,7 +113,17 @@ def _shares(work: Work, layout: Ranks, taken: Mapping[tuple[str, int], Taken], h
         seen = [taken[work.name, rank] for rank in ranks]
         found.append(Share(tuple(homes[rank] for rank in ranks[::each]),
                            replace(seen[0], seconds=max(one.seconds for one in seen))))
-    return tuple(found)
+    return _whole(work, found)
+
+
+def _whole(work: Work, shares: list[Share]) -> tuple[Share, ...]:
+    """The same seconds for as many rows as the batch has: filters drop some and draw others in their place, and a plan
+    is for a batch."""
+    rows = sum(share.taken.rows for share in shares)
+    factor = work.rows / rows if rows else 1.0
+    return tuple(share._replace(taken=replace(share.taken, **{
+        name: round(factor * getattr(share.taken, name)) for name in ("rows", "prompt", "response")}))
+                 for share in shares)
 
 
 def _grouping(ranks: list[range]) -> Grouping:

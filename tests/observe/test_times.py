@@ -38,8 +38,10 @@ def _step(step: int, rank: int, seconds: float, *nodes: str) -> Step:
 def test_the_usual_is_the_median_of_whole_steps_without_the_first() -> None:
     steps = [_step(step, rank, 100.0 if step < 3 else float(step)) for step in range(1, 8) for rank in range(2)]
     steps += [_step(8, 0, 1000.0)]  # of which the other rank has written nothing yet
-    steps += [_step(9, 0, 1000.0, "b"), _step(9, 1, 1000.0, "a", "b")]  # rows were taken over, not sampled
+    steps += [_step(9, rank, 1000.0, "b") for rank in range(2)]  # rows were taken over, not sampled
     found = usual(steps, 2)
     assert (found.steps, found.seconds) == (5, 6.0)
     assert found.nodes["a", 1] == Taken(5.0, 2, 20, 10, 6)
     assert usual(steps, 3).steps == 0
+    idle = usual([_step(step, rank, 1.0, *"ab"[: 2 - rank]) for step in range(1, 8) for rank in range(2)], 2)
+    assert (idle.steps, idle.nodes["b", 1]) == (5, Taken())

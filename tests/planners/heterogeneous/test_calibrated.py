@@ -120,3 +120,13 @@ def test_works_that_share_ranks_take_turns() -> None:
     apart = ran(replace(problem(64, (two,)), works=problem(64, (two,)).works[:2]), layouts, taken, 3.0)
     assert apart.grouping == ((0,), (1,))
     assert apart.pools == ((1,), (1,))
+
+
+def test_further_draws_are_seconds_of_the_batch() -> None:
+    """Twice as many rows were sampled as a batch has: so it will be with another placement."""
+    layouts = {work.name: Layout(1) for work in WORKS}
+    taken = {(work.name, 0): Taken(6.0, 128, 2560, 1536, 15) for work in WORKS}
+    one = ran(problem(64), layouts, taken, 18.0)
+    predicted = one.placement(Costed(calibrated(problem(64), [one])))
+    assert [layout.seconds for layout in predicted.layouts] == pytest.approx([6.0] * 3, rel=0.01)
+    assert one.problem.works[0].read == 20
