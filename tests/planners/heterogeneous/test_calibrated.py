@@ -10,7 +10,18 @@ from distflow.schema.measured import Taken
 from distflow.schema.plan import Layout
 from planners.heterogeneous.calibrated import again, calibrated
 from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.problem import GENERATE, INFER, TRAIN, Hardware, Measured, Problem, Site, Way, Work
+from planners.heterogeneous.problem import (
+    GENERATE,
+    INFER,
+    TRAIN,
+    Hardware,
+    Measured,
+    Problem,
+    Replicas,
+    Site,
+    Way,
+    Work,
+)
 from planners.heterogeneous.ran import Ran, lengthened, ran, unmeasured
 
 SITE = Site("fast", "big", "a", 1, 1, 1e12, 64e9, 50e9, 25e9, Way(1e-5, 5e9))
@@ -128,6 +139,8 @@ def test_further_draws_are_seconds_of_the_batch() -> None:
     layouts = {work.name: Layout(1) for work in WORKS}
     taken = {(work.name, 0): Taken(6.0, 128, 2560, 640, 1536, 15) for work in WORKS}
     one = ran(problem(64), layouts, taken, 18.0)
-    predicted = one.placement(Costed(calibrated(problem(64), [one])))
-    assert [layout.seconds for layout in predicted.layouts] == pytest.approx([6.0] * 3, rel=0.01)
+    costs = Costed(calibrated(problem(64), [one])).costs
+    found = [costs.layout(number, strategy, (Replicas((0,), 1),)) for number, strategy in enumerate(one.strategies)]
+    assert [layout.rows for layout in found] == [(64,)] * 3
+    assert [layout.seconds for layout in found] == pytest.approx([6.0] * 3, rel=0.01)
     assert one.problem.works[0].seen == 20
