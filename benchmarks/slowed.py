@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
-_PERIOD = 10_000
-"""Microseconds. Shorter than a node takes, so that it meets no rank luckily."""
+_PERIOD = 100_000
+"""Microseconds: much less than a node takes, and so much that caches are warm for most of it."""
 _AHEAD = 256
 """How much more of a busy machine a rank gets than another process, so that what else runs there disturbs little."""
 
@@ -23,26 +23,39 @@ class NoQuota(Exception):
     """This system lets us limit no processor time."""
 
 
+class Slowed:
+    """Ranks whose processor time can be limited. `join` goes before the command of every rank, under torchrun with
+    `--no-python`: it joins the group of its RANK."""
+
+    def __init__(self, groups: Sequence[Path]):
+        self.groups = groups
+        name = str(groups[0]).removesuffix("0")
+        self.join = ["sh", "-c", f'echo 0 > {name}$RANK/cgroup.procs && exec "$@"', "sh"]
+
+    def begin(self, quotas: Sequence[float]) -> None:
+        """From now on each rank may use so much of one core."""
+        for group, quota in zip(self.groups, quotas):
+            _limit(group, quota)
+
+
 @contextlib.contextmanager
-def slowed(quotas: Sequence[float]) -> Iterator[list[str]]:
-    """What goes before the command of every rank, under torchrun with `--no-python`: it joins the group of its RANK,
-    which may use so much of one core.
+def ranks(count: int) -> Iterator[Slowed]:
+    """Groups for so many ranks, gone at the end.
 
     Raises:
-        NoQuota: says why.
+        NoQuota: says why there can be none.
     """
     first, made = (_ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT), []
     try:
-        for rank, quota in enumerate(quotas):
-            group = first / f"distflow{os.getpid()}-{rank}"
-            group.mkdir()
-            made.append(group)
-            _limit(group, quota)
-        join = f'echo 0 > {first}/distflow{os.getpid()}-$RANK/cgroup.procs && exec "$@"'
-        yield ["sh", "-c", join, "sh"]
+        for rank in range(count):
+            made.append(first / f"distflow{os.getpid()}-{rank}")
+            made[-1].mkdir()
+            _limit(made[-1], 1.0)
     except OSError as error:
         raise NoQuota(f"no control group for processor time can be made here: {error}. It needs root, and cgroups that "
                       "may be written") from None
+    try:
+        yield Slowed(made)
     finally:
         for group in made:
             _remove(group)

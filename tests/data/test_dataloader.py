@@ -55,6 +55,18 @@ def test_any_number_of_ranks_draws_the_same_samples(size, batch, shares, seed):
 
 
 @QUIET
+@given(st.integers(1, 40), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_unlike_shares_draw_the_same_samples_in_their_proportion(batch, rows):
+    layout = Layout(len(rows), rows=tuple(rows))
+    many = [Dataloader(Numbers(7), encode, batch, 0, share, layout) for share in range(len(rows))]
+    for step in range(3):
+        ids, _ = step_of(many)
+        assert ids == list(range(step * batch, (step + 1) * batch))
+    for share, part in enumerate(rows):
+        assert abs(len(layout.cut(batch, share)) - batch * part / sum(rows)) < 1
+
+
+@QUIET
 @given(st.integers(1, 12), st.integers(1, 15))
 def test_every_record_comes_once_an_epoch_in_a_new_order(size, batch):
     one, numbers = [loader(size, batch)], []
