@@ -49,11 +49,11 @@ def test_every_rank_says_what_each_node_took(run: Path) -> None:
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step in (line for line in metrics if "seconds" in line):
         mine = [line for line in lines if line["step"] == step["step"]]
-        seconds, rows, prompt, response, longest = zip(*(line["nodes"]["update"] for line in mine))
+        seconds, rows, prompt, read, response, longest = zip(*(line["nodes"]["update"] for line in mine))
         assert max(seconds) == pytest.approx(step["seconds/update"], abs=1e-4)
         assert sum(rows) == 32
         assert sum(response) == step["tokens"]
-        assert sum(prompt) > sum(rows)
+        assert sum(prompt) == 8 * sum(read) > sum(rows)
         assert max(longest) == 8
         assert max(line["seconds"] for line in mine) >= sum(max(times) for times in zip(
             *([taken[0] for taken in line["nodes"].values()] for line in mine))) * 0.5

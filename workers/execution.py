@@ -102,11 +102,18 @@ def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
            columns: Mapping[str, ColumnData]) -> Taken:
     """With the tokens of the prompts and the responses that a task reads or writes."""
     prompt = arguments.get("prompts")
+    prompts = (int(prompt.lengths.sum()) * task.repeats, _read(prompt)) if isinstance(prompt, Ragged) else (0, 0)
     answers = (*(arguments.get(name) for name in ("responses", "targets")), *columns.values())
     response = next((column for column in answers if isinstance(column, Ragged)), None)
-    return Taken(seconds, rows, int(prompt.lengths.sum()) * task.repeats if isinstance(prompt, Ragged) else 0,
-                 int(response.lengths.sum()) if response is not None else 0,
+    return Taken(seconds, rows, *prompts, int(response.lengths.sum()) if response is not None else 0,
                  int(response.lengths.max()) if response is not None and len(response) else 0)
+
+
+def _read(prompts: Ragged) -> int:
+    """Tokens of prompts, without those that are equal to the one before: engines read them once."""
+    padded, lengths = prompts.padded(0), prompts.lengths
+    again = (padded[1:] == padded[:-1]).all(1) & (lengths[1:] == lengths[:-1])
+    return int(lengths.sum() - lengths[1:][again].sum())
 
 
 def _without_graph(column: Any) -> Any:

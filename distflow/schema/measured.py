@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Taken:
-    """What a node took on one rank in one step: seconds on the clock; its rows, the tokens of their prompts and of
-    their responses, and those of the longest response."""
+    """What a node took on one rank in one step: seconds on the clock; its rows, the tokens of their prompts, and of
+    those where a prompt that rows share counts once; the tokens of their responses, and of the longest one."""
 
     seconds: float = 0.0
     rows: int = 0
     prompt: int = 0
+    read: int = 0
     response: int = 0
     longest: int = 0
 
@@ -21,5 +22,6 @@ class Taken:
         self.seconds += other.seconds
         self.rows += other.rows
         self.prompt += other.prompt
+        self.read += other.read
         self.response += other.response
         self.longest = max(self.longest, other.longest)

@@ -78,8 +78,7 @@ def _blocks(devices: Sequence[Probed]) -> list[range]:
 
 
 def _foldable(one: range, other: range, devices: Sequence[Probed], zones: Mapping[int, str]) -> bool:
-    return len(one) == len(other) and zones[one[0]] == zones[other[0]] and devices[one[0]].alike(devices[other[0]]) \
-        and devices[one[0]].machine != devices[other[0]].machine
+    return len(one) == len(other) and zones[one[0]] == zones[other[0]] and devices[one[0]].alike(devices[other[0]])
 
 
 def _runs(items: Sequence[Any], together: Callable[[Any, Any], bool]) -> list[list[Any]]:

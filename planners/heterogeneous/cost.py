@@ -98,7 +98,7 @@ class Costs:
         if work.kind == GENERATE:
             together = max(1.0, work.rows / strategy.dp / strategy.pp)
             return float(cost.decode(site, self._sites[site], strategy.tp, together))
-        return cost.batch(site, self._sites[site], strategy, strategy.micro * work.computed, work.computed) \
+        return cost.batch(site, self._sites[site], strategy, strategy.micro * work.computed, work.whole) \
             + self._experts(number, frozenset({site}), strategy)
 
     def _layers_that_fit(self, number: int, site: int, strategy: Strategy, stage: int) -> float:
@@ -151,7 +151,7 @@ class Costs:
         cost, work = self.works[number], self.problem.works[number]
         per_row = work.hidden * work.width
         stages = list(zip(kind.stages, layers))
-        full, least = ([count * cost.batch(site, self._sites[site], strategy, micro * work.read, work.read)
+        full, least = ([count * cost.batch(site, self._sites[site], strategy, micro * work.read, work.seen)
                         for site, count in stages] for micro in (strategy.micro, 1))
         prefill = _pipeline(Passing(sum(full), max(full)), Passing(sum(least), max(least)), strategy.micro, 1, 1, rows)
         together = np.minimum(rows, self._places(number, strategy, stages))

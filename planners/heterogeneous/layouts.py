@@ -157,7 +157,7 @@ def strategies(work: Work, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
     """The sizes of micro-batches, and of expert parallelism, that go with dp, tp and pp."""
     if dp < 1:
         return
-    tokens = work.read if work.kind == GENERATE else work.computed
+    tokens = work.read if work.kind == GENERATE else work.whole
     fitting, even = max(1, int(work.micro_tokens // tokens)), -(-work.rows // dp)
     sizes = (min(fitting, work.rows), min(fitting, even), 1)  # a share may have more rows than an even one
     micros = sizes[1:2] if work.kind == GENERATE else dict.fromkeys(sizes)

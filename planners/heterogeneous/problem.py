@@ -91,13 +91,14 @@ class Measured(NamedTuple):
     """What runs have shown of a work; without runs nothing is known, and rows count at their longest.
 
     `times`: seconds over those of the roofline. `launch`: seconds of each pass of a micro-batch, or of a token of all
-    rows, through a layer, however little it computes. Tokens of a row: `prompt` and `response` on the mean, and
-    `longest` of the responses that are made together.
+    rows, through a layer, however little it computes. Tokens of a row: `prompt` and `response` on the mean, `read` of
+    a prompt if those that share it divide it among them, and `longest` of the responses that are made together.
     """
 
     times: float = 1.0
     launch: float = 0.0
     prompt: float | None = None
+    read: float | None = None
     response: float | None = None
     longest: float | None = None
 
@@ -140,8 +141,8 @@ class Work:
 
     @property
     def read(self) -> float:
-        """Tokens of a prompt, on the mean."""
-        return self.prompt if self.measured.prompt is None else self.measured.prompt
+        """Tokens of a prompt that pass through the model for a row, on the mean."""
+        return self.prompt if self.measured.read is None else self.measured.read
 
     @property
     def answer(self) -> float:
@@ -150,8 +151,18 @@ class Work:
 
     @property
     def computed(self) -> float:
-        """Tokens of a row on the mean, prompt and response: what takes time."""
+        """Tokens that pass through the model for a row, on the mean: what takes time."""
         return self.read + self.answer
+
+    @property
+    def seen(self) -> float:
+        """Tokens of a prompt, on the mean: what all that follow attend to."""
+        return self.prompt if self.measured.prompt is None else self.measured.prompt
+
+    @property
+    def whole(self) -> float:
+        """Tokens of a row on the mean, prompt and response: as micro-batches are cut by."""
+        return self.seen + self.answer
 
     @property
     def longest(self) -> float:

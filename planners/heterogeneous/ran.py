@@ -98,10 +98,11 @@ def lengthened(work: Work, before: Work, shares: tuple[Share, ...]) -> Work:
     rows = sum(share.taken.rows for share in shares)
     if not rows:
         return work
-    prompt, response = (sum(getattr(share.taken, name) for share in shares) / rows for name in ("prompt", "response"))
+    prompt, read, response = (sum(getattr(share.taken, name) for share in shares) / rows
+                              for name in ("prompt", "read", "response"))
     longest, scale = max(share.taken.longest for share in shares), work.response / before.response
     return replace(work, measured=work.measured._replace(
-        prompt=min(prompt, work.prompt), response=min(response * scale, work.response),
+        prompt=min(prompt, work.prompt), read=min(read, work.prompt), response=min(response * scale, work.response),
         longest=max(1.0, min(longest * scale, work.response))))
 
 
@@ -122,7 +123,7 @@ def _whole(work: Work, shares: list[Share]) -> tuple[Share, ...]:
     rows = sum(share.taken.rows for share in shares)
     factor = work.rows / rows if rows else 1.0
     return tuple(share._replace(taken=replace(share.taken, **{
-        name: round(factor * getattr(share.taken, name)) for name in ("rows", "prompt", "response")}))
+        name: round(factor * getattr(share.taken, name)) for name in ("rows", "prompt", "read", "response")}))
                  for share in shares)
 
 
@@ -143,7 +144,7 @@ def _pool(hardware: Hardware, homes: list[int], ranks: set[int]) -> Pool:
 
 def _strategy(work: Work, layout: Ranks) -> Strategy:
     """Micro-batches as engines cut them: by tokens, as long as the rows really are."""
-    tokens = work.read if work.kind == GENERATE else work.computed
+    tokens = work.read if work.kind == GENERATE else work.whole
     micro = min(max(1, int(work.micro_tokens // max(tokens, 1.0))), work.rows)
     return Strategy(layout.dp, layout.tp, layout.pp, layout.ep, micro)
 

@@ -130,16 +130,16 @@ class Roofline:
         weights = work.layers * (self._weights - self._expert_weights) * work.longest
         read = weights + work.layers * work.rows * work.kv * self._context * work.answer
         decode = max(self._flops(work.answer, 4 * self._context) / self._peak(devices), read / bandwidth)
-        return work.measured.times * (self._flops(work.read, 2 * work.read) / self._peak(devices) + decode)
+        return work.measured.times * (self._flops(work.read, 2 * work.seen) / self._peak(devices) + decode)
 
     def arithmetic(self, devices: list[tuple[Site, int]]) -> float:
         """Seconds of the arithmetic alone, divided among these devices by their peaks."""
         work = self.work
         if work.kind == GENERATE:
-            flop = self._flops(work.read, 2 * work.read) + self._flops(work.answer, 4 * self._context)
+            flop = self._flops(work.read, 2 * work.seen) + self._flops(work.answer, 4 * self._context)
         else:
             passes = (4 if work.recompute else 3) if work.kind == TRAIN else 1
-            flop = passes * work.epochs * self._flops(work.computed, 2 * work.computed)
+            flop = passes * work.epochs * self._flops(work.computed, 2 * work.whole)
         return work.measured.times * flop / self._peak(devices)
 
     def _peak(self, devices: list[tuple[Site, int]]) -> float:
@@ -147,7 +147,7 @@ class Roofline:
 
     @property
     def _context(self) -> float:
-        return self.work.read + self.work.answer / 2
+        return self.work.seen + self.work.answer / 2
 
     def _flops(self, tokens: float, seen: float) -> float:
         """Of all layers, for so many tokens of each row that see so much."""

@@ -10,7 +10,18 @@ from distflow.schema.measured import Taken
 from distflow.schema.plan import Layout
 from planners.heterogeneous.calibrated import again, calibrated
 from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.problem import GENERATE, INFER, TRAIN, Hardware, Measured, Problem, Site, Way, Work
+from planners.heterogeneous.problem import (
+    GENERATE,
+    INFER,
+    TRAIN,
+    Hardware,
+    Measured,
+    Problem,
+    Replicas,
+    Site,
+    Way,
+    Work,
+)
 from planners.heterogeneous.ran import Ran, lengthened, ran, unmeasured
 
 SITE = Site("fast", "big", "a", 1, 1, 1e12, 64e9, 50e9, 25e9, Way(1e-5, 5e9))
@@ -30,10 +41,11 @@ def problem(rows: int = 64, sites: tuple[Site, ...] = (SITE,)) -> Problem:
 
 
 def run(rows: int, shares: tuple[int, ...] = (), sites: tuple[Site, ...] = (SITE,), rest: float = 0.0) -> Ran:
-    """A run as the true coefficients have it, with prompts of 20 tokens and responses of 12 on the mean, at most 15."""
+    """A run as the true coefficients have it, with prompts of 20 tokens that four rows share, and responses of 12
+    on the mean, 15 at most."""
     shares = shares or (rows,)
     layouts = {work.name: Layout(len(shares)) for work in WORKS}
-    taken = {(work.name, rank): Taken(1.0, count, 20 * count, 12 * count, 15)
+    taken = {(work.name, rank): Taken(1.0, count, 20 * count, 5 * count, 12 * count, 15)
              for work in WORKS for rank, count in enumerate(shares)}
     ideal = ran(problem(rows, sites), layouts, taken, 0.0)
     works = tuple(replace(work, measured=work.measured._replace(times=TRUTH[work.name][0], launch=TRUTH[work.name][1]))
@@ -88,9 +100,9 @@ def test_a_better_plan_gives_the_slow_device_less() -> None:
 
 def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longest() -> None:
     found = calibrated(problem(), [run(64)]).works[0]
-    assert (found.read, found.answer, found.longest) == (20, 12, 15)
+    assert (found.seen, found.read, found.answer, found.longest) == (20, 5, 12, 15)
     longer = lengthened(replace(WORKS[0], response=60), WORKS[0], run(64).shares[0])
-    assert (longer.read, longer.answer, longer.longest) == (20, 24, 30)
+    assert (longer.seen, longer.read, longer.answer, longer.longest) == (20, 5, 24, 30)
     assert found.tokens == 70
 
 
@@ -111,7 +123,7 @@ def test_without_runs_nothing_is_known() -> None:
 
 def test_works_that_share_ranks_take_turns() -> None:
     layouts = {"rollout": Layout(1, first=0), "reference": Layout(1, first=1), "update": Layout(2)}
-    taken = {(work.name, rank): Taken(1.0, 8, 8, 8, 1) for work in WORKS for rank in range(2)}
+    taken = {(work.name, rank): Taken(1.0, 8, 8, 8, 8, 1) for work in WORKS for rank in range(2)}
     two = replace(SITE, each=2)
     found = ran(problem(64, (two,)), layouts, taken, 3.0)
     assert found.grouping == ((0, 1, 2),)
@@ -125,8 +137,10 @@ def test_works_that_share_ranks_take_turns() -> None:
 def test_further_draws_are_seconds_of_the_batch() -> None:
     """Twice as many rows were sampled as a batch has: so it will be with another placement."""
     layouts = {work.name: Layout(1) for work in WORKS}
-    taken = {(work.name, 0): Taken(6.0, 128, 2560, 1536, 15) for work in WORKS}
+    taken = {(work.name, 0): Taken(6.0, 128, 2560, 640, 1536, 15) for work in WORKS}
     one = ran(problem(64), layouts, taken, 18.0)
-    predicted = one.placement(Costed(calibrated(problem(64), [one])))
-    assert [layout.seconds for layout in predicted.layouts] == pytest.approx([6.0] * 3, rel=0.01)
-    assert one.problem.works[0].read == 20
+    costs = Costed(calibrated(problem(64), [one])).costs
+    found = [costs.layout(number, strategy, (Replicas((0,), 1),)) for number, strategy in enumerate(one.strategies)]
+    assert [layout.rows for layout in found] == [(64,)] * 3
+    assert [layout.seconds for layout in found] == pytest.approx([6.0] * 3, rel=0.01)
+    assert one.problem.works[0].seen == 20
