@@ -158,7 +158,7 @@ def drawn(spec: Spec) -> list[dict[str, str]]:
         return {}
 
     records = open_records(spec.data_path(spec.run.data.train))
-    loader = Dataloader(records, keep, spec.run.data.batch, spec.run.seed, share=0, shares=1)
+    loader = Dataloader(records, keep, spec.run.data.batch, spec.run.seed, share=0)
     for _ in range(spec.run.steps):
         loader.next()
     return taken

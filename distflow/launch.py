@@ -24,9 +24,10 @@ if __name__ == "__main__":
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
 from distflow.robust.whole import whole  # noqa: E402 - needs the path above
-from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402
+from distflow.schema.errors import DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.schema.plan import Plan  # noqa: E402
 from distflow.schema.registry import load_module  # noqa: E402
+from distflow.schema.source import read  # noqa: E402
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
     target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
     target.add_argument("--cluster", metavar="FILE", help="a description of the machines to plan for")
+    target.add_argument("--plan", metavar="FILE",
+                        help="a plan for mixed hardware to obey, as `distflow plan --solver hybrid --runnable --out` "
+                             "writes it for the --cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.board or options.machines:
             return apart(spec, options)
         stay_on_loopback()
-        return together(spec, options)
+        return together(obeying(spec, options, _number("WORLD_SIZE", 1)), options)
     except DistflowError as error:
         if options.debug:
             raise
@@ -107,6 +111,8 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
 
     if not (options.board and options.machines):
         raise InvalidInput("--board and --machines go together:  --board HOST:PORT --machines 4")
+    if options.plan:
+        raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
     machines = Apart(options.board, options.machines, partial(make_plan, spec), spec.run.robust.machine_silence)
     while machines.join():
         try:
@@ -180,6 +186,17 @@ def load_spec(options: argparse.Namespace) -> Spec:
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
+
+
+def obeying(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
+    """The run as the plan that the options name places it, if they name one."""
+    if not options.plan:
+        return spec
+    if options.resume:
+        raise InvalidInput("--resume goes on with the plan of the run. Leave --plan out.")
+    from planners import obeyed
+
+    return obeyed(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
 def whole_checkpoint(folder: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import Mistake, did_you_mean
 from distflow.schema.lora import base_of
-from distflow.schema.plan import Layout, whole
+from distflow.schema.plan import Layout, proportion, whole
 from distflow.schema.spec import Spec
 from planners.splits import check_split
 
@@ -32,6 +32,7 @@ class _Wish:
     split: dict[str, int] | None
     """None if the run file says nothing of it."""
     dp: int | None
+    rows: tuple[int, ...] = ()
 
 
 def place(spec: Spec, ranks: int, sampling: set[str],
@@ -63,8 +64,9 @@ def place(spec: Spec, ranks: int, sampling: set[str],
             found = check_split(spec, wish.node, wish.engine, split)
         layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
-        found = found or _check_dp(spec, wish, layout, ranks, shares) + _check_environment(spec, wish, layout)
-        layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split)
+        found = found or _check_shares(spec, wish, layout, ranks, shares) + _check_environment(spec, wish, layout)
+        rows = proportion(wish.rows) if not found else ()
+        layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split, rows=rows)
         mistakes += found
     return layouts, mistakes + _check_replicas(spec, wishes, layouts, ranks)
 
@@ -111,7 +113,7 @@ def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:
         engine = (node.role, True) if name in sampling else (base_of(spec, node.role) or node.role, False)
     said = asked.model_fields_set & _WHOLE.keys() if asked else set()
     split = {size: getattr(asked, size) for size in _WHOLE} if said else None
-    return _Wish(name, node.role, engine, split, asked.dp if asked else None)
+    return _Wish(name, node.role, engine, split, *((asked.dp, tuple(asked.rows)) if asked else (None,)))
 
 
 def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mistake]:
@@ -136,6 +138,16 @@ def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mist
         fitting = [str(ep) for ep in range(1, over + 1) if not over % ep and not (shape.experts if shape else ep) % ep]
         return [Mistake(what, where, f"One of  ep: {', '.join(fitting)}")]
     return []
+
+
+def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
+    dp = min(wish.dp or shares, shares)
+    if wish.rows and len(wish.rows) != dp and ranks > 0:
+        each = f" of {layout.width} ranks" if layout.width > 1 else ""
+        what = f"node `{wish.node}` says the rows of {len(wish.rows)} shares, and {ranks} ranks make {dp}{each}"
+        return [Mistake(what, spec.run_source.spot(("layouts", wish.node, "rows")),
+                        f"Start {len(wish.rows) * layout.width} ranks, or say the rows of {dp}, in proportion.")]
+    return _check_dp(spec, wish, layout, ranks, shares)
 
 
 def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:

@@ -65,13 +65,13 @@ def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
 
 
 def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
-    """Of `size` bytes that change their layout, those that leave or reach each rank, when all shares are alike.
+    """Of `size` bytes that change their layout, those that leave or reach each rank, when all rows are alike.
 
     A rank of both layouts keeps what it has of its own share.
     """
     ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
-    has = {rank: origin.leads(rank) / origin.dp for rank in ranks}
-    gets = {rank: target.leads(rank) / target.dp for rank in ranks}
+    has, gets = ({rank: float(layout.part(layout.share(rank))) if layout.leads(rank) else 0.0 for rank in ranks}
+                 for layout in (origin, target))
     return {rank: size * (has[rank] + gets[rank] - 2 * has[rank] * gets[rank]) for rank in ranks}
 
 

@@ -36,7 +36,11 @@ def overrides(**layouts: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("update", SPLITS)
 def test_every_pair_of_layouts_equals_one_rank(folder, alone, update, reference):
     split = SPLITS[reference] or {"tp": 1}  # named, so that it does not follow the actor's
-    reports, weights = run_ranks(4, run_steps, folder, overrides(update=SPLITS[update], reference=split))[0]
+    equals(run_ranks(4, run_steps, folder, overrides(update=SPLITS[update], reference=split))[0], alone)
+
+
+def equals(found, alone) -> None:
+    reports, weights = found
     for step, (report, expected) in enumerate(zip(reports, alone[0], strict=True)):
         assert report["response/fingerprint"] == expected["response/fingerprint"], step
         for name, tolerance in REPORTED.items():
@@ -46,6 +50,23 @@ def test_every_pair_of_layouts_equals_one_rank(folder, alone, update, reference)
         apart = (weight - alone[1][name]).abs()
         assert apart.mean() < 1e-6, name  # a step moves a weight by 1e-3
         assert apart.max() < 2e-4, name  # Adam makes much of gradients that are next to nothing
+
+
+UNEVEN = {
+    "one for all": {"rollout": [2, 1], "advantage": [2, 1], "old": [2, 1], "reference": [2, 1], "update": [2, 1]},
+    "each its own": {"rollout": [1, 3], "advantage": [1, 1], "old": [5, 2], "reference": [0, 1], "update": [1, 9]}}
+
+
+@pytest.mark.parametrize("rows", UNEVEN)
+def test_uneven_shares_equal_one_rank(folder, alone, rows):
+    """Whoever has how many rows changes nothing of what is computed."""
+    wanted = [f"layouts.{node}.rows={parts}" for node, parts in UNEVEN[rows].items()]
+    equals(run_ranks(2, run_steps, folder, wanted)[0], alone)
+
+
+def test_uneven_shares_of_split_models_equal_one_rank(folder, alone):
+    wanted = overrides(update={"tp": 2, "rows": [1, 2]}, reference={"tp": 1, "rows": [3, 1, 0, 2]})
+    equals(run_ranks(4, run_steps, folder, wanted)[0], alone)
 
 
 def test_the_algorithm_learns_something(alone):

@@ -105,11 +105,11 @@ class Walk:
         self.buffer = Databuffer(plan, dist.get_rank(), self.metrics)
         self.step, self.seen, self.exchanges = 0, [], 0
         share = plan.source.share(dist.get_rank())
-        self.loader = Dataloader(Drawn(), self.source, batch, 0, share, plan.source.dp)
+        self.loader = Dataloader(Drawn(), self.source, batch, 0, share, plan.source)
 
     def source(self, records: list) -> dict[str, ColumnData]:
         start = self.loader.position - self.loader.batch
-        first = start + self.loader.batch * self.loader.share // self.loader.shares
+        first = start + self.loader.layout.cut(self.loader.batch, self.loader.share).start
         names = {column.name for task in self.plan.tasks for column in task.reads if column.producer == SOURCE} - {ROW}
         return {name: contents(name, self.step, list(range(first, first + len(records)))) for name in names}
 

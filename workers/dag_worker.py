@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
-from distflow.data.dataloader import Dataloader
+from distflow.data.dataloader import ONE, Dataloader
 from distflow.data.exchange import attended
 from distflow.data.records import open_records
 from distflow.observe.metrics import current
@@ -22,7 +23,7 @@ from distflow.robust.berth import Berth
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import RankMissing
-from distflow.schema.plan import KEEP, Plan, Task
+from distflow.schema.plan import KEEP, Layout, Plan, Task
 from distflow.schema.robust import Phase
 from distflow.schema.spec import Spec
 from workers.arrivals import Arrivals
@@ -171,7 +172,7 @@ class DagWorker:
 
     def _dataloader(self) -> Dataloader:
         role = self.roles[prompted_role(self.spec, self.chain)]
-        return dataloader(self.spec, role, self.plan.source.share(self.rank), self.plan.source.dp)
+        return dataloader(self.spec, role, self.plan.source.share(self.rank), self.plan.source)
 
     def _sampling_roles(self) -> set[str]:
         tasks = self.plan.tasks if self.hybrid else self.chain  # of which none samples where only others do
@@ -180,14 +181,16 @@ class DagWorker:
 
     def _validator(self) -> Validator:
         name = prompted_role(self.spec, self.chain)
-        return Validator(self.spec, self.roles[name], self.plan.layout_of(name, samples=True))
+        layout, source = self.plan.layout_of(name, samples=True), self.plan.source
+        rows = source.rows if source.dp == layout.dp else ()
+        return Validator(self.spec, self.roles[name], replace(layout, rows=rows))
 
 
-def dataloader(spec: Spec, role: Role, share: int | None = None, shares: int = 1) -> Dataloader:
+def dataloader(spec: Spec, role: Role, share: int | None = None, layout: Layout = ONE) -> Dataloader:
     """The training data, encoded for a role."""
     path = spec.data_path(spec.run.data.train)
     return Dataloader(open_records(path), encoder(role.tokenizer, spec.run.data, eyes_of(role, spec.run.data, path)),
-                      spec.run.data.batch, spec.run.seed, share, shares)
+                      spec.run.data.batch, spec.run.seed, share, layout)
 
 
 def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.observe import times
 from distflow.observe.metrics import current
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import ColumnError
+from distflow.schema.measured import Taken
 from distflow.schema.plan import Task
 from workers.roles import Role
 
@@ -48,8 +50,11 @@ class Execution:
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
             raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
                               f"to a copy:  {name} = {name}.clone()")
-        current().maximum(f"seconds/{task.node}", time.perf_counter() - start)
-        return _as_columns(task, result, len(ids)), ids
+        seconds = time.perf_counter() - start
+        current().maximum(f"seconds/{task.node}", seconds)
+        columns = _as_columns(task, result, len(ids))
+        times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
+        return columns, ids
 
     @contextlib.contextmanager
     def _speaking_for(self, task: Task) -> Iterator[None]:
@@ -91,6 +96,24 @@ def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
         if len(column) != rows:
             raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
     return columns
+
+
+def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
+           columns: Mapping[str, ColumnData]) -> Taken:
+    """With the tokens of the prompts and the responses that a task reads or writes."""
+    prompt = arguments.get("prompts")
+    prompts = (int(prompt.lengths.sum()) * task.repeats, _read(prompt)) if isinstance(prompt, Ragged) else (0, 0)
+    answers = (*(arguments.get(name) for name in ("responses", "targets")), *columns.values())
+    response = next((column for column in answers if isinstance(column, Ragged)), None)
+    return Taken(seconds, rows, *prompts, int(response.lengths.sum()) if response is not None else 0,
+                 int(response.lengths.max()) if response is not None and len(response) else 0)
+
+
+def _read(prompts: Ragged) -> int:
+    """Tokens of prompts, without those that are equal to the one before: engines read them once."""
+    padded, lengths = prompts.padded(0), prompts.lengths
+    again = (padded[1:] == padded[:-1]).all(1) & (lengths[1:] == lengths[:-1])
+    return int(lengths.sum() - lengths[1:][again].sum())
 
 
 def _without_graph(column: Any) -> Any:

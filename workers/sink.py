@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.observe import events
+from distflow.observe import events, times
 from distflow.observe.folder import RunFolder
 from distflow.observe.metrics import current
 from distflow.observe.progress import StepProgress
@@ -34,6 +34,8 @@ class Sink:
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
         events.current().open(path / "events.jsonl", dist.get_rank())
+        if plan.mode == "sync":  # in others, what other groups do meanwhile is in a node's seconds
+            times.current().open(path / times.NAME, dist.get_rank())
 
     def start(self, step: int) -> bool:
         """Before the first step: how good is the model? A run that goes on knows already, or looks again, since it may
@@ -54,6 +56,7 @@ class Sink:
         """When the work of a step is done, on every rank: `done` counts from 1."""
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
+        times.current().write(done, seconds)
         values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
         if self.folder:
             self.folder.write_metrics(done, values)

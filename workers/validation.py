@@ -70,7 +70,8 @@ class Validator:
 
 def _share(spec: Spec, role: Role, path: Path, layout: Layout) -> _Share:
     records = open_records(path)
-    mine = records.get(range(layout.share(dist.get_rank()), len(records), layout.dp))
+    share = layout.share(dist.get_rank())
+    mine = records.get(layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp))
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     columns = {name: [record[field] for record in mine]

@@ -27,8 +27,11 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
                         help="processes, one per GPU; default: `ranks` of the run file, or 1")
 
 
-def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
-    """The spec and the plan that the options ask for; every mistake is raised at once."""
+def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:
+    """The spec and the plan that the options ask for; every mistake is raised at once.
+
+    `obey`: a plan for mixed hardware, if they name one.
+    """
     from planners import plan
 
     if options.dag and options.dag_file:
@@ -36,7 +39,9 @@ def load_and_plan(options: argparse.Namespace) -> tuple[Spec, Plan]:
     options.dag = options.dag or options.dag_file
     options.resume = getattr(options, "resume", None)
     spec = launch.load_spec(options)
-    return spec, plan(spec, rank_count(options, spec))
+    ranks = rank_count(options, spec)
+    spec = launch.obeying(spec, options, ranks) if obey else spec
+    return spec, plan(spec, ranks)
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:

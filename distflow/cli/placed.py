@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from distflow.cli import calibration
+from distflow.cli.common import load_and_plan
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.placed import Digests, PlacedPlan, placed_plan
 from distflow.schema.source import read
@@ -26,7 +28,8 @@ HEAD = "# A prediction of the cost model, not a measurement; written by  distflo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed = parser.add_argument_group("mixed hardware", "a plan for a --cluster with `machines`, by a cost model")
     mixed.add_argument("--solver", choices=("hybrid", "ilp"), help="search fast, or search and then prove the best")
-    mixed.add_argument("--plan", metavar="FILE", help="a plan that was written before, in place of a solver")
+    mixed.add_argument("--runnable", action="store_true",
+                       help="of what the solvers may choose, only what  launch.py --plan  can run")
     mixed.add_argument("--out", metavar="FILE", help="write the plan")
     mixed.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart")
     mixed.add_argument("--svg", metavar="FILE", help="draw the placement")
@@ -34,38 +37,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed.add_argument("--seconds", type=float, metavar="N", help="search so long, not for the usual number of layouts")
     mixed.add_argument("--within", type=float, default=0.0, metavar="SHARE",
                        help="stop when the plan is proven to be this near to the best, as 0.03")
+    calibration.add_arguments(mixed)
 
 
 def asked(options: argparse.Namespace) -> bool:
-    """Whether a plan for mixed hardware is wanted."""
-    wanted = options.solver or options.plan
-    for name in ("out", "explain", "svg"):
-        if getattr(options, name) and not wanted:
-            raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
+    """Whether a plan for mixed hardware is wanted. Runs to learn from want one, and are no use for one that is read."""
     if options.solver and options.plan:
         raise InvalidInput("a plan is either found (--solver) or read (--plan). Leave one of them out.")
+    if options.runs and options.plan:
+        raise InvalidInput("a plan that is read is not calibrated. Leave --from or --plan out.")
+    if options.replan and not options.runs:
+        raise InvalidInput("--replan asks for a better plan of a run. Name it:  --from RUN")
+    if not 0 <= options.threshold < 1:
+        raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
+    if options.runs and not options.solver:
+        options.solver = "hybrid"
+    options.runnable |= options.replan
+    wanted = options.solver or options.plan
+    for name in ("runnable", "out", "explain", "svg"):
+        if getattr(options, name) and not wanted:
+            raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
     return bool(wanted)
 
 
-def main(options: argparse.Namespace, spec: Spec) -> int:
+def main(options: argparse.Namespace) -> int:
     from planners.heterogeneous.costed import Costed
     from planners.heterogeneous.workload import problem_of
     from planners.heterogeneous.written import digests_of, placement_of
 
-    costed = Costed(problem_of(spec))
+    spec = calibration.spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
+    known = calibration.calibration(spec, options.runs) if options.runs else None
+    costed = Costed(known.problem if known else problem_of(spec))
     made_for = digests_of(spec, costed.problem)
-    plan = _read(options.plan, made_for) if options.plan else _solved(options, costed, made_for)
+    plan = _read(options.plan, made_for) if options.plan else \
+        _solved(options, spec, costed, made_for, known.rest if known else 0.0)
+    better, said = known.against(plan, options.runs[-1], options.threshold) if options.replan else (True, "")
     placement = placement_of(costed.problem, plan)
-    if options.out:
-        said = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
-        _write(options.out, HEAD + said)
-    if options.svg:
+    if options.out and better:
+        text = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
+        _write(options.out, HEAD + text)
+    if options.svg and better:
         from planners.heterogeneous.explain import svg
 
         _write(options.svg, svg(costed.problem, placement))
-    lines = [*_described(spec, plan), *(_explained(costed, placement) if options.explain else ())]
+    lines = [said] if said else []
+    lines += _described(spec, plan) if better else ()
+    lines += _explained(costed, placement) if options.explain and better else ()
+    lines += known.report(options.runs) if options.explain and known else ()
+    lines += _running(spec, options.plan) if options.plan else ()
     print("\n".join(lines))
     return 0
+
+
+def _running(spec: Spec, path: str) -> Iterator[str]:
+    """The chain that ranks would run by a plan, or why they cannot."""
+    from distflow.cli.plan import describe
+    from planners import obeyed, plan
+
+    yield ""
+    try:
+        own = obeyed(spec, read(Path(path), shown(path)), spec.cluster.size)
+        yield from describe(plan(own, own.run.ranks), own)
+    except InvalidInput as error:
+        yield from ("No run can obey it:", str(error))
 
 
 def _read(path: str, made_for: Digests) -> PlacedPlan:
@@ -80,10 +114,28 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests) -> PlacedPlan:
+def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+    from planners.heterogeneous.written import written
+
+    best, bound = _runnable(spec, costed) if options.runnable else _searched(options, costed)
+    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+    return plan.model_copy(update={"rest_seconds": rest})
+
+
+def _runnable(spec: Spec, costed: Costed) -> tuple[Placement, float]:
+    from planners.heterogeneous.runnable import runnable
+    from planners.heterogeneous.shortfall import impossible
+
+    best = runnable(spec, costed)
+    if best is None:
+        raise InvalidInput(impossible(costed) or Mistake("no placement that ranks can run fits into memory", None,
+                                                         "See what else there is:  without --runnable"))
+    return best, costed.bound()
+
+
+def _searched(options: argparse.Namespace, costed: Costed) -> tuple[Placement, float]:
     from planners.heterogeneous.hybrid import search
     from planners.heterogeneous.shortfall import impossible
-    from planners.heterogeneous.written import written
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
 
@@ -100,7 +152,7 @@ def _solved(options: argparse.Namespace, costed: Costed, made_for: Digests) -> P
     if options.solver == "ilp":
         best, bound = _proven(costed, best, stop, options.within)
     _progress()
-    return written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+    return best, bound
 
 
 def _proven(costed: Costed, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:
@@ -127,7 +179,8 @@ def _progress(what: str = "", seconds: float | None = None, bound: float = 0.0, 
 def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
     yield (f"{spec.dag.name} on {spec.cluster.name}, mode {spec.run.mode}, solver {plan.solver} "
            "(a prediction of the cost model, not a measurement)")
-    yield (f"an iteration: {plan.seconds:.2f} s; no plan takes less than {plan.bound:.2f} s "
+    seconds, bound = (part + plan.rest_seconds for part in (plan.seconds, plan.bound))
+    yield (f"an iteration: {seconds:.2f} s; no plan takes less than {bound:.2f} s "
            f"(gap {1 - plan.bound / plan.seconds:.1%})")
     for number, group in enumerate(plan.groups, 1):
         devices = " + ".join(f"{count} {name}" for name, count in group.devices.items())

@@ -23,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    mixed = placed.asked(options)
+    if placed.asked(options):
+        return placed.main(options)
     spec, plan = load_and_plan(options)
-    if mixed:
-        return placed.main(options, spec)
     lines = [plan.to_json()] if options.json else [*describe(plan, spec), *_dock(plan, spec, options.dock)]
     print("\n".join(lines))
     return 0
@@ -93,6 +92,7 @@ def _repeats(plan: Plan, fan: Sequence[str]) -> int:
 def _where(task: Task, ranks: int) -> str:
     layout = task.layout
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
+    sizes += f", rows {':'.join(map(str, layout.rows))}" if layout.rows else ""
     if layout.dp * layout.width == ranks:
         return sizes
     ranks = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"

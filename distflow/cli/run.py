@@ -20,7 +20,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _arguments(options: argparse.Namespace) -> list[str]:
     given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name),
-             ("--cluster", options.cluster)]
+             ("--cluster", options.cluster), ("--plan", options.plan)]
     arguments = [part for flag, value in given if value for part in (flag, value)]
     for override in options.overrides:
         arguments += ["--set", override]

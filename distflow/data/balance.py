@@ -70,7 +70,8 @@ def _deal(sizes: np.ndarray, order: np.ndarray, shares: int) -> np.ndarray | Non
     return result if _heaviest(sizes, result, shares) <= int(sizes.sum()) / shares * _TOLERANCE else None
 
 
-def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: Tensor | None = None) -> Tensor:
+def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: Tensor | None = None,
+                parts: Sequence[int] = ()) -> Tensor:
     """The same, at most 1% heavier, with as many units as that allows left on the machine that they are on.
 
     Each machine fills its shares with its own units, heaviest first, as long as their loads stay within what `assign`
@@ -80,7 +81,11 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, settled: T
     Args:
         machines: [shares]: the machine of each share.
         at: [units]: the machine of each unit; -1 if it does not matter.
+        parts: [shares]: how much work each share is to have, in proportion, if they are not alike.
     """
+    if parts:
+        return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
+                                        _settled(weights.numpy(), settled), np.array(parts)))
     sizes, places, machine_of = weights.numpy(), at.numpy(), np.array(machines)
     order, shares, near = _heaviest_first(sizes), len(machines), _settled(sizes, settled)
     anywhere = _assign(sizes, order, shares, near)
@@ -143,8 +148,42 @@ def _heaviest(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> int:
     return int(_loads(sizes, shares_of, shares).max())
 
 
-def imbalance(weights: Tensor, shares_of: Tensor, shares: int) -> float:
-    """The heaviest share's load over the mean load; 1.0 is perfect."""
+def imbalance(weights: Tensor, shares_of: Tensor, shares: int, parts: Sequence[int] = ()) -> float:
+    """The heaviest share's load over what it should have; 1.0 is perfect."""
     loads = _loads(weights.numpy(), shares_of.numpy(), shares)
-    total = int(loads.sum())
-    return int(loads.max()) * shares / total if total else 1.0
+    due = np.array(parts or [1] * shares)
+    total, most = int(loads.sum()), float((loads[due > 0] / due[due > 0]).max())
+    return most * int(due.sum()) / total if total else 1.0
+
+
+def _uneven(sizes: np.ndarray, machines: np.ndarray, places: np.ndarray, near: np.ndarray, parts: np.ndarray) -> \
+        np.ndarray:
+    """`assign_near` for unlike shares: each unit to the share that is then the first to be done with its load
+    (Gonzalez, Ibarra and Sahni 1977), and before that to one on its machine that is done before the last one anyway."""
+    order = [unit for unit in _heaviest_first(sizes) if near[unit] < 0]
+    anywhere = near.copy()
+    latest = _soonest(sizes, order, anywhere, parts)
+    if (machines == machines[0]).all():
+        return anywhere
+    for machine in np.unique(machines):
+        there = np.where(machines == machine, parts, 0)
+        own = [unit for unit in order if places[unit] == machine]
+        if there.any():
+            _soonest(sizes, own, near, there, latest * _TOLERANCE)
+    rest = [unit for unit in order if near[unit] < 0]
+    return near if _soonest(sizes, rest, near, parts) <= latest * _TOLERANCE else anywhere
+
+
+def _soonest(sizes: np.ndarray, units: Sequence[int], result: np.ndarray, parts: np.ndarray,
+             limit: float = np.inf) -> float:
+    """Give `units` their shares in `result`, those excepted that no share can have done by `limit`; when the last share
+    is done. Shares without a part get none."""
+    some = np.flatnonzero(parts)
+    loads, due = _loads(sizes[result >= 0], result[result >= 0], len(parts))[some].astype(float), parts[some]
+    for unit in units:
+        done = (loads + sizes[unit]) / due
+        share = int(done.argmin())
+        if done[share] <= limit:
+            result[unit] = some[share]
+            loads[share] += sizes[unit]
+    return float((loads / due).max())

@@ -1,8 +1,8 @@
 """Each rank draws its own share of every batch (DistFlow §6.1).
 
 The stream of samples is the dataset shuffled anew each epoch, by (seed, epoch) alone. Step `s` takes the next
-`batch` positions of it, over the end of an epoch too, and share `i` of `n` a contiguous part of those, as equal as
-can be. So the samples of a step do not depend on the number of ranks, and the only state is the position.
+`batch` positions of it, over the end of an epoch too, and each share a contiguous part of those, as its layout
+says. So the samples of a step do not depend on the number of ranks, and the only state is the position.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import torch
 
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.records import Record, Records
+from distflow.schema.plan import Layout
 
+ONE = Layout(1)
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
 
 class Dataloader:
     """Yields this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
 
-    def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None, shares: int):
+    def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
+                 layout: Layout = ONE):
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
-        self.share, self.shares = share, shares
+        self.share, self.layout = share, layout
         self.position = 0
 
     def next(self) -> Batch:
@@ -32,11 +35,9 @@ class Dataloader:
         start, self.position = self.position, self.position + self.batch
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
-        first = start + self.batch * self.share // self.shares
-        last = start + self.batch * (self.share + 1) // self.shares
-        if first == last:
-            return Batch(torch.empty(0, dtype=torch.int64))
-        return self.at(torch.arange(first, last))
+        mine = self.layout.cut(self.batch, self.share)
+        return self.at(torch.arange(mine.start, mine.stop) + start) if mine else \
+            Batch(torch.empty(0, dtype=torch.int64))
 
     def at(self, ids: torch.Tensor) -> Batch:
         """The prompts at these positions of the stream [B], in their order."""

@@ -41,7 +41,8 @@ def owed(fans: Fans, producer: str, origin: Layout, homes: Homes | None, drawn: 
     if not origin.leads(rank):
         return np.empty(0, dtype=np.int64)
     if origin == fans.source and drawn is not None:
-        units = np.array(drawn[len(drawn) * share // origin.dp : len(drawn) * (share + 1) // origin.dp], dtype=np.int64)
+        mine = origin.cut(len(drawn), share)
+        units = np.array(drawn[mine.start : mine.stop], dtype=np.int64)
     elif origin != fans.source and homes is not None:
         units = homes.units[homes.shares == share]
     else:

@@ -125,9 +125,9 @@ class Census:
         first, shares = self.layout.first, self.layout.dp
         machines = [machine_of[first + share * self.layout.width] for share in range(shares)]
         loads, settled = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
-        homes = assign_near(loads, machines, torch.from_numpy(at.copy()), settled)
+        homes = assign_near(loads, machines, torch.from_numpy(at.copy()), settled, self.layout.rows)
         free = bool((settled < 0).any())
-        return Homes(units, homes.numpy()), imbalance(loads, homes, shares) if free else None
+        return Homes(units, homes.numpy()), imbalance(loads, homes, shares, self.layout.rows) if free else None
 
 
 def _merged(table: np.ndarray) -> np.ndarray:

@@ -58,12 +58,14 @@ class PlacedTask(Document):
 
 
 class PlacedPlan(Document):
-    """`seconds` of an iteration and the `bound` below which no plan can come, both by the cost model."""
+    """`seconds` of an iteration and the `bound` below which no plan can come, both by the cost model; `rest_seconds`
+    come to them that no task takes, as runs have shown."""
 
     made_for: Digests
     solver: str
     seconds: PositiveFloat
     bound: NonNegativeFloat
+    rest_seconds: NonNegativeFloat = 0.0
     groups: list[PlacedGroup] = Field(min_length=1)
     tasks: dict[str, PlacedTask] = Field(min_length=1)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 SOURCE = "source"
@@ -33,7 +35,7 @@ class Layout:
     Data-parallel share `i` of `dp` is at the `width` ranks from `first + i * width` on. These split each layer's
     matrices `tp` ways (tensor parallelism; neighbours), each row's tokens `cp` ways (context parallelism) and the
     layers `pp` ways (pipeline parallelism; furthest apart). `ep` cuts the experts of a layer across ranks that are
-    there anyway: those of `dp` and `cp`.
+    there anyway: those of `dp` and `cp`. `rows` says how many rows each share has, in proportion; empty: all alike.
     """
 
     dp: int
@@ -42,6 +44,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    rows: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -57,6 +60,15 @@ class Layout:
         """The data-parallel index of a rank, or None for a rank that holds no rows in this layout."""
         index = (rank - self.first) // self.width
         return index if 0 <= index < self.dp else None
+
+    def part(self, share: int) -> Fraction:
+        """What a share has of all rows."""
+        return Fraction(self.rows[share], sum(self.rows)) if self.rows else Fraction(1, self.dp)
+
+    def cut(self, count: int, share: int) -> range:
+        """Which of `count` rows a share has if they are cut in the order of the shares."""
+        edges = [0, *accumulate(map(self.part, range(share + 1)))]
+        return range(int(count * edges[share]), int(count * edges[share + 1]))
 
     @property
     def last(self) -> int:
@@ -218,6 +230,12 @@ def whole(layouts: list[Layout], ranks: int) -> Layout:
     """All of `ranks`, with the model split as in the first of `layouts`; not split if there is none."""
     split = layouts[0].split if layouts else {}
     return Layout(ranks // Layout(1, **split).width, 0, **split)
+
+
+def proportion(rows: Sequence[int]) -> tuple[int, ...]:
+    """`Layout.rows` for shares of so many rows: the same for all in which the shares have the same parts."""
+    alike = len(set(rows)) < 2
+    return () if alike else tuple(count // math.gcd(*rows) for count in rows)
 
 
 class Fans:

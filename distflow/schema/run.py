@@ -169,7 +169,8 @@ class Parallel(Document):
     """How a node's ranks split its work. Default: all ranks of the run, data-parallel.
 
     A model's nodes may split it too: `tp` ways within each layer, `pp` ways by layers, `cp` ways along the tokens; `ep`
-    ways by experts, over the ranks of `dp` and `cp`.
+    ways by experts, over the ranks of `dp` and `cp`. `rows` gives unlike ranks unlike parts of the work: one number for
+    each share, in proportion, as [2, 1]; default: as much for each.
     """
 
     dp: PositiveInt | None = None
@@ -177,6 +178,14 @@ class Parallel(Document):
     pp: PositiveInt = 1
     cp: PositiveInt = 1
     ep: PositiveInt = 1
+    rows: list[NonNegativeInt] = []
+
+    @field_validator("rows")
+    @classmethod
+    def _some(cls, value: list[int]) -> list[int]:
+        if value and not any(value):
+            raise ValueError("no share has rows. Give one number for each share, in proportion, as [2, 1]")
+        return value
 
 
 class Groups(Document):

@@ -92,7 +92,8 @@ class Spec:
         for role in run["roles"].values():
             if role["model"] and role["model"]["path"]:
                 role["model"]["path"] = str(find(role["model"]["path"], "models", self.folder).absolute())
-        return {"dag": dag, "run": run}
+        cluster = {"cluster": self.cluster.model_dump(mode="json")} if self.cluster_source else {}
+        return {"dag": dag, "run": run, **cluster}
 
 
 def load(dag: str, run: str | None = None, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
@@ -143,9 +144,9 @@ def _try(mistakes: list[Mistake], act: Callable[[], T]) -> T | None:
         return None
 
 
-def reload(folder: Path, overrides: list[str] | None = None) -> Spec:
+def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
     """The spec of a finished or interrupted run, from its folder."""
-    return load(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides)
+    return load(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
 
 
 def _read(path: Path) -> Source:

@@ -1,15 +1,16 @@
 """The cost model: from a work, a strategy and an arrangement to the layout's shares, stages and seconds.
 
 A pipeline's first micro-batch passes all stages, each further one comes as the slowest stage lets it (Huang et al.
-2019, §2; the bubble is the first one's way). A stage has the same layers in all shares, since their gradients are added
-up. The cache limits how many rows of a share generate at once; the others follow as places become free (Kwon et al.
-2023), so `rows` take rows / places times as long as those.
+2019, §2; the bubble is the first one's way). The last one has the rows that are left. A stage has the same layers in
+all shares, since their gradients are added up. The cache limits how many rows of a share generate at once; the others
+follow as places become free (Kwon et al. 2023), so `rows` take rows / places times as long as those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,13 @@ _PARCELS = 512
 """Rows are dealt to unlike shares in parcels; a share has at most so many."""
 
 
+class Passing(NamedTuple):
+    """Seconds of a micro-batch through all stages, and through the slowest one."""
+
+    fill: float
+    step: float
+
+
 class Costs:
     """The cost model of a problem. `evaluations` counts the layouts costed: the currency of search budgets."""
 
@@ -45,8 +53,10 @@ class Costs:
         self._layer = cache(self._layer_seconds)
         self._fits = cache(self._layers_that_fit)
 
-    def layout(self, number: int, strategy: Strategy, arrangement: Arrangement) -> Layout | None:
-        """The layout of work `number`, balanced; None if a device has too little memory for it."""
+    def layout(self, number: int, strategy: Strategy, arrangement: Arrangement,
+               rows: tuple[int, ...] | None = None) -> Layout | None:
+        """The layout of work `number`, balanced, or with these rows of a share of each entry of the arrangement; None
+        if a device has too little memory for it."""
         self.evaluations += 1
         cost, even = self.works[number], not self.problem.freedom.balance
         stages = [frozenset(kind.stages[stage] for kind in arrangement) for stage in range(strategy.pp)]
@@ -56,7 +66,7 @@ class Costs:
         if layers is None:
             return None
         clocks = [self._clock(number, strategy, kind, layers) for kind in arrangement]
-        rows = self._rows(cost.work.rows, arrangement, clocks, even)
+        rows = self._rows(cost.work.rows, arrangement, clocks, even) if rows is None else rows
         seconds = max(float(clock(share)) for clock, share in zip(clocks, rows))
         if cost.work.kind == TRAIN:
             seconds += self._updates(number, strategy, stages, layers)
@@ -88,7 +98,7 @@ class Costs:
         if work.kind == GENERATE:
             together = max(1.0, work.rows / strategy.dp / strategy.pp)
             return float(cost.decode(site, self._sites[site], strategy.tp, together))
-        return cost.batch(site, self._sites[site], strategy, strategy.micro * work.tokens, work.tokens) \
+        return cost.batch(site, self._sites[site], strategy, strategy.micro * work.computed, work.whole) \
             + self._experts(number, frozenset({site}), strategy)
 
     def _layers_that_fit(self, number: int, site: int, strategy: Strategy, stage: int) -> float:
@@ -97,7 +107,7 @@ class Costs:
     def _experts(self, number: int, sites: frozenset[int], strategy: Strategy) -> float:
         """Tokens to their experts and back, forward, and for training backward."""
         work = self.problem.works[number]
-        nbytes = strategy.micro * work.tokens * work.hidden * work.width * work.experts_per_token
+        nbytes = strategy.micro * work.computed * work.hidden * work.width * work.experts_per_token
         return (4 if work.kind == TRAIN else 2) * self.network.experts(sites, strategy, nbytes)
 
     def _rows(self, total: int, arrangement: Arrangement, clocks: list[Callable[[Rows], Rows]], even: bool) -> \
@@ -117,12 +127,17 @@ class Costs:
         work = self.problem.works[number]
         if work.kind == GENERATE:
             return partial(self._generates, number, strategy, kind, layers)
+        full, least = (self._passing(number, strategy._replace(micro=micro), kind, layers)
+                       for micro in (strategy.micro, 1))
+        return partial(_pipeline, full, least, strategy.micro, work.mini_batches, work.epochs)
+
+    def _passing(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> Passing:
+        """A micro-batch through the stages, and for training back."""
+        work = self.problem.works[number]
         stages = [count * self._layer(number, site, strategy) for site, count in zip(kind.stages, layers)]
-        hops = self._hops(kind, strategy, strategy.micro * work.tokens * work.hidden * work.width)
+        hops = self._hops(kind, strategy, strategy.micro * work.computed * work.hidden * work.width)
         both = 2 if work.kind == TRAIN else 1
-        fill, step = sum(stages) + both * sum(hops), max(*stages, *(both * hop for hop in hops))
-        updates = work.epochs * work.mini_batches
-        return partial(_pipeline, fill, step, strategy.micro * work.mini_batches, updates)
+        return Passing(sum(stages) + both * sum(hops), max(*stages, *(both * hop for hop in hops)))
 
     def _hops(self, kind: Replicas, strategy: Strategy, nbytes: float) -> list[float]:
         stages = kind.stages
@@ -131,14 +146,16 @@ class Costs:
 
     def _generates(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...], rows: Rows) -> Rows:
         """Prefill in micro-batches, then a step for each token of the response, the stages taking turns with as many
-        parts of the rows."""
+        parts of the rows. Rows that have ended leave their place: on the mean so many are there as the mean
+        response is shorter than the longest."""
         cost, work = self.works[number], self.problem.works[number]
         per_row = work.hidden * work.width
         stages = list(zip(kind.stages, layers))
-        prefill = [count * cost.batch(site, self._sites[site], strategy, strategy.micro * work.prompt, work.prompt)
-                   for site, count in stages]
+        full, least = ([count * cost.batch(site, self._sites[site], strategy, micro * work.read, work.seen)
+                        for site, count in stages] for micro in (strategy.micro, 1))
+        prefill = _pipeline(Passing(sum(full), max(full)), Passing(sum(least), max(least)), strategy.micro, 1, 1, rows)
         together = np.minimum(rows, self._places(number, strategy, stages))
-        part = together / strategy.pp
+        part = together * (work.answer / work.longest) / strategy.pp
         steps = [count * cost.decode(site, self._sites[site], strategy.tp, part) for site, count in stages]
         whole, longest = sum(steps), steps[0]
         for (source, _), (target, _) in zip(stages, stages[1:]):
@@ -146,8 +163,8 @@ class Costs:
         for step in steps[1:]:
             longest = np.maximum(longest, step)
         turns = np.maximum(1.0, rows / np.maximum(together, 1.0))
-        decode = work.response * turns * np.maximum(whole, strategy.pp * longest)
-        return np.where(rows > 0, decode, 0.0) + _pipeline(sum(prefill), max(prefill), strategy.micro, 1, rows)
+        decode = work.longest * turns * np.maximum(whole, strategy.pp * longest)
+        return np.where(rows > 0, decode, 0.0) + prefill
 
     def _places(self, number: int, strategy: Strategy, stages: list[tuple[int, int]]) -> int:
         """Rows that a share's cache holds at their longest."""
@@ -168,5 +185,12 @@ class Costs:
         return work.epochs * work.mini_batches * slowest
 
 
-def _pipeline(fill: float, step: float, micro: int, times: int, rows: Rows) -> Rows:
-    return np.where(rows > 0, times * (fill + (np.ceil(rows / micro) - 1) * step), 0.0)
+def _pipeline(full: Passing, least: Passing, micro: int, parts: int, times: int, rows: Rows) -> Rows:
+    """Seconds of `rows`, in `parts` mini-batches of micro-batches of `micro` rows, all of it so many `times`. `least`
+    is a micro-batch of one row; one that is not full lies between."""
+    each = np.asarray(rows) / parts
+    batches = np.ceil(each / micro)
+    filled = np.maximum(each - (batches - 1) * micro - 1, 0.0) / max(1, micro - 1)
+    first, last = (short + (long - short) * filled for short, long in zip(least, full))
+    several = full.fill + (batches - 2) * full.step + last
+    return np.where(each > 0, times * parts * np.where(batches > 1, several, first), 0.0)

@@ -23,6 +23,8 @@ _BETTER = 4
 """Part of the strategies that are arranged in several ways: one in so many."""
 _PARTS, _SUBSETS = 3, 5
 """Choices of sites that are looked at, and sites of which every choice is one to begin with."""
+_LESS = 1 - 1e-9
+"""Layouts that differ by rounding only are equal: larger micro-batches come first."""
 _SMALL = 8
 """Devices of a pool of which any may stay idle."""
 Draft = tuple[Layout | None, Strategy, Pool]
@@ -155,9 +157,10 @@ def strategies(work: Work, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
     """The sizes of micro-batches, and of expert parallelism, that go with dp, tp and pp."""
     if dp < 1:
         return
-    tokens = work.prompt if work.kind == GENERATE else work.tokens
-    largest = min(max(1, work.micro_tokens // tokens), -(-work.rows // dp))
-    micros = (largest,) if work.kind == GENERATE else dict.fromkeys((largest, 1))
+    tokens = work.read if work.kind == GENERATE else work.whole
+    fitting, even = max(1, int(work.micro_tokens // tokens)), -(-work.rows // dp)
+    sizes = (min(fitting, work.rows), min(fitting, even), 1)  # a share may have more rows than an even one
+    micros = sizes[1:2] if work.kind == GENERATE else dict.fromkeys(sizes)
     for micro in micros:
         for ep in (size for size in (1, 2, 4, 8) if size == 1 or (work.experts % size == 0 and dp % size == 0
                                                                   and work.experts)):
@@ -170,8 +173,8 @@ def fastest(layouts: Iterable[Layout | None]) -> Pair:
     for layout in layouts:
         if layout is None:
             continue
-        if alone is None or layout.seconds < alone.seconds:
+        if alone is None or layout.seconds < _LESS * alone.seconds:
             alone = layout
-        if turns is None or layout.takes(True) < turns.takes(True):
+        if turns is None or layout.takes(True) < _LESS * turns.takes(True):
             turns = layout
     return alone, turns

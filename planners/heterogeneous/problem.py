@@ -40,7 +40,8 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes."""
+    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes. `pace`: how
+    many times longer a device takes than its description says beside others, as runs have shown."""
 
     name: str
     kind: str
@@ -52,6 +53,7 @@ class Site:
     bandwidth: float
     host: float
     inside: Way
+    pace: float = 1.0
 
     @property
     def devices(self) -> int:
@@ -85,6 +87,22 @@ class Hardware:
         return tuple(site.devices for site in self.sites)
 
 
+class Measured(NamedTuple):
+    """What runs have shown of a work; without runs nothing is known, and rows count at their longest.
+
+    `times`: seconds over those of the roofline. `launch`: seconds of each pass of a micro-batch, or of a token of all
+    rows, through a layer, however little it computes. Tokens of a row: `prompt` and `response` on the mean, `read` of
+    a prompt if those that share it divide it among them, and `longest` of the responses that are made together.
+    """
+
+    times: float = 1.0
+    launch: float = 0.0
+    prompt: float | None = None
+    read: float | None = None
+    response: float | None = None
+    longest: float | None = None
+
+
 @dataclass(frozen=True)
 class Work:
     """A node that runs a model: the model's sizes, and what an iteration asks of it.
@@ -114,11 +132,42 @@ class Work:
     epochs: int = 1
     mini_batches: int = 1
     recompute: bool = False
+    measured: Measured = Measured()
 
     @property
     def tokens(self) -> int:
-        """Of a row, prompt and response."""
+        """Of a row at its longest, prompt and response: what memory must hold."""
         return self.prompt + self.response
+
+    @property
+    def read(self) -> float:
+        """Tokens of a prompt that pass through the model for a row, on the mean."""
+        return self.prompt if self.measured.read is None else self.measured.read
+
+    @property
+    def answer(self) -> float:
+        """Tokens of a response, on the mean."""
+        return self.response if self.measured.response is None else self.measured.response
+
+    @property
+    def computed(self) -> float:
+        """Tokens that pass through the model for a row, on the mean: what takes time."""
+        return self.read + self.answer
+
+    @property
+    def seen(self) -> float:
+        """Tokens of a prompt, on the mean: what all that follow attend to."""
+        return self.prompt if self.measured.prompt is None else self.measured.prompt
+
+    @property
+    def whole(self) -> float:
+        """Tokens of a row on the mean, prompt and response: as micro-batches are cut by."""
+        return self.seen + self.answer
+
+    @property
+    def longest(self) -> float:
+        """Tokens that are sampled one after the other until all rows of a batch have ended."""
+        return self.response if self.measured.longest is None else self.measured.longest
 
     @property
     def tenant(self) -> str:

@@ -36,7 +36,7 @@ class Roofline:
         self._expert_weights = work.expert_parameters / work.layers * work.width
         self._flop = 2 * work.computing / work.layers
 
-    def batch(self, number: int, site: Site, strategy: Strategy, tokens: int, context: int) -> float:
+    def batch(self, number: int, site: Site, strategy: Strategy, tokens: float, context: float) -> float:
         """Seconds of one layer on one micro-batch: rows whose tokens are all there at once."""
         work, shares, tp = self.work, self._shares, strategy.tp
         trains = work.kind == TRAIN
@@ -45,7 +45,7 @@ class Roofline:
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max(flop / tp / (site.peak * shares.compute), read / (site.bandwidth * shares.memory))
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * work.hidden * work.width)
-        return passes * roof + sums
+        return passes * self._pass(site, roof) + sums
 
     def decode(self, number: int, site: Site, tp: int, rows: Rows) -> Rows:
         """Seconds of one layer for the next token of each of `rows`: it reads its weights once (of experts, those that
@@ -56,7 +56,11 @@ class Roofline:
         read = self._weights - self._expert_weights * (1 - asked) + rows * (work.kv * context)
         flop = rows * (self._flop + 4 * context * work.hidden)
         roof = np.maximum(flop / (tp * site.peak * shares.compute), read / (tp * site.bandwidth * shares.memory))
-        return roof + 2 * self._network.slices(number, tp, rows * (work.hidden * work.width))
+        return self._pass(site, roof) + 2 * self._network.slices(number, tp, rows * (work.hidden * work.width))
+
+    def _pass(self, site: Site, roof: Rows) -> Rows:
+        """A pass through a layer, as runs have shown it beside its roofline."""
+        return site.pace * (self.work.measured.launch + self.work.measured.times * roof)
 
     def state(self, strategy: Strategy) -> float:
         """Bytes that one layer has on a device as long as the work is there."""
@@ -69,7 +73,8 @@ class Roofline:
         holds a micro-batch for itself and one for each stage after it (Narayanan et al. 2021, §2.2); what is
         recomputed keeps its inputs only."""
         work = self.work
-        tokens = strategy.micro * (work.prompt if work.kind == GENERATE else work.tokens)
+        tokens = strategy.micro * work.prompt if work.kind == GENERATE else \
+            min(strategy.micro * work.tokens, max(work.micro_tokens, work.tokens))
         whole = _ACTIVATIONS * work.width * work.hidden * tokens / strategy.tp
         logits = _LOGITS * min(tokens * work.outputs / strategy.tp, max(_LOGITS_AT_ONCE, work.outputs))
         if work.kind != TRAIN:
@@ -100,14 +105,16 @@ class Roofline:
 
     def swap(self, site: Site, strategy: Strategy, layers: int) -> float:
         """Seconds to bring one's state from host memory and, of training, to put it back afterwards. Weights to sample
-        with come anew in every iteration (see `syncs`)."""
+        with come anew in every iteration (see `syncs`). What runs have shown of a work has this in it."""
+        if self.work.measured.prompt is not None:
+            return 0.0
         times = {TRAIN: 2, GENERATE: 0}.get(self.work.kind, 1)
         return times * layers * self.state(strategy) / site.host
 
     def step(self, site: Site, strategy: Strategy, layers: int) -> float:
         """Seconds of the optimizer: reads and writes all of its part of the state once."""
         nbytes = layers * self.work.parameters / self.work.layers / strategy.tp * (_DIVIDED / strategy.dp + _OWN)
-        return 2 * nbytes / (site.bandwidth * self._shares.memory)
+        return site.pace * self.work.measured.times * 2 * nbytes / (site.bandwidth * self._shares.memory)
 
     def ideal(self, devices: list[tuple[Site, int]]) -> float:
         """Seconds below which no layout on these devices can come: all of them busy at their peak, without a message,
@@ -119,27 +126,28 @@ class Roofline:
             return float("inf")
         if work.kind != GENERATE:
             return self.arithmetic(devices)
-        bandwidth = sum(site.bandwidth * count for site, count in devices) * shares.memory
-        read = work.layers * (self._weights - self._expert_weights + work.rows * work.kv * self._context)
-        decode = max(self._flops(1, 4 * self._context) / self._peak(devices), read / bandwidth)
-        return self._flops(work.prompt, 2 * work.prompt) / self._peak(devices) + work.response * decode
+        bandwidth = sum(site.bandwidth * count / site.pace for site, count in devices) * shares.memory
+        weights = work.layers * (self._weights - self._expert_weights) * work.longest
+        read = weights + work.layers * work.rows * work.kv * self._context * work.answer
+        decode = max(self._flops(work.answer, 4 * self._context) / self._peak(devices), read / bandwidth)
+        return work.measured.times * (self._flops(work.read, 2 * work.seen) / self._peak(devices) + decode)
 
     def arithmetic(self, devices: list[tuple[Site, int]]) -> float:
         """Seconds of the arithmetic alone, divided among these devices by their peaks."""
         work = self.work
         if work.kind == GENERATE:
-            flop = self._flops(work.prompt, 2 * work.prompt) + work.response * self._flops(1, 4 * self._context)
+            flop = self._flops(work.read, 2 * work.seen) + self._flops(work.answer, 4 * self._context)
         else:
             passes = (4 if work.recompute else 3) if work.kind == TRAIN else 1
-            flop = passes * work.epochs * self._flops(work.tokens, 2 * work.tokens)
-        return flop / self._peak(devices)
+            flop = passes * work.epochs * self._flops(work.computed, 2 * work.whole)
+        return work.measured.times * flop / self._peak(devices)
 
     def _peak(self, devices: list[tuple[Site, int]]) -> float:
-        return sum(site.peak * count for site, count in devices) * self._shares.compute
+        return sum(site.peak * count / site.pace for site, count in devices) * self._shares.compute
 
     @property
     def _context(self) -> float:
-        return self.work.prompt + self.work.response / 2
+        return self.work.seen + self.work.answer / 2
 
     def _flops(self, tokens: float, seen: float) -> float:
         """Of all layers, for so many tokens of each row that see so much."""

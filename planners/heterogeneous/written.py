@@ -12,7 +12,7 @@ from planners.heterogeneous.problem import Layout, Placement, Pool, Problem, Rep
 
 def digests_of(spec: Spec, problem: Problem) -> Digests:
     """What a plan of this problem is for."""
-    works = [{**asdict(work), "width": work.width} for work in problem.works]
+    works = [{name: value for name, value in asdict(work).items() if name != "measured"} for work in problem.works]
     return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(spec.cluster.model_dump(mode="json")),
                    work=digest([works, problem.mode]))
 

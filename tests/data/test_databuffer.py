@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,8 +100,10 @@ def test_there_and_back_within_a_step_returns_what_is_new():
 @st.composite
 def plans(draw) -> Plan:
     """Any chain of nodes in any layouts of four ranks; each reads some columns whose rows can be matched."""
-    layout = st.sampled_from([Layout(dp, first, tp) for tp in (1, 2) for dp in range(1, 5) for first in range(4)
-                              if first + dp * tp <= 4])
+    even = [Layout(dp, first, tp) for tp in (1, 2) for dp in range(1, 5) for first in range(4) if first + dp * tp <= 4]
+    uneven = [replace(layout, rows=rows) for layout in even
+              for rows in ((3, 1), (0, 1), (1, 2, 5), (1, 0, 0), (4, 3, 0, 1)) if len(rows) == layout.dp]
+    layout = st.sampled_from(even + uneven)
     builder = Builder(4, draw(layout), "r_x t_x d_x n_x")
     for number in range(draw(st.integers(1, 5))):
         fans = {column: builder.fan(producer) for column, producer in builder.writers.items()}

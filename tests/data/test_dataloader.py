@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.dataloader import Dataloader
+from distflow.schema.plan import Layout
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -32,7 +33,7 @@ def encode(records):
 
 
 def loader(size: int, batch: int, share: int | None = 0, shares: int = 1, seed: int = 0) -> Dataloader:
-    return Dataloader(Numbers(size), encode, batch, seed, share, shares)
+    return Dataloader(Numbers(size), encode, batch, seed, share, Layout(shares))
 
 
 def step_of(loaders: list[Dataloader]) -> tuple[list[int], list[int]]:
@@ -51,6 +52,18 @@ def test_any_number_of_ranks_draws_the_same_samples(size, batch, shares, seed):
         ids, numbers = step_of(one)
         assert (ids, numbers) == step_of(many)
         assert ids == list(range(step * batch, (step + 1) * batch))
+
+
+@QUIET
+@given(st.integers(1, 40), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_unlike_shares_draw_the_same_samples_in_their_proportion(batch, rows):
+    layout = Layout(len(rows), rows=tuple(rows))
+    many = [Dataloader(Numbers(7), encode, batch, 0, share, layout) for share in range(len(rows))]
+    for step in range(3):
+        ids, _ = step_of(many)
+        assert ids == list(range(step * batch, (step + 1) * batch))
+    for share, part in enumerate(rows):
+        assert abs(len(layout.cut(batch, share)) - batch * part / sum(rows)) < 1
 
 
 @QUIET

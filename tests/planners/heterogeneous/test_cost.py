@@ -14,6 +14,7 @@ from planners.heterogeneous.problem import (
     TRAIN,
     Coefficients,
     Hardware,
+    Measured,
     Problem,
     Replicas,
     Site,
@@ -57,6 +58,22 @@ def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() ->
 def test_few_tokens_are_bound_by_reading_the_weights() -> None:
     work = replace(WORK, prompt=1, response=1, rows=1)
     assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)
+
+
+def test_a_last_micro_batch_has_the_rows_that_are_left() -> None:
+    assert seconds(replace(WORK, rows=3), Strategy(1, micro=2), Replicas((0,), 1)) == pytest.approx(forward(3))
+    assert seconds(replace(WORK, rows=3), Strategy(1, micro=8), Replicas((0,), 1)) == pytest.approx(forward(3))
+
+
+def test_each_pass_through_a_layer_takes_its_start() -> None:
+    """Two micro-batches through ten layers; 100 tokens after reading the prompts."""
+    slow = Measured(times=1.0, launch=1e-3)
+    found = seconds(replace(WORK, rows=3, measured=slow), Strategy(1, micro=2), Replicas((0,), 1))
+    assert found == pytest.approx(forward(3) + 2 * 10 * 1e-3)
+    work = replace(WORK, kind=GENERATE)
+    plain, found = (seconds(each, Strategy(1, micro=8), Replicas((0,), 1)) for each in (
+        work, replace(work, measured=slow)))
+    assert found == pytest.approx(plain + (1 + 100) * 10 * 1e-3)
 
 
 def test_the_bubble_of_a_pipeline() -> None:

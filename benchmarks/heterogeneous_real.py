@@ -1,0 +1,162 @@
+"""Real runs on unlike ranks: the planned shares against equal ones, end to end, and beside them what was predicted.
+
+Two ranks on two cores, of which the second is slowed to a half or a quarter of the first: the kernel gives the
+processes of each rank a quota of processor time (control groups; see slowed.py), so whatever they compute takes so much
+longer. `grpo.yaml` on the embedded task, mode sync. The flow is a user's: short runs with equal shares, `distflow plan
+--from` them with a cluster file that says which rank is slowed, and runs that obey the plan. Planned and equal runs
+take turns. The cost model knows the two short runs, of two batch sizes, and no planned one.
+
+Of a run all steps but the first ones count: seconds of a step are those of the slowest rank, everything in it. With
+equal shares a step of ranks 1:2 takes 1.5 times as long as it could, one of ranks 1:4 2.5 times, if all that it does
+could be divided. The links between the ranks are not slowed.
+Run by hand, on a machine that does nothing else:  python -m benchmarks.heterogeneous_real
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import yaml
+
+from benchmarks.modes import steps_of
+from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from benchmarks.slowed import Slowed, ranks
+from distflow.cli.calibration import calibration
+from distflow.schema.spec import load
+from planners.heterogeneous.costed import Costed
+from planners.heterogeneous.problem import Freedom
+from planners.heterogeneous.runnable import runnable
+
+ROOT = Path(__file__).resolve().parents[1]
+GOALS = {2: 1.4, 4: 1.8}
+NEAR = 0.15
+"""How far a prediction may be from what was measured."""
+_WARM = 2
+"""Steps of a run that do not count."""
+_LOOK = 0.05
+
+
+class Contest:
+    """Runs on a rank and one that is `times` slower."""
+
+    def __init__(self, given: Namespace, scratch: Path, times: int):
+        self.given, self.scratch, self.times = given, scratch, times
+        self.cluster, self.plan = scratch / f"cluster-{times}.yaml", scratch / f"plan-{times}.yaml"
+        self.cluster.write_text(yaml.safe_dump(cluster(times)))
+        model = f"{{architecture: qwen3, layers: {given.layers}, hidden: {given.hidden}, heads: 4, kv_heads: 2}}"
+        self.settings = ["validation=null", "checkpoint.every=0", f"output={scratch}", f"roles.actor.model={model}",
+                         f"data.batch={given.prompts}", f"roles.actor.generation.max_new_tokens={given.tokens}"]
+
+    def prepare(self) -> dict[str, float]:
+        """Short runs with equal shares, the plan from them, and the seconds of a step that are predicted by side."""
+        for name, prompts in (("half", self.given.prompts // 2), ("whole", self.given.prompts)):
+            self._launch(name, ["--set", f"data.batch={prompts}"])
+        runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
+        self._said(["-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster), *_set(self.settings),
+                    "--from", *runs, "--solver", "hybrid", "--runnable", "--out", str(self.plan)])
+        spec = load("grpo", None, self.settings, str(self.cluster))
+        known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
+        equal = runnable(spec, Costed(replace(known.problem, freedom=Freedom(balance=False))))
+        rows = {name: "+".join(str(share["rows"]) for share in task["shares"]) for name, task in plan["tasks"].items()}
+        print(f"1:{self.times}, planned rows: {', '.join(f'{name} {each}' for name, each in rows.items())}", flush=True)
+        return {"equal": equal.seconds + known.rest, "planned": plan["seconds"] + plan["rest_seconds"]}
+
+    def seconds(self, side: str, repeat: int) -> float:
+        """Of a step, the median of a run."""
+        obey = ["--cluster", str(self.cluster), "--plan", str(self.plan)] if side == "planned" else []
+        found = self._launch(f"{side}-{repeat}", obey)
+        print(f"1:{self.times}, repeat {repeat}, {side}: {found:.3f} s a step", flush=True)
+        return found
+
+    def _launch(self, name: str, more: Sequence[str]) -> float:
+        """Ranks are slowed as soon as the first step is done: to start costs as much as several steps."""
+        folder = self.scratch / f"{name}-{self.times}"
+        with ranks(2) as slowed:
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *slowed.join]
+            run = [sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
+                   *_set([*self.settings, f"steps={self.given.steps}"]), *more]
+            self._said(["-m", *torchrun, *run], lambda: _begin(slowed, folder, self.times))
+        return median(step["seconds"] for step in steps_of(folder)[_WARM:])
+
+    def _said(self, command: Sequence[str], meanwhile: Callable[[], bool] = lambda: True) -> None:
+        """Run Python, and ask `meanwhile` until it is true.
+
+        Raises:
+            SystemExit: it failed; shows its last lines.
+        """
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        with open(self.scratch / "log", "w+") as log:
+            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, env=environment)
+            while process.poll() is None and not meanwhile():
+                time.sleep(_LOOK)
+            if process.wait():
+                log.seek(0)
+                raise SystemExit(f"{log.read()[-6000:]}\nthis command failed: {' '.join(command)}")
+
+
+def _begin(slowed: Slowed, folder: Path, times: int) -> bool:
+    """Slow the second rank once the run has done a step."""
+    begun = (folder / "metrics.jsonl").is_file() and bool(steps_of(folder))
+    if begun:
+        slowed.begin([1.0, 1.0 / times])
+    return begun
+
+
+def _set(settings: Sequence[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def cluster(times: int) -> dict:
+    """Two machines of one core; what it does in a second is found out from the first run."""
+    devices = {name: {"tflops": {"float32": 0.05 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
+               for name, speed in (("core", 1.0), ("slowed_core", 1.0 / times))}
+    machines = {name: {"device": device, "devices": 1} for name, device in zip(("fast", "slow"), devices)}
+    return {"name": f"1:{times}", "devices": devices, "machines": machines,
+            "links": {"zone": {"gb_s": 2.0, "latency_us": 100.0}}}
+
+
+def near(times: int, pairs: Sequence[dict[str, float]], predicted: dict[str, float]) -> None:
+    """Print what was predicted beside what was measured, and the last line of the worst deviation."""
+    found = {side: Spread.of([pair[side] for pair in pairs]) for side in predicted}
+    found["ratio"] = ratios(pairs, "equal", "planned", lambda seconds: seconds)
+    predicted = predicted | {"ratio": predicted["equal"] / predicted["planned"]}
+    away = {side: predicted[side] / spread.median - 1 for side, spread in found.items()}
+    for side, spread in found.items():
+        print(f"1:{times}, {side}: measured {spread}, predicted by the cost model {predicted[side]:.3g} "
+              f"({away[side]:+.1%})")
+    worst = max(map(abs, away.values()))
+    conclude(f"ranks of speed 1:{times}, how far the cost model's prediction is from the measurement",
+             Spread(worst, min(map(abs, away.values())), worst), NEAR, unit="share", at_least=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="of each run")
+    parser.add_argument("--prompts", type=int, default=24, help="of a step, with 8 samples each")
+    parser.add_argument("--tokens", type=int, default=16, help="of a response, at most")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=384)
+    given = parsed(parser, arguments)
+    given.hidden = 128 if given.quick else given.hidden
+    with tempfile.TemporaryDirectory(prefix="heterogeneous-") as scratch:
+        for times in list(GOALS)[: 1 if given.quick else None]:
+            contest = Contest(given, Path(scratch), times)
+            predicted = contest.prepare()
+            pairs = interleaved({side: partial(contest.seconds, side) for side in ("equal", "planned")}, given.repeats)
+            speed = ratios(pairs, "equal", "planned", lambda seconds: seconds)
+            conclude(f"a step on ranks of speed 1:{times}, equal shares over planned ones", speed, GOALS[times])
+            near(times, pairs, predicted)
+
+
+if __name__ == "__main__":
+    main()

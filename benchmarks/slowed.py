@@ -1,0 +1,81 @@
+"""Ranks that are slowed: each in a control group of its own with a quota of processor time, enforced by the kernel.
+
+Linux as root only. A rank with the quota 0.5 computes for half of every period and stands still for the rest of it,
+with all the processes that it starts; so it is as slow as a device of half the speed, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_PERIOD = 100_000
+"""Microseconds: much less than a node takes, and so much that caches are warm for most of it."""
+_AHEAD = 256
+"""How much more of a busy machine a rank gets than another process, so that what else runs there disturbs little."""
+
+
+class NoQuota(Exception):
+    """This system lets us limit no processor time."""
+
+
+class Slowed:
+    """Ranks whose processor time can be limited. `join` goes before the command of every rank, under torchrun with
+    `--no-python`: it joins the group of its RANK."""
+
+    def __init__(self, groups: Sequence[Path]):
+        self.groups = groups
+        name = str(groups[0]).removesuffix("0")
+        self.join = ["sh", "-c", f'echo 0 > {name}$RANK/cgroup.procs && exec "$@"', "sh"]
+
+    def begin(self, quotas: Sequence[float]) -> None:
+        """From now on each rank may use so much of one core."""
+        for group, quota in zip(self.groups, quotas):
+            _limit(group, quota)
+
+
+@contextlib.contextmanager
+def ranks(count: int) -> Iterator[Slowed]:
+    """Groups for so many ranks, gone at the end.
+
+    Raises:
+        NoQuota: says why there can be none.
+    """
+    first, made = (_ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT), []
+    try:
+        for rank in range(count):
+            made.append(first / f"distflow{os.getpid()}-{rank}")
+            made[-1].mkdir()
+            _limit(made[-1], 1.0)
+    except OSError as error:
+        raise NoQuota(f"no control group for processor time can be made here: {error}. It needs root, and cgroups that "
+                      "may be written") from None
+    try:
+        yield Slowed(made)
+    finally:
+        for group in made:
+            _remove(group)
+
+
+def _limit(group: Path, quota: float) -> None:
+    busy = int(_PERIOD * quota)
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{busy} {_PERIOD}")
+        (group / "cpu.weight").write_text("10000")
+        return
+    (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+    (group / "cpu.cfs_quota_us").write_text(str(busy))
+    (group / "cpu.shares").write_text(str(1024 * _AHEAD))
+
+
+def _remove(group: Path) -> None:
+    """Once its last process has been reaped."""
+    end = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text().strip() and time.monotonic() < end:
+        time.sleep(0.05)
+    with contextlib.suppress(OSError):
+        group.rmdir()

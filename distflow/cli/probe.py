@@ -1,0 +1,107 @@
+"""`distflow probe`: measure the machines at hand, and describe them for `distflow plan --cluster`.
+
+Alone it starts a rank for each device of this machine. Several machines are probed as they run, by torchrun on each:
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT -m distflow.cli probe --out machines.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.launch import ROOT, stay_on_loopback
+from distflow.schema.cluster import Cluster, check_cluster
+from distflow.schema.document import check
+from distflow.schema.errors import InvalidInput
+from distflow.schema.probed import ALIKE, described
+from distflow.schema.source import parse
+
+HELP = "measure devices and links of this machine, or of those that torchrun starts it on, as a cluster file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write the description there; default: print it")
+    parser.add_argument("--name", default="probed", help="of the cluster (default: probed)")
+    parser.add_argument("--ranks", type=int, metavar="N",
+                        help="of this machine; default: one for each GPU, or for each core if there are none")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.out and not os.access(Path(options.out).absolute().parent, os.W_OK):
+        raise InvalidInput(f"{options.out} cannot be written. Name a file in a folder that is there.")
+    if options.ranks is not None and options.ranks < 1:
+        raise InvalidInput(f"--ranks {options.ranks} probes nothing; give at least 1")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _measured(options)
+    ranks = options.ranks or _devices()
+    line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe", "--name", options.name]
+    line += ["--out", options.out] if options.out else []
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return subprocess.run([sys.executable, "-P", str(ROOT / "workers" / "loopback.py"), *line], env=environment,
+                          check=False).returncode
+
+
+def _devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _measured(options: argparse.Namespace) -> int:
+    """On a rank."""
+    import torch
+    import torch.distributed as dist
+
+    from workers.probing import probe
+
+    stay_on_loopback()
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < here:
+        raise InvalidInput(f"{here} ranks were asked for, and this machine has {gpus} GPUs. Add  --ranks {gpus}")
+    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    try:
+        devices, links = probe(device)
+        if dist.get_rank() == 0:
+            _write(options.out, _head(devices[-1].machine + 1, len(devices), "NCCL" if gpus else "gloo"),
+                   described(options.name, devices, links))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _head(machines: int, ranks: int, by: str) -> str:
+    """What is measured, and when."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    many = f"{machines} machine{'s' * (machines > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+    return (f"# A measurement, not a data sheet: by  distflow probe  on {now}; {many}, links over {by}.\n"
+            f"# Medians, with all ranks at work. Devices that differ by less than {ALIKE:.0%} count as alike.\n"
+            "# tflops: products of square matrices. memory_gb_s: a copy, read and written.\n"
+            "# Links: large messages between two devices; between machines, of all their devices at once.\n")
+
+
+def _write(path: str | None, head: str, said: dict[str, Any]) -> None:
+    """Once it is sure that it can be read again."""
+    text = head + yaml.safe_dump(said, sort_keys=False, default_flow_style=None, width=110)
+    source = parse(text, path or "the description")
+    cluster, mistakes = check(Cluster, source)
+    mistakes += check_cluster(cluster, source) if cluster else []
+    if mistakes:
+        raise InvalidInput(mistakes)
+    if path:
+        Path(path).write_text(text, encoding="utf-8")
+    print(f"{path}: {cluster.size} devices of {len(cluster.devices)} type{'s' * (len(cluster.devices) > 1)}" if path
+          else text, flush=True)

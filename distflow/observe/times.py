@@ -1,0 +1,114 @@
+"""How long each node takes on each rank: `times.jsonl`, which every rank appends to and `distflow plan --from` reads.
+
+Metrics say what the slowest rank takes; a plan for unlike devices must know each one's own time, and for what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distflow.schema.measured import Taken
+
+_ALL, _EVERY = 32, 8
+"""The first steps are all written, then one of so many: the file of a long run on many ranks stays small."""
+_COLD, _LATEST = 2, 64
+NAME = "times.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank's nodes took in a step, and the step's own seconds, which count what no node does too."""
+
+    step: int
+    rank: int
+    seconds: float
+    nodes: Mapping[str, Taken]
+
+
+class Times:
+    """One rank's way to the file."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.rank = 0
+        self.nodes: dict[str, Taken] = {}
+
+    def open(self, path: Path, rank: int) -> None:
+        """From now on steps are written to this file."""
+        self.path, self.rank, self.nodes = path, rank, {}
+
+    def add(self, node: str, taken: Taken) -> None:
+        """What a node took, in the step under way."""
+        if self.path is not None:
+            self.nodes.setdefault(node, Taken()).add(taken)
+
+    def write(self, step: int, seconds: float) -> None:
+        """The step is done; counted from 1. The line is written at once, so that those of several ranks do not mix."""
+        nodes, self.nodes = self.nodes, {}
+        if self.path is None or (step > _ALL and step % _EVERY):
+            return
+        each = {name: [round(taken.seconds, 5), *astuple(taken)[1:]] for name, taken in nodes.items()}
+        line = json.dumps({"step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}) + "\n"
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+def read(path: Path) -> list[Step]:
+    """The steps of all ranks, a step that was done twice as it was done last; a torn line is passed over."""
+    found: dict[tuple[int, int], Step] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        nodes = {name: Taken(*each) for name, each in said["nodes"].items()}
+        found[said["step"], said["rank"]] = Step(said["step"], said["rank"], said["seconds"], nodes)
+    return [found[key] for key in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What an iteration usually takes: medians over `steps` of them. A rank without rows may have nothing of a node."""
+
+    steps: int
+    seconds: float
+    nodes: Mapping[tuple[str, int], Taken]
+    """By node and rank."""
+
+
+def usual(steps: Iterable[Step], ranks: int) -> Usual:
+    """Of the latest steps that all ranks, and as many, have written down whole; of the first ones, in which everything
+    is done for the first time, none. `steps` of it is 0 if there are none."""
+    whole: dict[int, list[Step]] = {}
+    for step in steps:
+        whole.setdefault(step.step, []).append(step)
+    nodes = {node for parts in whole.values() for part in parts for node in part.nodes}
+    chosen = [parts for _, parts in sorted(whole.items()) if [part.rank for part in parts] == [*range(ranks)]
+              and nodes == {node for part in parts for node in part.nodes}][_COLD:][-_LATEST:]
+    if not chosen:
+        return Usual(0, 0.0, {})
+    return Usual(len(chosen), median(max(part.seconds for part in parts) for parts in chosen),
+                 {(node, rank): _median([parts[rank].nodes.get(node, Taken()) for parts in chosen])
+                  for node in nodes for rank in range(ranks)})
+
+
+def _median(each: list[Taken]) -> Taken:
+    seconds, *counts = (median(values) for values in zip(*map(astuple, each)))
+    return Taken(seconds, *map(round, counts))
+
+
+_current = Times()
+
+
+def current() -> Times:
+    """The times of this rank's run."""
+    return _current

@@ -1,0 +1,166 @@
+"""A plan for mixed hardware, as the run that obeys it: its shares become the rows of `layouts`, its groups `groups`.
+
+What the solvers may choose is more than what ranks can do: they run one chain together, or train on the first of them
+and sample on the others; and a work's shares follow each other, each with as many layers in each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.placed import PlacedPlan, PlacedTask, placed_plan
+from distflow.schema.run import Groups, Parallel
+from distflow.schema.source import Source
+from distflow.schema.spec import Spec
+from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, Problem, Work
+from planners.heterogeneous.workload import problem_of
+from planners.heterogeneous.written import digests_of
+
+AGAIN = "Plan for what ranks can do:  distflow plan DAG --cluster FILE --solver hybrid --runnable --out FILE"
+
+
+def obeyed(spec: Spec, source: Source, ranks: int) -> Spec:
+    """The run with the layouts and groups of the plan in a file; mistakes about these then point there.
+
+    Raises:
+        InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run.
+    """
+    problem = problem_of(spec)
+    plan = placed_plan(source, digests_of(spec, problem))
+    mistakes = list(_check(spec, problem, plan, source, ranks))
+    if mistakes:
+        raise InvalidInput(mistakes)
+    alone = problem.mode == SYNC
+    training = range(ranks) if alone else _training(problem, plan)
+    layouts = {work.name: _parallel(problem, plan.tasks[work.name], training) for work in problem.works
+               if alone or work.kind != GENERATE}
+    if alone:
+        layouts |= _beside(spec, layouts)
+    groups = spec.run.groups if alone else Groups(rollout=ranks - len(training))
+    run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks})
+    return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
+
+
+def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: Source, ranks: int) -> Iterator[Mistake]:
+    """What cannot be run, and why."""
+    devices = sum(problem.hardware.all)
+    if ranks != devices:
+        yield Mistake(f"the plan is for the {devices} devices of cluster `{spec.cluster.name}`, and {ranks} "
+                      f"rank{'s are' if ranks > 1 else ' is'} started", source.spot(("groups",), key=True),
+                      f"Start {devices} ranks, one for each device, in the order of the cluster file.")
+    if spec.run.layouts:
+        yield Mistake("`layouts` says how nodes are split, and so does the plan",
+                      spec.run_source.spot(("layouts",), key=True),
+                      "Leave it out of the run file, or start without  --plan")
+    names = [work.name for work in problem.works]
+    if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
+            != sorted(names):
+        yield Mistake(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
+                      source.spot(("tasks",), key=True), AGAIN)
+        return
+    found = list(_check_groups(problem, plan, source, devices))
+    yield from found
+    for work in problem.works if not found else ():
+        yield from _check_task(problem, plan, work, source)
+
+
+def _check_groups(problem: Problem, plan: PlacedPlan, source: Source, devices: int) -> Iterator[Mistake]:
+    where = source.spot(("groups",), key=True)
+    if problem.mode == SYNC:
+        if len(plan.groups) > 1:
+            yield Mistake(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
+                          "ranks run one chain together", where, AGAIN)
+        elif sorted(plan.groups[0].ranks) != list(range(devices)):
+            idle = sorted(set(range(devices)) - set(plan.groups[0].ranks))
+            yield Mistake(f"the plan leaves ranks {', '.join(map(str, idle))} out, and in mode sync all take part",
+                          source.spot(("groups", 0, "ranks"), key=True), f"Take them out of the cluster, or:  {AGAIN}")
+        return
+    sampling = {work.name for work in problem.works if work.kind == GENERATE}
+    halves = [set(group.tasks) for group in plan.groups]
+    if sorted(map(sorted, halves)) != sorted(map(sorted, (sampling, plan.tasks.keys() - sampling))):
+        yield Mistake(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
+                      f"this mode {' + '.join(sorted(sampling))} samples while the rest trains", where, AGAIN)
+        return
+    training = list(_training(problem, plan))
+    rest = next(group.ranks for group in plan.groups if set(group.tasks) == sampling)
+    if training != list(range(len(training))) or sorted(rest) != list(range(len(training), devices)):
+        yield Mistake("the ranks that train must be the first ones, and all others sample; in this plan they are "
+                      f"{_listed(training)}, and {_listed(rest)} sample", where,
+                      f"Name the machines that train first in the cluster file, or:  {AGAIN}")
+
+
+def _check_task(problem: Problem, plan: PlacedPlan, work: Work, source: Source) -> Iterator[Mistake]:
+    task, path = plan.tasks[work.name], ("tasks", work.name)
+    width = task.tp * task.pp
+    if problem.mode != SYNC and work.kind == GENERATE:
+        if width > 1:
+            yield Mistake(f"node `{work.name}` splits its model over {width} ranks, and in this mode each rank that "
+                          "samples has a whole one", source.spot(path, key=True), AGAIN)
+        return  # its ranks take prompts as they get free, whatever shares were expected
+    ranks = range(sum(problem.hardware.all)) if problem.mode == SYNC else _training(problem, plan)
+    if len(set(task.layers)) > 1:
+        yield Mistake(f"node `{work.name}` has {', '.join(map(str, task.layers))} layers in its stages, and an engine "
+                      "has as many in each", source.spot((*path, "layers"), key=True), AGAIN)
+    if len(ranks) % width or (work.kind == TRAIN and task.dp * width != len(ranks)):
+        yield Mistake(f"node `{work.name}` takes {task.dp} × {width} of {len(ranks)} ranks"
+                      + (", and a trained model is sharded over all of them" if work.kind == TRAIN else ", which "
+                         f"{width} does not divide"), source.spot(path, key=True), AGAIN)
+    elif _rows(problem, task, ranks) is None:
+        yield Mistake(f"node `{work.name}` has shares whose stages are not at ranks that follow each other",
+                      source.spot((*path, "shares"), key=True), AGAIN)
+
+
+def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
+    """The ranks of the group that trains, where it has its own."""
+    trained = {work.name for work in problem.works if work.kind == TRAIN}
+    return next((sorted(group.ranks) for group in plan.groups if trained.intersection(group.tasks)), [])
+
+
+def _parallel(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> Parallel:
+    return Parallel(tp=task.tp, pp=task.pp, ep=task.ep, rows=_rows(problem, task, ranks))
+
+
+def _rows(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> list[int] | None:
+    """The rows of each share of `ranks`, none for one that is idle; None if the plan's stages are elsewhere."""
+    at = [site.name for site in problem.hardware.sites for _ in range(site.devices)]
+    left = [(shares.stages, shares.rows, shares.count) for shares in task.shares]
+    result = []
+    for first in range(ranks[0], ranks[-1] + 1, task.tp * task.pp):
+        stages = [at[first + stage * task.tp] for stage in range(task.pp)]
+        alike = all(at[first + rank] == stages[rank // task.tp] for rank in range(task.tp * task.pp))
+        index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
+        if index is None or not alike:
+            result.append(0)
+            continue
+        wanted, rows, count = left[index]
+        left[index] = (wanted, rows, count - 1)
+        result.append(rows)
+    return result if not any(count for *_, count in left) else None
+
+
+def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
+    """Nodes that run no model work on the rows where they are: where the first node that they follow has them."""
+    found = dict(layouts)
+    while True:
+        more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])
+                for name, node in spec.dag.nodes.items() if name not in found
+                for before in [next((found[each] for each in node.dependencies if each in found), None)] if before}
+        if not more:
+            return {name: layout for name, layout in found.items() if name not in layouts}
+        found |= more
+
+
+def _overlaid(run: Source, plan: Source) -> Source:
+    """The run file with the plan's lines for what the plan says."""
+    def moved(spots: dict) -> dict:
+        found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
+        found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}
+        return found | {("groups", "rollout"): spots[("groups",)]}
+
+    return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,161 @@
+"""Runs teach the cost model: `distflow plan --from RUN`, with real runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.cli import main
+from distflow.cli.calibration import calibration
+from distflow.schema.spec import reload
+
+CLUSTER = """
+name: here
+devices: {core: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}}
+machines: {here: {device: core, devices: 1}, there: {device: core, devices: 1}}
+links: {zone: {gb_s: 1, latency_us: 50}}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this module lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def run(launch: Callable, workspace: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of six steps on two ranks, made once; this process stands where it was started."""
+    monkeypatch.chdir(workspace)
+    monkeypatch.syspath_prepend(str(workspace))
+    (workspace / "here.yaml").write_text(CLUSTER)
+    if not (made / "run").exists():
+        launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "run", "--set", "steps=6",
+               "--cluster", "here.yaml")
+        shutil.copytree(workspace / "runs/run", made / "run")
+    shutil.copytree(made / "run", workspace / "runs/run", dirs_exist_ok=True)
+    return Path("runs/run")
+
+
+def test_every_rank_says_what_each_node_took(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    assert sorted((line["step"], line["rank"]) for line in lines) == [(step, rank) for step in range(1, 7)
+                                                                      for rank in range(2)]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in (line for line in metrics if "seconds" in line):
+        mine = [line for line in lines if line["step"] == step["step"]]
+        seconds, rows, prompt, read, response, longest = zip(*(line["nodes"]["update"] for line in mine))
+        assert max(seconds) == pytest.approx(step["seconds/update"], abs=1e-4)
+        assert sum(rows) == 32
+        assert sum(response) == step["tokens"]
+        assert sum(prompt) == 8 * sum(read) > sum(rows)
+        assert max(longest) == 8
+        assert max(line["seconds"] for line in mine) >= sum(max(times) for times in zip(
+            *([taken[0] for taken in line["nodes"].values()] for line in mine))) * 0.5
+
+
+def test_a_plan_learns_from_a_run_and_can_be_obeyed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(run), "--out", "plan.yaml", "--explain"]) == 0
+    printed = capsys.readouterr().out
+    assert "runs/run: seconds measured, and predicted before and after calibration" in printed
+    for line in (line.split() for line in printed.partition("after calibration")[2].splitlines() if line):
+        if line[0] in ("rollout", "reference", "update"):
+            assert abs(float(line[-1].strip("(%)"))) < 15  # of the very run that it has learned from
+    assert main(["plan", "grpo.yaml", "--run", "tiny.yaml", "--cluster", "here.yaml", "--plan", "plan.yaml",
+                 "--set", "steps=6"]) == 0
+
+
+def test_the_model_takes_as_long_as_the_run_did(run: Path) -> None:
+    """What is predicted for the run itself is what was measured of it."""
+    known = calibration(reload(run, [], "here.yaml"), [str(run)])
+    (before, after), measured = known._predictions(known.runs[0]), known.runs[0].durations
+    assert after[:3] == pytest.approx(measured, rel=0.15)
+    assert after[3] == pytest.approx(known.runs[0].seconds, rel=0.15)
+    assert before[:3] != pytest.approx(measured, rel=0.15)
+
+
+def _slow(run: Path, times: float) -> None:
+    """As if rank 1 had taken so many times longer to sample, and the others had waited for it elsewhere."""
+    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    for line in lines:
+        for node, taken in line["nodes"].items():
+            taken[0] *= times if line["rank"] == 1 or node != "rollout" else 1
+        line["seconds"] *= times
+    (run / "times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_better_plan_is_proposed_if_it_is_worth_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's devices are of two types, of which one turns out to be slow."""
+    unlike = CLUSTER.replace("there: {device: core,", "there: {device: other,").replace(
+        "devices: {core:", "devices: {other: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}, core:")
+    Path("unlike.yaml").write_text(unlike)
+    _slow(run, 5.0)
+    line = ["plan", "--from", str(run), "--cluster", "unlike.yaml", "--replan", "--out", "plan.yaml"]
+    assert main([*line, "--threshold", "0.95"]) == 0
+    assert "The present placement is good enough" in capsys.readouterr().out
+    assert not Path("plan.yaml").exists()
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    assert "runs/run: an iteration takes" in printed
+    assert "A better plan takes" in printed
+    for task in yaml.safe_load(Path("plan.yaml").read_text())["tasks"].values():
+        rows = {shares["stages"][0]: shares["rows"] for shares in task["shares"]}
+        assert rows["here"] > 2 * rows.get("there", 0)
+
+
+def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
+    (run / "times.jsonl").write_text("".join(lines[:-2]) + lines[-2][:30])
+    (run / "summary.json").unlink()
+    assert main(["plan", "--from", str(run), "--replan"]) == 0
+    assert "the best plan found" in capsys.readouterr().out
+
+
+def _early(run: Path) -> None:
+    lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
+    (run / "times.jsonl").write_text("".join(lines[:8]))
+
+
+def _unmeasured(run: Path) -> None:
+    (run / "times.jsonl").unlink()
+
+
+def _async(run: Path) -> None:
+    said = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps({**said, "mode": "async"}))
+
+
+def _homeless(run: Path) -> None:
+    (run / "cluster.yaml").unlink()
+
+
+@pytest.mark.parametrize(("change", "arguments", "says"), [
+    (None, ("--from", "runs/none"), "runs/none has no plan.json, so it is not the folder of a run"),
+    (None, ("rloo", "--from", "runs/run"), "runs/run is a run of another DAG, `grpo`: these nodes differ: "),
+    (None, ("--from", "runs/run", "--cluster", "h200"), "runs/run has 2 ranks, and the cluster has 64 devices"),
+    (_early, ("--from", "runs/run"), "runs/run has measured 2 whole steps after the first ones, and at least 3"),
+    (_unmeasured, ("--from", "runs/run"), "runs/run has measured 0 whole steps"),
+    (_async, ("--from", "runs/run"), "runs/run is a run in mode async"),
+    (_homeless, ("--from", "runs/run"), "add  --cluster machines.yaml"),
+    (None, ("grpo.yaml", "--replan"), "--replan asks for a better plan of a run. Name it:  --from RUN"),
+    (None, ("--from", "runs/run", "--replan", "--threshold", "7"), "--threshold 7 is no share of an iteration"),
+    (None, ("--from", "runs/run", "--plan", "plan.yaml"), "a plan that is read is not calibrated"),
+])
+def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None] | None,
+                   arguments: tuple[str, ...], says: str) -> None:
+    if change:
+        change(run)
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_all_mistakes_are_said_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _async(run)
+    shutil.copytree(run, "runs/other")
+    assert main(["plan", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
+    assert "2 mistakes" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""`distflow probe`: real devices, real transfers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import ROOT, environment
+from ranks import run_ranks
+
+from distflow.cli import main
+from distflow.schema.probed import described
+from distflow.schema.spec import load
+from planners.heterogeneous.workload import problem_of
+from workers import probing
+
+
+def probe(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "distflow.cli", "probe", *arguments], cwd=ROOT, env=environment(),
+                          capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_this_machine_can_be_planned_for(tmp_path) -> None:
+    file = tmp_path / "machines.yaml"
+    done = probe("--ranks", "2", "--out", str(file), "--name", "here")
+    assert done.returncode == 0, done.stderr
+    assert f"{file}: 2 devices" in done.stdout
+    text = file.read_text()
+    assert text.startswith("# A measurement, not a data sheet: by  distflow probe  on 20")
+    assert "1 machine, 2 ranks, links over gloo" in text
+    problem = problem_of(load("grpo", None, None, str(file)))
+    assert sum(problem.hardware.all) == 2
+    for site in problem.hardware.sites:
+        assert 1e8 < site.peak < 1e14
+        assert 1e7 < site.bandwidth < 1e13
+        assert site.inside.bandwidth > 0
+
+
+def _on_two_machines() -> list:
+    """As if each rank were on a machine of its own; the transfers are real."""
+    import torch.distributed as dist
+
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    probing._BUDGET, probing._LONG = 0.01, 0.0005
+    try:
+        devices, links = probing.probe(torch.device("cpu"))
+    finally:
+        del os.environ["GROUP_RANK"]
+    return [devices, links]
+
+
+def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
+    (devices, links), *others = run_ranks(3, _on_two_machines)
+    assert [device.machine for device in devices] == [0, 1, 2]
+    assert links.keys() == {(0, 1), (0, 2), (1, 2)}
+    assert all(link.gb_s > 0 and link.latency_us > 0 for link in links.values())
+    assert all(other == [devices, links] for other in others)  # every rank knows all
+    assert sum(kind["count"] for kind in described("here", devices, links)["machines"].values()) == 3
+
+
+def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:
+    assert list(probing._rounds(["a", "a", "a", "b", "b", "c"])) == [
+        [(0, 1)], [(1, 2)], [(3, 4)], [(0, 3), (1, 4)], [(0, 5)], [(3, 5)]]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--out", "nowhere/machines.yaml"), "nowhere/machines.yaml cannot be written"),
+    (("--ranks", "0"), "--ranks 0 probes nothing"),
+])
+def test_bad_input_is_refused_before_anything_starts(capsys, arguments: tuple[str, ...], says: str) -> None:
+    assert main(["probe", *arguments]) == 2
+    assert says in capsys.readouterr().err
