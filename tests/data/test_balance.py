@@ -93,7 +93,8 @@ def test_rows_stay_on_their_machine_unless_it_has_too_many():
 
 @QUIET
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 2), st.sampled_from([-1, -1, 0, 2])), min_size=1,
-                max_size=40), st.sampled_from([(2, 1, 1), (5, 0, 3), (1, 9, 4)]), st.sampled_from([[0, 0, 0], [0, 1, 1]]))
+                max_size=40),
+       st.sampled_from([(2, 1, 1), (5, 0, 3), (1, 9, 4)]), st.sampled_from([[0, 0, 0], [0, 1, 1]]))
 def test_unlike_shares_are_done_at_about_the_same_time(units, parts, machines):
     """No later than the heaviest unit after the mean; what is settled stays, and who has no part gets nothing more."""
     weights, at, settled = (torch.tensor(part) for part in zip(*units))
@@ -102,19 +103,19 @@ def test_unlike_shares_are_done_at_about_the_same_time(units, parts, machines):
     assert torch.equal(chosen[settled >= 0], settled[settled >= 0])
     assert all(parts[share] for share in chosen.tolist())
     if (settled < 0).all():
-        loads = loads_of(weights.tolist(), chosen.tolist(), 3)
-        mean = int(weights.sum()) / sum(parts)
-        smallest = min(part for part in parts if part)
-        assert max(load / part for load, part in zip(loads, parts) if part) <= 1.01 * mean + int(weights.max()) / smallest
+        loads, mean = loads_of(weights.tolist(), chosen.tolist(), 3), int(weights.sum()) / sum(parts)
+        latest = max(load / part for load, part in zip(loads, parts) if part)
+        assert latest <= 1.01 * (mean + int(weights.max()) / min(filter(None, parts)))
 
 
 def test_many_rows_have_the_parts_that_were_planned_and_mostly_stay():
     weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
     parts, at = [4, 4, 1, 1], torch.arange(2000) % 2
     chosen = assign_near(weights, [0, 0, 1, 1], at, parts=parts)
-    assert imbalance(weights, chosen, 4, parts) < 1.01
+    assert imbalance(weights, chosen, 4, parts) < 1.015
     assert imbalance(weights, chosen, 4) == pytest.approx(1.6, rel=0.01)
-    assert (torch.tensor([0, 0, 1, 1])[chosen] == at).float().mean() > 0.65
+    stays = torch.tensor([0, 0, 1, 1])[chosen] == at
+    assert float(weights[stays].sum() / weights.sum()) > 0.68, "of the second machine's half, a fifth of all fits"
 
 
 @pytest.mark.parametrize(("weights", "shares_of", "expected"), [([3, 1], [0, 0], 2.0), ([2, 2], [0, 1], 1.0),

@@ -58,7 +58,8 @@ def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
     found = layouts(obey())
     for node in ("rollout", "reference", "update"):
         rows = found[node].rows
-        assert found[node].dp == 4 and rows[0] == rows[1] > 2 * rows[2] and rows[2] == rows[3] > 0, node
+        assert found[node].dp == len(rows) == 4, node
+        assert rows[0] == rows[1] > 2 * rows[2] == 2 * rows[3] > 0, node
     assert found["reward"] == found["advantage"] == found["rollout"], "what runs no model stays where the rows are"
 
 
@@ -66,7 +67,7 @@ def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
 def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable, mode: str) -> None:
     found = obey(f"mode={mode}")
     trainer, rollout = found.groups
-    assert trainer.ranks.start == 0 and rollout.ranks.stop == 4
+    assert (trainer.ranks.start, rollout.ranks.stop) == (0, 4)
     assert [task.node for task in rollout.plan.chain(0) if task.type != "COMPUTE"] == ["rollout"]
     rows = layouts(trainer.plan)["update"].rows
     assert len(rows) in (0, len(trainer.ranks))
@@ -145,8 +146,8 @@ def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: P
         obey(change=change)
     mistakes = [mistake for mistake in error.value.mistakes if says in mistake.what]
     assert mistakes, str(error.value)
-    where = mistakes[0].where
-    assert where.file == "plan.yaml" and key in where.text, where
+    assert mistakes[0].where.file == "plan.yaml"
+    assert key in mistakes[0].where.text
     assert mistakes[0].hint
 
 
@@ -157,12 +158,10 @@ def test_ranks_that_train_are_the_first_ones(obey: Callable) -> None:
 
 def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
     def unlike(said: dict) -> None:
-        said["tasks"]["update"] |= {"dp": 2, "tp": 2, "shares": [
+        said["tasks"]["critic"] |= {"dp": 2, "tp": 2, "shares": [
             {"count": 1, "rows": 192, "stages": [machine]} for machine in ("quick", "slow")]}
 
-    names = [name for name in load("ppo").dag.nodes]
-    
-    with pytest.raises(InvalidInput, match="the same engine of role `actor`, but split its model differently"):
+    with pytest.raises(InvalidInput, match="the same engine of role `critic`, but split its model differently"):
         obey(dag="ppo", change=unlike)
 
 

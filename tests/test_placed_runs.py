@@ -1,0 +1,86 @@
+"""Whole runs that obey a plan for mixed hardware: the same samples and losses as with equal shares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import metrics_of
+
+from distflow.cli import main
+
+CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}},
+           "devices": {name: {"tflops": {"float32": 0.1 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
+                       for name, speed in (("whole", 3), ("third", 1))},
+           "machines": {"quick": {"device": "whole", "devices": 1}, "slow": {"device": "third", "devices": 1}}}
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "data.batch=8")
+
+
+@pytest.fixture
+def planned(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What a run by a plan is started with; the plan is for mode sync."""
+    monkeypatch.chdir(workspace)
+    monkeypatch.syspath_prepend(str(workspace))
+    (workspace / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    assert main(["plan", *GRPO, "--cluster", "cluster.yaml", "--solver", "hybrid", "--runnable",
+                 "--out", "plan.yaml"]) == 0
+    return *GRPO, "--cluster", "cluster.yaml", "--plan", "plan.yaml"
+
+
+def rows_of(folder: Path, node: str) -> list[int]:
+    """Of each rank, in the first step."""
+    steps = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+    first = sorted((step["rank"], step["nodes"][node][1]) for step in steps if step["step"] == 1)
+    return [rows for _, rows in first]
+
+
+def test_a_planned_run_computes_what_an_equal_one_does(launch, workspace, planned):
+    launch(2, *planned, "--name", "planned")
+    launch(2, *GRPO, "--name", "equal")
+    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
+    for step in (1, 2, 3, 4):
+        assert ours[step]["response/fingerprint"] == theirs[step]["response/fingerprint"]
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], abs=1e-5)
+        assert ours[step]["grad_norm"] == pytest.approx(theirs[step]["grad_norm"], rel=1e-3, abs=1e-5)
+    assert rows_of(workspace / "runs/equal", "rollout") == [32, 32]
+    for node in ("rollout", "reference", "update"):
+        quick, slow = rows_of(workspace / "runs/planned", node)
+        assert quick + slow == 64
+        assert quick >= 2 * slow > 0, node
+
+
+def test_it_is_resumed_as_it_was_placed(launch, workspace, planned):
+    launch(2, *planned, "--name", "planned", "--set", "steps=2")
+    launch(2, "--resume", "runs/planned", "--set", "steps=4")
+    launch(2, *GRPO, "--name", "equal")
+    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
+    assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
+    assert len(set(rows_of(workspace / "runs/planned", "update"))) == 2
+    refused = launch(2, "--resume", "runs/planned", "--plan", "plan.yaml", code=1)
+    assert "--resume goes on with the plan of the run" in refused.stderr
+
+
+def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
+    apart = ("--set", "mode=async")
+    assert main(["plan", *GRPO, *apart, "--cluster", "cluster.yaml", "--solver", "hybrid", "--runnable",
+                 "--out", "plan.yaml"]) == 0
+    launch(2, *planned, *apart, "--name", "apart")
+    assert len(metrics_of(workspace / "runs/apart")) == 4
+    assert yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"] == {"rollout": 1}
+
+
+def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, workspace, planned):
+    refused = launch(1, *planned, code=1)
+    assert "plan.yaml:" in refused.stderr
+    assert "the plan is for the 2 devices of cluster `unlike`, and 1 rank is started" in refused.stderr
+    assert not (workspace / "runs").exists()
+
+
+def test_validate_and_plan_show_what_a_plan_does(planned, capsys, monkeypatch):
+    assert main(["validate", *planned]) == 0
+    assert main(["plan", *planned]) == 0
+    assert "dp 2, rows " in capsys.readouterr().out
+    assert main(["validate", *planned, "--set", "layouts.update.dp=2"]) == 2
+    assert "`layouts` says how nodes are split, and so does the plan" in capsys.readouterr().err
