@@ -86,8 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
-    from distflow.robust.detect import check as check_detectors
-    from distflow.robust.faults import check as check_faults
     from distflow.robust.seat import Seat  # imports torch
     from workers.place import settle
     from workers.start import work
@@ -95,8 +93,6 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
             load_module(module)
-    check_detectors(spec.run.robust.detectors)
-    check_faults(spec.run, plan)
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
                 place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None)
