@@ -19,9 +19,10 @@ from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
 from distflow.robust.berth import Berth
+from distflow.robust.judges import Judges
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import RankMissing
+from distflow.schema.errors import RankMissing, StepFailed
 from distflow.schema.plan import KEEP, Plan, Task
 from distflow.schema.robust import Phase
 from distflow.schema.spec import Spec
@@ -32,9 +33,10 @@ from workers.encode import encoder
 from workers.engines.sampling import key_of
 from workers.execution import Execution
 from workers.eyes import eyes_of
+from workers.pace import Pace, step_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
-from workers.sampled import Sampled
+from workers.sampled import Sampled, Written
 from workers.sink import Sink
 from workers.standing import Standing
 from workers.validation import Validator
@@ -67,6 +69,7 @@ class DagWorker:
         self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep, berth and berth.snapshots,
                                  self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
+        self.judges = Judges(spec.run.robust.detectors)
         self.sampled = Sampled(berth and berth.rows, self.first if resume else None)
         if writes:
             self._open(folder, self.first if resume else None)
@@ -85,9 +88,7 @@ class DagWorker:
             for task in self.tasks():
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
-                    self.presence.now(f"is in step {step}, computing node `{task.node}`", _phase(task))
-                    written = self.sampled.run(task, step, self.buffer.draws,
-                                               partial(self.execution.run, task, inputs))
+                    written = self._compute(task, step, inputs)
                     if KEEP in task.writes:
                         self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
                     self.buffer.put(task, *written)
@@ -98,10 +99,16 @@ class DagWorker:
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
 
+    def _compute(self, task: Task, step: int, inputs: Batch) -> Written:
+        pace = Pace(_phase(task), len(inputs))
+        self.presence.now(f"is in step {step}, computing node `{task.node}`", pace.phase)
+        with pace.measured():
+            return self.sampled.run(task, step, self.buffer.draws, partial(self.execution.run, task, inputs))
+
     def _finish(self, step: int) -> bool:
         """What is done is first written down and remembered, and only then told to others: a worker that dies between
         two of these lines does none of it twice. True after the last step."""
-        self.sink.record(step + 1, self.buffer)
+        self._judge(step + 1, self.sink.record(step + 1, self.buffer))
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)
         self.sampled.clear()
@@ -111,6 +118,16 @@ class DagWorker:
         last = self.sink.conclude(step + 1)
         pulse.current().finish()
         return last
+
+    def _judge(self, done: int, values: dict[str, float]) -> None:
+        """
+        Raises:
+            StepFailed: on all ranks alike.
+        """
+        for name, alarm in self.judges.look(step_of(done, values, current())):
+            self.sink.warn(done, name, alarm)
+            if alarm.restart:
+                raise StepFailed(f"step {done}: {alarm.what} (detector `{name}`, whose `restart` is set)")
 
     def close(self) -> None:
         """End what engines have started beside this process, and the ways to other groups."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 from distflow.robust.pulse import Beat, Pulse
 from distflow.schema.robust import Phase
@@ -54,12 +55,17 @@ class Finding:
 
 Detector = Callable[[Sight], str | None]
 DETECTORS: dict[str, Callable[..., str | None]] = {}
+OF_STEPS: dict[str, Callable[..., Any]] = {}
+"""Those of `distflow.robust.judges`."""
 
 
-def detector(function: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Register a detector by its name; one of the same name is replaced."""
-    DETECTORS[function.__name__] = function
-    return function
+def detector(function: Callable[..., Any] | None = None, *, sees: Literal["worker", "steps"] = "worker") -> Any:
+    """Register a detector by its name; one of the same name is replaced. `sees="steps"`: see `judges`."""
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        (OF_STEPS if sees == "steps" else DETECTORS)[function.__name__] = function
+        return function
+
+    return register if function is None else register(function)
 
 
 @detector

@@ -33,21 +33,31 @@ def check_detectors(spec: Spec) -> list[Mistake]:
                     "imports, under @detector.")
             mistakes.append(Mistake(what, spec.run_source.spot(path, key=True), hint))
             continue
-        for each in values:
+        for each, value in values.items():
             if each not in known[name]:
                 hint = did_you_mean(each, known[name], "Settings") or "It has no settings at all."
                 what = f"detector `{name}` has no setting `{each}`"
                 mistakes.append(Mistake(what, spec.run_source.spot((*path, each), key=True), hint))
+            elif isinstance(value, bool) != known[name][each]:
+                kind = "true or false" if known[name][each] else "a number"
+                what = f"setting `{each}` of detector `{name}` is {kind}, not {str(value).lower()}"
+                mistakes.append(Mistake(what, spec.run_source.spot((*path, each))))
     return mistakes
 
 
 @functools.cache
-def _of_file(path: Path) -> dict[str, tuple[str, ...]]:
-    """The detectors of a file, and the settings of each; none if it cannot be read (reported elsewhere)."""
+def _of_file(path: Path) -> dict[str, dict[str, bool]]:
+    """The detectors of a file, and for each setting of theirs whether it is true or false, else it is a number; none if
+    the file cannot be read (reported elsewhere)."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except SyntaxError:
         return {}
-    return {item.name: tuple(argument.arg for argument in item.args.kwonlyargs)
-            for item in body if isinstance(item, ast.FunctionDef)
-            and any(ast.unparse(each) in ("detector", "distflow.detector") for each in item.decorator_list)}
+    return {item.name: {argument.arg: ast.unparse(default or argument) in ("True", "False")
+                        for argument, default in zip(item.args.kwonlyargs, item.args.kw_defaults)}
+            for item in body if isinstance(item, ast.FunctionDef) and any(map(_marks, item.decorator_list))}
+
+
+def _marks(decorator: ast.expr) -> bool:
+    name = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(name) in ("detector", "distflow.detector")

@@ -53,5 +53,6 @@ class Robust(Document):
     way, so that a restart repeats one step at most, and samples none of it again. It takes
     the memory of weights and optimizer state twice. In modes async and semi_sync a trainer can start again only from
     such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
-    detectors: dict[str, dict[str, NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}."""
+    detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn, and with
+    {restart: true} have the step done again by workers that start from the state before it."""
