@@ -95,7 +95,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
             load_module(module)
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None)
+                place.needless, place.wanted, place.changes, partial(place.call, "on_failure"))
     with place.kept():
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then
@@ -125,15 +125,24 @@ def stay_on_loopback() -> None:
 def load_spec(options: argparse.Namespace) -> Spec:
     """The files that the options name."""
     if options.resume:
-        folder = Path(options.resume)
-        if not (folder / "launch.json").is_file():
-            raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+        spec = reopened(Path(options.resume), options.overrides)
         whole_checkpoint(options.resume)
-        sys.path += json.loads((folder / "launch.json").read_text())["search"]
-        return reload(folder, options.overrides)
+        return spec
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
+
+
+def reopened(folder: Path, overrides: list[str] | None = None) -> Spec:
+    """The spec of a run that has begun, whose modules are found where it found them.
+
+    Raises:
+        InvalidInput: it is no run's folder.
+    """
+    if not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+    sys.path += json.loads((folder / "launch.json").read_text())["search"]
+    return reload(folder, overrides)
 
 
 def whole_checkpoint(folder: str) -> Path:

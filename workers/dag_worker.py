@@ -19,6 +19,7 @@ from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
 from distflow.robust.berth import Berth
+from distflow.robust.changes import Changes
 from distflow.robust.judges import Judges
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
@@ -47,7 +48,8 @@ class DagWorker:
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
                  folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
-                 rollout: Plan | None = None, berth: Berth | None = None):
+                 rollout: Plan | None = None, berth: Berth | None = None, changes: Changes | None = None,
+                 known: int = 0):
         """
         Args:
             resume: go on from the newest state that is whole, if there is one.
@@ -55,6 +57,7 @@ class DagWorker:
             channel: to those that sample while this rank trains.
             rollout: their plan, if this rank samples too.
             berth: with the memory that outlives this worker; None: nothing is kept there.
+            changes: of settings, for which it gives way to another worker; it knows those up to number `known`.
         """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
@@ -70,6 +73,7 @@ class DagWorker:
                                  self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
         self.judges = Judges(spec.run.robust.detectors)
+        self.changes, self.known, self.stale = changes, known, False
         self.sampled = Sampled(berth and berth.rows, self.first if resume else None)
         if writes:
             self._open(folder, self.first if resume else None)
@@ -82,8 +86,9 @@ class DagWorker:
         self.sink = Sink(self.spec, self.plan, folder, resumed_at, self.standing.from_memory, validator,
                          self.standing.save)
 
-    def run(self) -> None:
-        """All steps, from the first or from where the checkpoint stands."""
+    def run(self) -> bool:
+        """All steps, from the first or from where the checkpoint stands; False if it gives way after one of them, all
+        ranks alike."""
         for step in self.steps():
             for task in self.tasks():
                 with self._watch(task, step), attended():
@@ -95,9 +100,20 @@ class DagWorker:
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
                 if self._finish(step):
                     break
+                if self.stale:
+                    self._leave(step + 1)
+                    return False
         with _Watch(self.presence, "is ending the run", "at the end of the run", "ending"), attended():
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
+        return True
+
+    def _leave(self, done: int) -> None:
+        """Before another worker goes on after `done` steps."""
+        if self.standing.snapshots is None:
+            self.standing.save(done)
+        self.sink.flush()
+        dist.barrier()  # the seat of one that has left ends the others
 
     def _compute(self, task: Task, step: int, inputs: Batch) -> Written:
         pace = Pace(_phase(task), len(inputs))
@@ -108,6 +124,8 @@ class DagWorker:
     def _finish(self, step: int) -> bool:
         """What is done is first written down and remembered, and only then told to others: a worker that dies between
         two of these lines does none of it twice. True after the last step."""
+        if self.changes is not None:
+            current().apart("changes", self.changes.newest(), self.known)
         self._judge(step + 1, self.sink.record(step + 1, self.buffer))
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)
@@ -120,10 +138,13 @@ class DagWorker:
         return last
 
     def _judge(self, done: int, values: dict[str, float]) -> None:
-        """
+        """What all ranks alike now know: whether settings have changed, and what detectors say of the step.
+
         Raises:
-            StepFailed: on all ranks alike.
+            StepFailed: a detector wants it done again.
         """
+        told = [rank["changes"] for rank in current().of_ranks if "changes" in rank]
+        self.stale = any(newest > known for newest, _ in told for _, known in told)
         for name, alarm in self.judges.look(step_of(done, values, current())):
             self.sink.warn(done, name, alarm)
             if alarm.restart:

@@ -81,6 +81,12 @@ class Sink:
         events.current().step = done + 1
         return last
 
+    def flush(self) -> None:
+        """Before another worker goes on in this one's place."""
+        if self.folder:
+            self.folder.board.flush()
+            self.progress.close()
+
     def close(self, trained: dict[str, Role]) -> None:
         """After the last step: the models as Hugging Face folders, and the summary."""
         write_models(trained, self.path)

@@ -36,8 +36,8 @@ from workers.rollout_worker import RolloutWorker
 from workers.sink import write_models
 
 
-def work(place: Place, berth: Berth, export: Path | None = None) -> None:
-    """A worker's life.
+def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
+    """A worker's life. False: another worker is to go on, with other settings.
 
     Args:
         export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
@@ -47,7 +47,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
         _end_with(berth.seat)
     pulse.show(berth.pulse)
     berth.pulse.answer()
-    watch = _Stopwatch()
+    watch, place, done = _Stopwatch(), place.renewed(berth.changes), True
     if berth.life.number:
         place.call("before_restart", berth.life)
     team = _Team.of(place, berth.life.number)
@@ -61,8 +61,9 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
     if place.group and place.group.name == ROLLOUT:
         _sample(place, berth, channel, watch)
     else:
-        _train(place, berth, team, channel, watch, export)
+        done = _train(place, berth, team, channel, watch, export)
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
+    return done
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,25 @@ class _Stopwatch:
 
 
 def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, watch: _Stopwatch,
-           export: Path | None) -> None:
-    """Run the chain of a rank that trains, and in sync mode samples too."""
+           export: Path | None) -> bool:
+    """Run the chain of a rank that trains, and in sync mode samples too; whether it is done."""
     worker = _worker(place, berth, team, channel, writes=not export)
     watch.lap("load")
     berth.pulse.ready(**watch.laps)
     place.call("after_restart" if berth.life.number else "on_join", berth.life)
+    done = True
     if export:
         write_models(worker.trained, export)
     else:
-        if team.rank == 0 and place.resume:
+        if team.rank == 0 and place.resume and berth.first:
             RunFolder.describe(place.path, place.spec, place.plan)  # what was overridden stays so when resumed again
         if channel and team.rank == 0:
             channel.begin(worker.first)
-        worker.run()
-        if channel:
+        done = worker.run()
+        if channel and done:
             channel.end()
     worker.close()
+    return done
 
 
 def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, writes: bool) -> DagWorker:
@@ -132,7 +135,8 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
             starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent))
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
-                           berth if berth.seat and spec.run.robust.snapshots else None)
+                           berth if berth.seat and spec.run.robust.snapshots else None,
+                           place.changes if berth.seat else None, berth.changes)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 

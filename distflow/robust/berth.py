@@ -20,6 +20,8 @@ from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
 INVALID, FAILED = 2, 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Those by which a seat is told to end."""
+GIVES_WAY = b"gives way"
+"""The last words of a worker that has done nothing wrong, and that another one is to follow."""
 _LONGEST = 4000
 """Characters of each of a worker's last words; a pipe takes them without a reader."""
 
@@ -36,18 +38,22 @@ class Berth:
     """Whether no worker was in it before."""
     seat: int = 0
     """The seat's process; 0 if there is none."""
+    changes: int = 0
+    """The number of the newest change of settings that it knows."""
 
 
-def become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
-    """In the new process, which this never leaves. What it starts belongs to its process group."""
+def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int) -> None:
+    """In the new process, which this never leaves. What it starts belongs to its process group. `work` returns False if
+    another worker is to go on with it."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     status = FAILED
     try:
-        work(berth)
         status = 0
+        if work(berth) is False:
+            os.write(said, GIVES_WAY + b"\n")
     except DistflowError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         status = INVALID if isinstance(error, InvalidInput) else FAILED

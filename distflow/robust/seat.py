@@ -26,11 +26,13 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
-from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
+from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, last_of
 from distflow.robust.board import Board
+from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
 from distflow.robust.processes import end_group
+from distflow.schema.plan import ROLLOUT
 from distflow.schema.robust import Robust
 
 _LOOK = 0.2
@@ -45,6 +47,7 @@ class _End(Enum):
     DONE = "it has done its work, or ended by itself"
     OVERTAKEN = "its unit has begun another life"
     RESTS = "it is not wanted now"
+    GIVES_WAY = "settings have changed"
 
 
 class Told(BaseException):
@@ -60,15 +63,17 @@ class Seat:
         companions: descriptors that become readable when a process ends without which there is no run, and what to say.
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
+        changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
         on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
     """
 
-    def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
+    def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], bool | None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None):
+                 wanted: Callable[[], bool] = lambda: True, changes: Changes | None = None,
+                 on_failure: Callable[[Life], None] | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
-        self.needless, self.wanted = needless, wanted
+        self.needless, self.wanted, self.changes = needless, wanted, changes
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -87,6 +92,9 @@ class Seat:
                     return 0
                 end = self._live(life)
                 if end is _End.RESTS:
+                    continue
+                if end is _End.GIVES_WAY:
+                    life = self._renewed(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
                     return 0
@@ -116,9 +124,18 @@ class Seat:
             time.sleep(_LOOK)
         return True
 
+    def _renewed(self, life: Life) -> Life:
+        following = self.lives.renew(life)
+        if self.changes is not None and self.lives.rank == self.lives.unit.ranks.start:
+            self._record("settings changed", unit=self.lives.unit.name, life=following.number,
+                         settings=self.changes.since(self.berth.changes))
+        return following
+
     def _live(self, life: Life) -> Failure | _End:
         """One worker, from its start to its end: how it came to it."""
         self.pulse.clear(life.number)
+        if self.changes is not None:
+            self.berth = replace(self.berth, changes=self.changes.newest())
         words, said = os.pipe()
         began = time.monotonic()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
@@ -134,10 +151,11 @@ class Seat:
         self._record("worker started", life=life.number, pid=self.worker)
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
             end, status = self._watch(life), self._end()
-            seconds = round(time.monotonic() - began, 3)
-            if end is _End.DONE and status:
-                end = _End.OVERTAKEN if self.lives.over(life) else \
-                    self._explained(status, last_of(last_words.fileno()))
+            seconds, said_last = round(time.monotonic() - began, 3), last_of(last_words.fileno())
+            if end is _End.DONE and said_last == GIVES_WAY:
+                end = _End.GIVES_WAY
+            elif end is _End.DONE and status:
+                end = _End.OVERTAKEN if self.lives.over(life) else self._explained(status, said_last)
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
         self.useful += self.pulse.read().finished
         return _End.DONE if isinstance(end, Failure) and not end.hopeless and self.needless() else end
@@ -160,6 +178,8 @@ class Seat:
                     return _End.OVERTAKEN
                 if not self.wanted():
                     return _End.RESTS
+                if self.watcher.unit == ROLLOUT and self.changes and self.changes.newest() > self.berth.changes:
+                    return _End.GIVES_WAY
                 if finding := self.watcher.look():
                     return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
         finally:
