@@ -86,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
+    from distflow.robust import scale
     from distflow.robust.seat import Seat  # imports torch
     from workers.place import settle
     from workers.start import work
@@ -93,9 +94,11 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
             load_module(module)
+    if folder and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        scale.forget(folder)  # what another job was told
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                place.needless, place.wanted, place.changes, partial(place.call, "on_failure"))
+                place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None)
     with place.kept():
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distflow.observe import events
 from distflow.observe.folder import RunFolder
 from distflow.observe.trajectories import trajectories
-from distflow.robust import pulse
+from distflow.robust import hooks, pulse
 from distflow.robust.berth import Berth
 from distflow.robust.faults import Faults
 from distflow.robust.presence import Presence
@@ -44,7 +44,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
             going on elsewhere.
     """
     if berth.seat:
-        _end_with(berth.seat)
+        end_with(berth.seat)
     pulse.show(berth.pulse)
     berth.pulse.answer()
     watch, place, done = _Stopwatch(), place.renewed(berth.changes), True
@@ -175,7 +175,7 @@ def _leaving_when_told() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_with(seat: int) -> None:
+def end_with(seat: int) -> None:
     """A worker whose seat ends in whatever way is to end too: nobody watches it any more."""
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != seat:  # it has ended already
@@ -186,4 +186,5 @@ def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:
     """The function of each node; importing the DAG's modules also registers their rewards."""
     for module in spec.dag.imports:
         load_module(module)
+    pulse.current().page.hooks = hooks.page()
     return {task.node: load_function(task.function) for task in plan.tasks}

@@ -51,9 +51,9 @@ def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     status = FAILED
     try:
-        status = 0
         if work(berth) is False:
             os.write(said, GIVES_WAY + b"\n")
+        status = 0
     except DistflowError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         status = INVALID if isinstance(error, InvalidInput) else FAILED
@@ -66,6 +66,21 @@ def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
+        os._exit(status)
+
+
+def start_beside(action: Callable[[], None]) -> int:
+    """Do what users have written in a process of its own, whose number is returned. What it raises is shown."""
+    process = os.fork()
+    if process:
+        return process
+    status = FAILED
+    try:
+        action()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is told, and harms nobody
+        traceback.print_exc()
+    finally:
         os._exit(status)
 
 

@@ -14,7 +14,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -26,10 +25,11 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
-from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, last_of
+from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, last_of, start_beside
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
+from distflow.robust.hooks import When, may_be
 from distflow.robust.lives import Failure, Life, Lives, Unit
 from distflow.robust.processes import end_group
 from distflow.schema.plan import ROLLOUT
@@ -64,15 +64,15 @@ class Seat:
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
         changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
-        on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
+        hooks: calls those of users for a moment; after a failure, with the life that has it among its failures.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], bool | None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
                  wanted: Callable[[], bool] = lambda: True, changes: Changes | None = None,
-                 on_failure: Callable[[Life], None] | None = None):
+                 hooks: Callable[[When, Life], None] | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
-        self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
+        self.work, self.folder, self.companions, self.hooks = work, folder, companions, hooks
         self.needless, self.wanted, self.changes = needless, wanted, changes
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
@@ -91,12 +91,12 @@ class Seat:
                 if not self._wait_until_wanted():
                     return 0
                 end = self._live(life)
-                if end is _End.RESTS:
-                    continue
-                if end is _End.GIVES_WAY:
-                    life = self._renewed(life)
+                if end in (_End.RESTS, _End.GIVES_WAY):
+                    self._call("on_leave", life)
+                    life = life if end is _End.RESTS else self._renewed(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
+                    self._call("on_leave", life)
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
                 self._tell(life, following)
@@ -204,27 +204,20 @@ class Seat:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
-    def _beside(self, action: Callable[[], None]) -> None:
-        """Do what users have written, in a process that cannot hold up this one for long."""
-        process = os.fork()
-        if not process:
-            try:
-                action()
-                os._exit(0)
-            except BaseException:  # noqa: BLE001 - it is told, and harms nobody
-                traceback.print_exc()
-            finally:
-                os._exit(FAILED)
-        ended = os.pidfd_open(process)
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        poll.poll(_GRACE * 1000)
-        os.close(ended)
+    def _call(self, when: When, life: Life) -> None:
+        """The users' hooks, if there are any, in a process that cannot hold up this one for long."""
+        if self.hooks is None or not may_be(when, self.pulse.page.hooks):
+            return
+        process = start_beside(partial(self.hooks, when, life))
+        with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
+            poll = select.poll()
+            poll.register(ended, select.POLLIN)
+            poll.poll(_GRACE * 1000)
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if status:
             why = f"took longer than {_GRACE:g} s" if os.WIFSIGNALED(status) else "raised what stands above"
-            print(f"an on_failure hook {why}", file=sys.stderr, flush=True)
+            print(f"an {when} hook {why}", file=sys.stderr, flush=True)
             self._record("hook failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
@@ -271,8 +264,7 @@ class Seat:
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
-        if self.on_failure is not None:
-            self._beside(partial(self.on_failure, following))
+        self._call("on_failure", following)
         if not following.end:
             text = f"{name} starts again: {where}: {cause.what}"
         elif cause.hopeless:
