@@ -89,6 +89,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     from distflow.robust import scale
     from distflow.robust.seat import Seat  # imports torch
     from workers.place import settle
+    from workers.scaler import scaled
     from workers.start import work
 
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
@@ -99,7 +100,7 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     place = settle(spec, plan, folder, bool(options.resume))
     seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
                 place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None)
-    with place.kept():
+    with place.kept(), scaled(place):
         if status := seat.run():
             sys.exit(status)  # nobody is waited for then
     return 0

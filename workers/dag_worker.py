@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -190,7 +191,13 @@ class DagWorker:
         for role in self.roles.values():
             role.draw = number
         with _Watch(self.presence, f"is waiting for the prompts of draw {number}", f"before draw {number} of prompts"):
-            return self.source.next()
+            began = time.perf_counter()
+            prompts = self.source.next()
+        if isinstance(self.source, Arrivals):
+            current().maximum("waiting/samples", time.perf_counter() - began)
+            if self.rank == 0:
+                current().add("dock/ready", self.source.ready)
+        return prompts
 
     def _receive(self) -> None:
         """What another group has computed on the prompts of a draw."""
