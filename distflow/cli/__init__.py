@@ -10,7 +10,7 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "plan", "run", "resume", "faults", "inject", "scale", "set", "export", "evaluate",
+VERBS = ("demo", "validate", "plan", "run", "resume", "board", "faults", "inject", "scale", "set", "export", "evaluate",
          "nodes", "engines")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import traceback
@@ -82,6 +83,15 @@ def start_beside(action: Callable[[], None]) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def do_beside(action: Callable[[], None], seconds: float) -> int:
+    """The same, and wait for it; its exit status. After so many seconds it is ended."""
+    process = start_beside(action)
+    with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
+        select.select([ended], [], [], seconds)
+    os.kill(process, signal.SIGKILL)  # which a process that has ended does not mind
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _say(said: int, what: str, details: str = "", **more: int) -> None:

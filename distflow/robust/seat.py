@@ -25,12 +25,13 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
-from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, last_of, start_beside
+from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, do_beside, last_of
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
 from distflow.robust.hooks import When, may_be
 from distflow.robust.lives import Failure, Life, Lives, Unit
+from distflow.robust.machines import Apart
 from distflow.robust.processes import end_group
 from distflow.schema.plan import ROLLOUT
 from distflow.schema.robust import Robust
@@ -65,15 +66,16 @@ class Seat:
         wanted: whether there should be a worker now.
         changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
         hooks: calls those of users for a moment; after a failure, with the life that has it among its failures.
+        apart: machines that come and go, of which this seat's is one.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], bool | None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
                  wanted: Callable[[], bool] = lambda: True, changes: Changes | None = None,
-                 hooks: Callable[[When, Life], None] | None = None):
+                 hooks: Callable[[When, Life], None] | None = None, apart: Apart | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.hooks = work, folder, companions, hooks
-        self.needless, self.wanted, self.changes = needless, wanted, changes
+        self.needless, self.wanted, self.changes, self.apart = needless, wanted, changes, apart
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -82,11 +84,15 @@ class Seat:
         self.worker = self.useful = 0
 
     def run(self) -> int:
-        """Until the work is done or cannot be; the exit status of this process."""
+        """Until the work is done or cannot be; the exit status of this process.
+
+        Raises:
+            BegunAnew: all machines begin a later era.
+        """
         for number in SIGNALS:
             signal.signal(number, _leave)
-        life = Life()
         try:
+            life = self._first_life()
             while not life.end:
                 if not self._wait_until_wanted():
                     return 0
@@ -99,6 +105,8 @@ class Seat:
                     self._call("on_leave", life)
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
+                if self.apart and following.end:
+                    self.apart.reprieve()
                 self._tell(life, following)
                 life, self.useful = following, 0
         except Told as told:
@@ -113,6 +121,20 @@ class Seat:
             self._end()
         return life.failures[-1].code
 
+    def _first_life(self) -> Life:
+        """That of the unit; the one after the last life of a machine whose place this one has taken."""
+        if not (self.apart and self.apart.replaces):
+            return Life()
+        before = self.lives.newest()
+        lost = Failure(self.lives.rank, "its machine was lost, and another has taken its place", "waiting")
+        following = self.lives.next(before, lost)
+        self._tell(before, following)
+        return following
+
+    def _look(self) -> None:
+        if self.apart:
+            self.apart.look()
+
     def _wait_until_wanted(self) -> bool:
         """False if the run is over first."""
         if not self.wanted():
@@ -121,6 +143,7 @@ class Seat:
         while not self.wanted():
             if self.needless():
                 return False
+            self._look()
             time.sleep(_LOOK)
         return True
 
@@ -174,6 +197,7 @@ class Seat:
                     return self._failure(lost, hopeless=True)
                 if ended in ready:
                     return _End.DONE
+                self._look()
                 if self.lives.over(life):
                     return _End.OVERTAKEN
                 if not self.wanted():
@@ -208,15 +232,8 @@ class Seat:
         """The users' hooks, if there are any, in a process that cannot hold up this one for long."""
         if self.hooks is None or not may_be(when, self.pulse.page.hooks):
             return
-        process = start_beside(partial(self.hooks, when, life))
-        with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
-            poll = select.poll()
-            poll.register(ended, select.POLLIN)
-            poll.poll(_GRACE * 1000)
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        if status:
-            why = f"took longer than {_GRACE:g} s" if os.WIFSIGNALED(status) else "raised what stands above"
+        if status := do_beside(partial(self.hooks, when, life), _GRACE):
+            why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
             print(f"an {when} hook {why}", file=sys.stderr, flush=True)
             self._record("hook failed", why=why)
 
@@ -249,6 +266,7 @@ class Seat:
         while not self.lives.all_done(life):
             if self.lives.over(life):
                 return False
+            self._look()
             time.sleep(_LOOK / 4)
         return True
 

@@ -53,6 +53,8 @@ class Robust(Document):
     way, so that a restart repeats one step at most, and samples none of it again. It takes
     the memory of weights and optimizer state twice. In modes async and semi_sync a trainer can start again only from
     such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
+    machine_silence: PositiveFloat = 30.0
+    """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn, and with
     {restart: true} have the step done again by workers that start from the state before it."""
