@@ -99,7 +99,7 @@ class Seat:
                 end = self._live(life)
                 if end in (_End.RESTS, _End.GIVES_WAY):
                     self._call("on_leave", life)
-                    life = life if end is _End.RESTS else self._renewed(life)
+                    life = life if end is _End.RESTS else self.lives.renew(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
                     self._call("on_leave", life)
@@ -147,18 +147,18 @@ class Seat:
             time.sleep(_LOOK)
         return True
 
-    def _renewed(self, life: Life) -> Life:
-        following = self.lives.renew(life)
-        if self.changes is not None and self.lives.rank == self.lives.unit.ranks.start:
-            self._record("settings changed", unit=self.lives.unit.name, life=following.number,
+    def _take_up_changes(self, life: Life) -> None:
+        """The next worker has the newest settings; the unit's first seat says so."""
+        number = self.changes.newest() if self.changes else 0
+        if number > self.berth.changes and not self.berth.first and self.lives.rank == self.lives.unit.ranks.start:
+            self._record("settings changed", unit=self.lives.unit.name, life=life.number,
                          settings=self.changes.since(self.berth.changes))
-        return following
+        self.berth = replace(self.berth, changes=number)
 
     def _live(self, life: Life) -> Failure | _End:
         """One worker, from its start to its end: how it came to it."""
         self.pulse.clear(life.number)
-        if self.changes is not None:
-            self.berth = replace(self.berth, changes=self.changes.newest())
+        self._take_up_changes(life)
         words, said = os.pipe()
         began = time.monotonic()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
@@ -272,8 +272,8 @@ class Seat:
 
     def _tell(self, life: Life, following: Life) -> None:
         """Of all seats of the unit, the one whose worker failed speaks."""
-        cause = following.failures[-1]
-        if cause.rank != self.lives.rank:
+        cause = following.failures[-1] if len(following.failures) > len(life.failures) else None
+        if cause is None or cause.rank != self.lives.rank:
             return
         name = self.lives.unit.name
         ranks = [self.lives.unit.ranks.start, self.lives.unit.ranks.stop - 1]

@@ -305,3 +305,19 @@ def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
     if "the cause" in body:
         assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
     assert os.path.exists(tmp_path / f"1 in {lives - 1}")
+
+
+def test_seats_whose_workers_give_way_begin_the_next_life_together(start, tmp_path):
+    """One of them a moment later, when the other has begun already; nothing has failed."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    body = "if berth.life.number < 3:\n        time.sleep(0.5 * (Board.rank == berth.life.number % 2))\n" \
+           "        return False"
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [(seat.returncode, words) for seat, words in zip(seats, said)] == [(0, ""), (0, "")]
+    assert events_of(tmp_path, "failure") == []
+    for rank in range(2):
+        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        assert numbers == [0, 1, 2, 3]
