@@ -21,10 +21,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isnan, nan
 from pathlib import Path
 
-from benchmarks.modes import RANKS, Contest, run_once, steps_of
-from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
+from benchmarks.modes import RANKS, Contest, contest_options, run_once, steps_of
+from benchmarks.ratio import Spread, add_size, conclude, interleaved, parsed, ratios
 from distflow.observe.recovery import Account, account, read
 
 MODES = ("sync", "semi_sync", "async")
@@ -42,11 +43,12 @@ class Outcome:
 
     @property
     def in_recovery(self) -> float:
-        """The effective share of all ranks while the trainer was not ready; nan without a failure."""
+        """The effective share of all ranks while the trainer was not ready; nan where no restart of it was seen: none
+        failed, or the whole task started again."""
         gaps = [(each.began, each.began + each.detect + each.start + each.connect + each.load)
                 for each in self.account.recoveries if each.start == each.start]
         length = sum(end - start for start, end in gaps)
-        return sum(self.account.ettr_between(*gap) * (gap[1] - gap[0]) for gap in gaps) / length if length else 1.0
+        return sum(self.account.ettr_between(*gap) * (gap[1] - gap[0]) for gap in gaps) / length if length else nan
 
 
 class Trial(Contest):
@@ -65,39 +67,36 @@ class Trial(Contest):
         outcome = Outcome(account(read(folder)), [step["step"] for step in steps_of(folder)],
                           RANKS if mode == "sync" else RANKS - 1)
         found = outcome.account
+        restarts = "" if side != "role" else (
+            f", while the trainer restarted {outcome.in_recovery:.2f}; restarts took "
+            f"{[round(each.start + each.connect + each.load, 2) for each in found.recoveries]} s")
         print(f"seed {seed}, {mode}, {side}: {len(found.recoveries)} faults, {found.total:.1f} s, effective "
-              f"{found.ettr:.3f}, while the trainer restarted {outcome.in_recovery:.2f}; restarts took "
-              f"{[round(each.start + each.connect + each.load, 2) for each in found.recoveries]} s", flush=True)
+              f"{found.ettr:.3f}{restarts}", flush=True)
         return outcome
 
 
-def judge(mode: str, found: Sequence[dict[str, Outcome]], updates: int) -> None:
-    """Print what came out for a mode; two last lines."""
+def judge(mode: str, found: Sequence[dict[str, Outcome]], updates: int, share: float) -> None:
+    """Print what came out for a mode; two last lines. `share`: of the steps, in which faults were ordered."""
     whole = all(each.updates == list(range(1, updates + 1)) for pair in found for each in pair.values())
     print(f"{mode}: every run has made each of its {updates} updates once: {'yes' if whole else 'NO'}")
     for side in ("role", "task"):
-        print(f"{mode}, {side}: effective {Spread.of([pair[side].account.ettr for pair in found])}, while the trainer "
-              f"restarted {Spread.of([pair[side].in_recovery for pair in found])} (rollouts are "
-              f"{1 - found[0][side].trainers / RANKS:.2f} of the ranks)")
-    conclude(f"time of task restart over role restart, {mode}, a trainer fault in 10% of the steps",
+        print(f"{mode}, {side}: effective {Spread.of([pair[side].account.ettr for pair in found])}")
+    windows = [value for pair in found if not isnan(value := pair["role"].in_recovery)]
+    if windows:
+        print(f"{mode}, role: effective while the trainer restarted {Spread.of(windows)} (rollouts are "
+              f"{1 - found[0]['role'].trainers / RANKS:.2f} of the ranks)")
+    conclude(f"time of task restart over role restart, {mode}, a trainer fault in {share:.0%} of the steps",
              ratios(found, "task", "role", lambda each: each.account.total), GOALS["time"], holds=whole)
-    conclude(f"effective training time with role restart over that without faults, {mode}",
-             ratios(found, "role", "none", lambda each: each.account.ettr), GOALS["ettr"], holds=whole)
+    conclude(f"effective training time with role restart over that without faults, {mode}, a trainer fault in "
+             f"{share:.0%} of the steps", ratios(found, "role", "none", lambda each: each.account.ettr), GOALS["ettr"],
+             holds=whole)
 
 
 def flags(arguments: list[str] | None) -> Namespace:
-    parser = options(__doc__, repeats=3)
+    parser = contest_options(__doc__, (30, 6), 0.3, repeats=3)
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all; with --quick async")
-    parser.add_argument("--updates", type=int, help="of each run; default 30, with --quick 6")
-    parser.add_argument("--prompts", type=int, help="of an update; default 32, with --quick 8")
-    parser.add_argument("--share", type=float, help="of the steps, in which a fault happens; default 0.1, --quick 0.4")
-    parser.add_argument("--median", type=float, default=0.3, help="seconds of a call of a tool")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a call's seconds")
-    parser.add_argument("--start-model", type=Path, help="a model folder; default: it is trained first")
+    add_size(parser, "share", 0.1, 0.4, "of the steps, in which a fault happens")
     given = parsed(parser, arguments)
-    given.updates = given.updates or (6 if given.quick else 30)
-    given.prompts = given.prompts or (8 if given.quick else 32)
-    given.share = given.share or (0.4 if given.quick else 0.1)
     given.mode = given.mode or (["async"] if given.quick else list(MODES))
     return given
 
@@ -111,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         courses = interleaved(sides, given.repeats)
     for mode in given.mode:
         judge(mode, [{side: pair[f"{mode} {side}"] for side in ("none", "role", "task")} for pair in courses],
-              given.updates)
+              given.updates, given.share)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from typing import Any, get_args
 
 import yaml
 
-from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios
+from benchmarks.ratio import add_size, conclude, interleaved, interval_of, options, parsed, ratios
 from distflow.schema.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,18 +172,21 @@ def judge(courses: Sequence[dict[str, Course]], side: str, skip: int, equal: boo
                     GOALS[side.partition(",")[0]], holds=agree and bounded and equal)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = options(__doc__)
-    parser.add_argument("--updates", type=int, help="of each run; default 40, with --quick 4")
-    parser.add_argument("--skip", type=int, help="first and last updates that are not timed; default 5, with --quick 1")
-    parser.add_argument("--prompts", type=int, help="of an update; default 32, with --quick 8")
-    parser.add_argument("--median", type=float, default=0.1, help="seconds of a call")
+def contest_options(description: str, updates: tuple[int, int], median: float, repeats: int = 7) -> ArgumentParser:
+    """The flags of benchmarks that make runs as `Contest` does. `updates`: usually, and with `--quick`."""
+    parser = options(description, repeats)
+    add_size(parser, "updates", *updates, "of each run")
+    add_size(parser, "prompts", 32, 8, "of an update")
+    parser.add_argument("--median", type=float, default=median, help="seconds of a call of a tool")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a call's seconds")
     parser.add_argument("--start-model", type=Path, help="a model folder; default: it is trained first")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = contest_options(__doc__, (40, 4), 0.1)
+    add_size(parser, "skip", 5, 1, "first and last updates that are not timed")
     given = parsed(parser, arguments)
-    given.updates = given.updates or (4 if given.quick else 40)
-    given.skip = given.skip or (1 if given.quick else 5)
-    given.prompts = given.prompts or (8 if given.quick else 32)
     if given.updates <= 2 * given.skip:
         parser.error(f"--updates {given.updates} leaves nothing to time between {given.skip} first and last ones")
     modes = get_args(Run.model_fields["mode"].annotation)

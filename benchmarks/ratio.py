@@ -39,16 +39,23 @@ def options(description: str, repeats: int = 7) -> argparse.ArgumentParser:
     """The flags of every benchmark; `quick` is for seeing that it runs, not for figures."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shows that the benchmark works, no more")
-    parser.add_argument("--repeats", type=int, help=f"how often each side runs; default {repeats}, with --quick 1")
-    parser.set_defaults(usual_repeats=repeats)
+    parser.set_defaults(sizes={})
+    add_size(parser, "repeats", repeats, 1, "how often each side runs")
     return parser
 
 
+def add_size(parser: argparse.ArgumentParser, name: str, usual: float, quick: float, about: str) -> None:
+    """A flag whose default depends on `--quick`; `parsed` fills it in."""
+    parser.add_argument(f"--{name}", type=type(usual), help=f"{about}; default {usual}, with --quick {quick}")
+    parser.get_default("sizes")[name] = (usual, quick)
+
+
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags with `repeats` filled in."""
+    """The flags with all sizes filled in."""
     result = parser.parse_args(arguments)
-    if result.repeats is None:
-        result.repeats = 1 if result.quick else result.usual_repeats
+    for name, (usual, quick) in result.sizes.items():
+        if getattr(result, name) is None:
+            setattr(result, name, quick if result.quick else usual)
     if result.repeats < 1:
         parser.error("--repeats must be at least 1")
     return result

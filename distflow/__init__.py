@@ -16,6 +16,8 @@ _HOMES = {
     "environment": "distflow.schema.registry",
     "hook": "distflow.robust.hooks",
     "detector": "distflow.robust.detect",
+    "scaling": "distflow.robust.scaling",
+    "Alarm": "distflow.robust.judges",
     "Turn": "distflow.schema.registry",
     "DistflowError": "distflow.schema.errors",
     "Batch": "distflow.data.batch",

@@ -131,22 +131,21 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
 def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
            machines: Apart | None = None) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
-    from distflow.robust.detect import check as check_detectors
-    from distflow.robust.faults import check as check_faults
+    from distflow.robust import scale
     from distflow.robust.seat import Seat  # imports torch
     from workers.place import settle
+    from workers.scaler import scaled
     from workers.start import work
 
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
             load_module(module)
-    check_detectors(spec.run.robust.detectors)
-    check_faults(spec.run, plan)
+    if folder and not _number("TORCHELASTIC_RESTART_COUNT", 0):
+        scale.forget(folder)  # what another job was told
     place = settle(spec, plan, folder, bool(options.resume), apart=machines)
-    with place.kept():
+    with place.kept(), scaled(place):
         seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                    place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None,
-                    machines)
+                    place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None, machines)
         status = seat.run()
         if status == 0:
             place.part()
@@ -177,12 +176,9 @@ def stay_on_loopback() -> None:
 def load_spec(options: argparse.Namespace) -> Spec:
     """The files that the options name."""
     if options.resume:
-        folder = Path(options.resume)
-        if not (folder / "launch.json").is_file():
-            raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+        spec = reopened(Path(options.resume), options.overrides)
         whole_checkpoint(options.resume)
-        sys.path += json.loads((folder / "launch.json").read_text())["search"]
-        return reload(folder, options.overrides)
+        return spec
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
@@ -197,6 +193,18 @@ def obeying(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
     from planners import obeyed
 
     return obeyed(spec, read(Path(options.plan), shown(options.plan)), ranks)
+
+
+def reopened(folder: Path, overrides: list[str] | None = None) -> Spec:
+    """The spec of a run that has begun, whose modules are found where it found them.
+
+    Raises:
+        InvalidInput: it is no run's folder.
+    """
+    if not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+    sys.path += json.loads((folder / "launch.json").read_text())["search"]
+    return reload(folder, overrides)
 
 
 def whole_checkpoint(folder: str) -> Path:

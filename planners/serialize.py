@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.plan import SOURCE, Layout, Plan, Task, Transfer
+from distflow.schema.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task, Transfer
 from distflow.schema.spec import Spec
 from planners import columns, memory, order, placement, settings, transfers
 from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
+from planners.faults import check_faults
 from planners.groups import Halves, crossings, cut, of_rollout, of_trainer, picture
 from planners.notes import notes_of
 from planners.temperatures import check_temperatures
@@ -27,8 +28,10 @@ def plan(spec: Spec, ranks: int) -> Plan:
     """
     draft = _draft(spec)
     if spec.run.mode == "sync":
-        return _lay_out(spec, draft, ranks)
+        mistakes = check_faults(spec, {TRAINER: range(ranks)})
+        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
     halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
+    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
     rollout = _lay_out(spec, draft, 1, halves, training=False)

@@ -124,6 +124,12 @@ class Arrivals:
         consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
         return any(each["leases"] or each["ready"] >= self.enough for each in consumers)
 
+    @property
+    def ready(self) -> int:
+        """Rows in the dock that wait for the trainer."""
+        found = (each["controllers"].get(TRAINER) for each in self.dock.status())
+        return sum(each["ready"] for each in found if each)
+
     def close(self) -> None:
         self.publish.close()
         self.dock.close()

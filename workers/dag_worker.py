@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,11 @@ from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
 from distflow.robust.berth import Berth
+from distflow.robust.changes import Changes
+from distflow.robust.judges import Judges
 from distflow.robust.presence import Presence
 from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import RankMissing
+from distflow.schema.errors import RankMissing, StepFailed
 from distflow.schema.plan import KEEP, Layout, Plan, Task
 from distflow.schema.robust import Phase
 from distflow.schema.spec import Spec
@@ -33,9 +36,10 @@ from workers.encode import encoder
 from workers.engines.sampling import key_of
 from workers.execution import Execution
 from workers.eyes import eyes_of
+from workers.pace import Pace, step_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
-from workers.sampled import Sampled
+from workers.sampled import Sampled, Written
 from workers.sink import Sink
 from workers.standing import Standing
 from workers.validation import Validator
@@ -46,7 +50,8 @@ class DagWorker:
 
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
                  folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
-                 rollout: Plan | None = None, berth: Berth | None = None):
+                 rollout: Plan | None = None, berth: Berth | None = None, changes: Changes | None = None,
+                 known: int = 0):
         """
         Args:
             resume: go on from the newest state that is whole, if there is one.
@@ -54,6 +59,7 @@ class DagWorker:
             channel: to those that sample while this rank trains.
             rollout: their plan, if this rank samples too.
             berth: with the memory that outlives this worker; None: nothing is kept there.
+            changes: of settings, for which it gives way to another worker; it knows those up to number `known`.
         """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
@@ -68,6 +74,8 @@ class DagWorker:
         self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep, berth and berth.snapshots,
                                  self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
+        self.judges = Judges(spec.run.robust.detectors)
+        self.changes, self.known, self.stale = changes, known, False
         self.sampled = Sampled(berth and berth.rows, self.first if resume else None)
         if writes:
             self._open(folder, self.first if resume else None)
@@ -80,29 +88,47 @@ class DagWorker:
         self.sink = Sink(self.spec, self.plan, folder, resumed_at, self.standing.from_memory, validator,
                          self.standing.save)
 
-    def run(self) -> None:
-        """All steps, from the first or from where the checkpoint stands."""
+    def run(self) -> bool:
+        """All steps, from the first or from where the checkpoint stands; False if it gives way after one of them, all
+        ranks alike."""
         for step in self.steps():
             for task in self.tasks():
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
-                    self.presence.now(f"is in step {step}, computing node `{task.node}`", _phase(task))
-                    written = self.sampled.run(task, step, self.buffer.draws,
-                                               partial(self.execution.run, task, inputs))
+                    written = self._compute(task, step, inputs)
                     if KEEP in task.writes:
                         self.presence.now(f"is in step {step}, waiting to drop rows after node `{task.node}`")
                     self.buffer.put(task, *written)
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
                 if self._finish(step):
                     break
+                if self.stale:
+                    self._leave(step + 1)
+                    return False
         with _Watch(self.presence, "is ending the run", "at the end of the run", "ending"), attended():
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
+        return True
+
+    def _leave(self, done: int) -> None:
+        """Before another worker goes on after `done` steps."""
+        if self.standing.snapshots is None:
+            self.standing.save(done)
+        self.sink.flush()
+        dist.barrier()  # the seat of one that has left ends the others
+
+    def _compute(self, task: Task, step: int, inputs: Batch) -> Written:
+        pace = Pace(_phase(task), len(inputs))
+        self.presence.now(f"is in step {step}, computing node `{task.node}`", pace.phase)
+        with pace.measured():
+            return self.sampled.run(task, step, self.buffer.draws, partial(self.execution.run, task, inputs))
 
     def _finish(self, step: int) -> bool:
         """What is done is first written down and remembered, and only then told to others: a worker that dies between
         two of these lines does none of it twice. True after the last step."""
-        self.sink.record(step + 1, self.buffer)
+        if self.changes is not None:
+            current().apart("changes", self.changes.newest(), self.known)
+        self._judge(step + 1, self.sink.record(step + 1, self.buffer))
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)
         self.sampled.clear()
@@ -112,6 +138,19 @@ class DagWorker:
         last = self.sink.conclude(step + 1)
         pulse.current().finish()
         return last
+
+    def _judge(self, done: int, values: dict[str, float]) -> None:
+        """What all ranks alike now know: whether settings have changed, and what detectors say of the step.
+
+        Raises:
+            StepFailed: a detector wants it done again.
+        """
+        told = [rank["changes"] for rank in current().of_ranks if "changes" in rank]
+        self.stale = any(newest > known for newest, _ in told for _, known in told)
+        for name, alarm in self.judges.look(step_of(done, values, current())):
+            self.sink.warn(done, name, alarm)
+            if alarm.restart:
+                raise StepFailed(f"step {done}: {alarm.what} (detector `{name}`, whose `restart` is set)")
 
     def close(self) -> None:
         """End what engines have started beside this process, and the ways to other groups."""
@@ -153,7 +192,13 @@ class DagWorker:
         for role in self.roles.values():
             role.draw = number
         with _Watch(self.presence, f"is waiting for the prompts of draw {number}", f"before draw {number} of prompts"):
-            return self.source.next()
+            began = time.perf_counter()
+            prompts = self.source.next()
+        if isinstance(self.source, Arrivals):
+            current().maximum("waiting/samples", time.perf_counter() - began)
+            if self.rank == 0:
+                current().add("dock/ready", self.source.ready)
+        return prompts
 
     def _receive(self) -> None:
         """What another group has computed on the prompts of a draw."""

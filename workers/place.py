@@ -6,20 +6,21 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from distflow.observe.folder import agent
 from distflow.robust.board import Board
+from distflow.robust.changes import Changes
 from distflow.robust.hooks import Moment, When, call
 from distflow.robust.lives import Life, Unit
 from distflow.robust.scale import Scale
 from distflow.schema.errors import EngineError
 from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.schema.registry import load_module
-from distflow.schema.spec import Spec
+from distflow.schema.spec import Spec, reload
 from workers.apart import Apart
 from workers.channel import Channel, open_channel
 
@@ -41,6 +42,8 @@ class Place:
     channel: Channel | None
     agent: str
     """What has started this run's processes, and will start them again."""
+    known: int
+    """The number of the newest change of settings that `spec` has in it."""
     apart: Apart | None = None
     """The machines of the run, if they start apart."""
 
@@ -69,8 +72,7 @@ class Place:
         for module in self.spec.dag.imports:
             load_module(module)
         failure = life.failures[-1] if life.failures else None
-        call(when, ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER,
-             Moment(self.unit.name, self.board.rank, life.number, failure))
+        call(when, self.role, Moment(self.unit.name, self.board.rank, life.number, failure))
 
     def wanted(self) -> bool:
         """Whether this rank should work now: rollouts may be told to rest."""
@@ -79,6 +81,20 @@ class Place:
     def needless(self) -> bool:
         """Whether this rank samples for a trainer that has done its last step."""
         return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
+
+    @property
+    def role(self) -> str:
+        """TRAINER or ROLLOUT; in mode sync all ranks are the trainer's."""
+        return ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER
+
+    @functools.cached_property
+    def changes(self) -> Changes:
+        """Of the settings of this rank's group."""
+        return Changes(self.path, self.role)
+
+    def renewed(self, number: int) -> Place:
+        """The same with the settings that are in force since a change of this number."""
+        return self if number <= self.known else replace(self, spec=replace(self.spec, run=reload(self.path).run))
 
     @functools.cached_property
     def scale(self) -> Scale | None:
@@ -127,7 +143,9 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
     resume = bool(board.tell("resume", "yes" if resume else ""))
     device = _device(board)
     channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
-    return Place(spec, plan, board, path, device, resume, channel, agent(), apart)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # then `spec` is that of the job's beginning
+    known = 0 if again else max(Changes(path, group).newest() for group in (TRAINER, ROLLOUT))
+    return Place(spec, plan, board, path, device, resume, channel, agent(), known, apart)
 
 
 def _device(board: Board) -> str:

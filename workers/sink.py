@@ -16,6 +16,7 @@ from distflow.observe import events, times
 from distflow.observe.folder import RunFolder
 from distflow.observe.metrics import current
 from distflow.observe.progress import StepProgress
+from distflow.robust.judges import Alarm
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
 from workers.roles import Role
@@ -52,8 +53,8 @@ class Sink:
         self.began = time.perf_counter()
         return over
 
-    def record(self, done: int, buffer: Databuffer) -> None:
-        """When the work of a step is done, on every rank: `done` counts from 1."""
+    def record(self, done: int, buffer: Databuffer) -> dict[str, float]:
+        """When the work of a step is done, on every rank: `done` counts from 1. Returns the step's numbers."""
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
         times.current().write(done, seconds)
@@ -63,6 +64,13 @@ class Sink:
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
             self._say_what_is_short(done, values)
+        return values
+
+    def warn(self, done: int, detector: str, alarm: Alarm) -> None:
+        """What a detector finds wrong with the steps up to this one; on every rank."""
+        if self.folder:
+            events.record(detector, what=alarm.what, **alarm.facts)
+            self.progress.say(f"{self.plan.name}  step {done}: {alarm.what} (detector `{detector}`)")
 
     def conclude(self, done: int) -> bool:
         """After a step, on every rank: validate and save if it is time. True if it was the last one."""
@@ -75,6 +83,12 @@ class Sink:
         self.began = time.perf_counter()
         events.current().step = done + 1
         return last
+
+    def flush(self) -> None:
+        """Before another worker goes on in this one's place."""
+        if self.folder:
+            self.folder.board.flush()
+            self.progress.close()
 
     def close(self, trained: dict[str, Role]) -> None:
         """After the last step: the models as Hugging Face folders, and the summary."""

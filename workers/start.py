@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distflow.observe import events
 from distflow.observe.folder import RunFolder
 from distflow.observe.trajectories import trajectories
-from distflow.robust import pulse
+from distflow.robust import hooks, pulse
 from distflow.robust.berth import Berth
 from distflow.robust.faults import Faults
 from distflow.robust.presence import Presence
@@ -36,18 +36,18 @@ from workers.rollout_worker import RolloutWorker
 from workers.sink import write_models
 
 
-def work(place: Place, berth: Berth, export: Path | None = None) -> None:
-    """A worker's life.
+def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
+    """A worker's life. False: another worker is to go on, with other settings.
 
     Args:
         export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
             going on elsewhere.
     """
     if berth.seat:
-        _end_with(berth.seat)
+        end_with(berth.seat)
     pulse.show(berth.pulse)
     berth.pulse.answer()
-    watch = _Stopwatch()
+    watch, place, done = _Stopwatch(), place.renewed(berth.changes), True
     if berth.life.number:
         place.call("before_restart", berth.life)
     team = _Team.of(place, berth.life.number)
@@ -61,8 +61,9 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> None:
     if place.group and place.group.name == ROLLOUT:
         _sample(place, berth, channel, watch)
     else:
-        _train(place, berth, team, channel, watch, export)
+        done = _train(place, berth, team, channel, watch, export)
     dist.destroy_process_group()  # not after an error: the others would be waited for before it is shown
+    return done
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,25 @@ class _Stopwatch:
 
 
 def _train(place: Place, berth: Berth, team: _Team, channel: Channel | None, watch: _Stopwatch,
-           export: Path | None) -> None:
-    """Run the chain of a rank that trains, and in sync mode samples too."""
+           export: Path | None) -> bool:
+    """Run the chain of a rank that trains, and in sync mode samples too; whether it is done."""
     worker = _worker(place, berth, team, channel, writes=not export)
     watch.lap("load")
     berth.pulse.ready(**watch.laps)
     place.call("after_restart" if berth.life.number else "on_join", berth.life)
+    done = True
     if export:
         write_models(worker.trained, export)
     else:
-        if team.rank == 0 and place.resume:
+        if team.rank == 0 and place.resume and berth.first:
             RunFolder.describe(place.path, place.spec, place.plan)  # what was overridden stays so when resumed again
         if channel and team.rank == 0:
             channel.begin(worker.first)
-        worker.run()
-        if channel:
+        done = worker.run()
+        if channel and done:
             channel.end()
     worker.close()
+    return done
 
 
 def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, writes: bool) -> DagWorker:
@@ -132,7 +135,8 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
             starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent))
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
-                           berth if berth.seat and spec.run.robust.snapshots else None)
+                           berth if berth.seat and spec.run.robust.snapshots else None,
+                           place.changes if berth.seat else None, berth.changes)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 
@@ -171,7 +175,7 @@ def _leaving_when_told() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_with(seat: int) -> None:
+def end_with(seat: int) -> None:
     """A worker whose seat ends in whatever way is to end too: nobody watches it any more."""
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != seat:  # it has ended already
@@ -182,4 +186,5 @@ def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:
     """The function of each node; importing the DAG's modules also registers their rewards."""
     for module in spec.dag.imports:
         load_module(module)
+    pulse.current().page.hooks = hooks.page()
     return {task.node: load_function(task.function) for task in plan.tasks}

@@ -10,7 +10,7 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "probe", "plan", "run", "resume", "board", "faults", "inject", "scale", "export",
+VERBS = ("demo", "validate", "probe", "plan", "run", "resume", "board", "faults", "inject", "scale", "set", "export",
          "evaluate", "nodes", "engines")
 
 

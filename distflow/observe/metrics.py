@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import msgpack
 from torch import Tensor
 
-_MEAN, _SUM, _MAX = "mean", "sum", "max"
+_MEAN, _SUM, _MAX, _APART = "mean", "sum", "max", "apart"
 
 
 class Metrics:
@@ -23,6 +23,9 @@ class Metrics:
 
         self.muted = False
         """Whether what is reported counts for nothing: of ranks that compute the same, one speaks for all."""
+
+        self.of_ranks: list[dict[str, tuple[float, float]]] = []
+        """What each rank, by its number, had reported `apart` when the numbers were collected last."""
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
@@ -40,6 +43,10 @@ class Metrics:
         """Report the maximum."""
         self._merge(name, (_MAX, float(value), 0.0))
 
+    def apart(self, name: str, value: float, weight: float) -> None:
+        """Report a sum and a weight that stay this rank's own: no number of all ranks comes of them."""
+        self._merge(name, (_APART, value, weight))
+
     def _merge(self, name: str, entry: tuple[str, float, float]) -> None:
         if self.muted:
             return
@@ -52,12 +59,13 @@ class Metrics:
         A mean over no items is left out.
         """
         total: dict[str, tuple[str, float, float]] = {}
-        for part in gather(self.take()):
-            for name, entry in msgpack.unpackb(part).items():
-                total[name] = _merged(name, total.get(name), tuple(entry))
+        parts = [msgpack.unpackb(part) for part in gather(self.take())]
+        self.of_ranks = [{name: (value, weight) for name, (kind, value, weight) in part.items() if kind == _APART}
+                         for part in parts]
+        for name, entry in ((name, entry) for part in parts for name, entry in part.items() if entry[0] != _APART):
+            total[name] = _merged(name, total.get(name), tuple(entry))
         return {name: value / weight if kind == _MEAN and weight else value
                 for name, (kind, value, weight) in sorted(total.items()) if kind != _MEAN or weight}
-
 
     def take(self) -> bytes:
         """This rank's numbers, as `add_all` takes them; afterwards there are none."""

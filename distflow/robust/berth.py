@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import traceback
@@ -20,6 +21,8 @@ from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
 INVALID, FAILED = 2, 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Those by which a seat is told to end."""
+GIVES_WAY = b"gives way"
+"""The last words of a worker that has done nothing wrong, and that another one is to follow."""
 _LONGEST = 4000
 """Characters of each of a worker's last words; a pipe takes them without a reader."""
 
@@ -36,17 +39,21 @@ class Berth:
     """Whether no worker was in it before."""
     seat: int = 0
     """The seat's process; 0 if there is none."""
+    changes: int = 0
+    """The number of the newest change of settings that it knows."""
 
 
-def become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> None:
-    """In the new process, which this never leaves. What it starts belongs to its process group."""
+def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int) -> None:
+    """In the new process, which this never leaves. What it starts belongs to its process group. `work` returns False if
+    another worker is to go on with it."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     status = FAILED
     try:
-        work(berth)
+        if work(berth) is False:
+            os.write(said, GIVES_WAY + b"\n")
         status = 0
     except DistflowError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
@@ -61,6 +68,30 @@ def become_worker(work: Callable[[Berth], None], berth: Berth, said: int) -> Non
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def start_beside(action: Callable[[], None]) -> int:
+    """Do what users have written in a process of its own, whose number is returned. What it raises is shown."""
+    process = os.fork()
+    if process:
+        return process
+    status = FAILED
+    try:
+        action()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is told, and harms nobody
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def do_beside(action: Callable[[], None], seconds: float) -> int:
+    """The same, and wait for it; its exit status. After so many seconds it is ended."""
+    process = start_beside(action)
+    with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
+        select.select([ended], [], [], seconds)
+    os.kill(process, signal.SIGKILL)  # which a process that has ended does not mind
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _say(said: int, what: str, details: str = "", **more: int) -> None:

@@ -14,14 +14,13 @@ start threads.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 from distflow.robust.pulse import Beat, Pulse
-from distflow.schema.errors import InvalidInput, did_you_mean
 from distflow.schema.robust import Phase
 
 _ASK = 1.0
@@ -56,12 +55,17 @@ class Finding:
 
 Detector = Callable[[Sight], str | None]
 DETECTORS: dict[str, Callable[..., str | None]] = {}
+OF_STEPS: dict[str, Callable[..., Any]] = {}
+"""Those of `distflow.robust.judges`."""
 
 
-def detector(function: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Register a detector by its name; one of the same name is replaced."""
-    DETECTORS[function.__name__] = function
-    return function
+def detector(function: Callable[..., Any] | None = None, *, sees: Literal["worker", "steps"] = "worker") -> Any:
+    """Register a detector by its name; one of the same name is replaced. `sees="steps"`: see `judges`."""
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        (OF_STEPS if sees == "steps" else DETECTORS)[function.__name__] = function
+        return function
+
+    return register if function is None else register(function)
 
 
 @detector
@@ -128,19 +132,3 @@ class Watcher:
             self.question, self.asked_at = self.pulse.ask(), now
         mute = 0.0 if self.pulse.answered >= self.question else now - self.asked_at
         return Sight(self.unit, beat.phase, beat.step, now - beat.since, now - self.moved, mute)
-
-
-def check(settings: Mapping[str, Mapping[str, float]]) -> None:
-    """
-    Raises:
-        InvalidInput: there is no such detector, or it has no such setting.
-    """
-    for name, values in settings.items():
-        if name not in DETECTORS:
-            raise InvalidInput(f"robust.detectors: there is no detector `{name}`. {did_you_mean(name, DETECTORS)} One "
-                               "of your own stands in a module that the DAG imports, under @detector")
-        known = [each for each, parameter in inspect.signature(DETECTORS[name]).parameters.items()
-                 if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-        for each in values:
-            if each not in known:
-                raise InvalidInput(f"robust.detectors: `{name}` has no setting `{each}`. {did_you_mean(each, known)}")

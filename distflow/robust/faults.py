@@ -12,8 +12,6 @@ from pathlib import Path
 
 from distflow.observe.events import record
 from distflow.robust.snapshots import Snapshots
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import TRAINER, Plan
 from distflow.schema.robust import Fault, Phase
 from distflow.schema.run import Run
 
@@ -84,26 +82,3 @@ class Faults:
             time.sleep(fault.seconds)
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-
-
-def check(run: Run, plan: Plan) -> None:
-    """
-    Raises:
-        InvalidInput: a fault could never happen.
-    """
-    groups = {group.name: group.ranks for group in plan.groups} or {TRAINER: range(plan.ranks)}
-    for number, fault in enumerate(run.faults):
-        if fault.group not in groups:
-            raise InvalidInput(f"faults[{number}]: mode {run.mode} has no group `{fault.group}`: all ranks are the "
-                               "trainer's")
-        ranks = groups[fault.group]
-        if fault.rank is not None and fault.rank not in ranks:
-            raise InvalidInput(f"faults[{number}]: rank {fault.rank} is not one of the {fault.group}'s; it has "
-                               f"{ranks.start} to {ranks.stop - 1}")
-        if fault.phase == "starting":
-            raise InvalidInput(f"faults[{number}]: a worker that starts has no step yet; name another phase")
-        if fault.kind == "corrupt" and (fault.group != TRAINER or not run.robust.snapshots):
-            raise InvalidInput(f"faults[{number}]: only a trainer's copies in memory can be changed, where "
-                               "robust.snapshots is on")
-        if fault.step is not None and fault.step > run.steps:
-            raise InvalidInput(f"faults[{number}]: there is no step {fault.step} in a run of {run.steps}")

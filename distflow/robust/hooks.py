@@ -1,11 +1,11 @@
-"""What users want done when a worker fails or begins.
+"""What users want done when a worker begins, fails or leaves.
 
     @hook(role="rollout", when="before_restart")
     def tell_the_pager(moment):
         post(f"{moment.unit} has failed in step {moment.failure.step}: {moment.failure.what}")
 
-A hook is a function of a `Moment`. `on_failure` is called beside the seat, in a process of its own that is ended after
-a while; the others in the worker itself, where an error is one of the worker's.
+A hook is a function of a `Moment`. `on_failure` and `on_leave` are called beside the seat, in a process of its own that
+is ended after a while; the others in the worker itself, where an error is one of the worker's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Literal, get_args
 from distflow.robust.lives import Failure
 from distflow.schema.errors import InvalidInput, did_you_mean
 
-When = Literal["on_failure", "before_restart", "after_restart", "on_join"]
-"""on_failure: a worker has ended or hangs. before_restart: a new one has begun. after_restart: it is ready. on_join: so
-is the first one."""
+When = Literal["on_failure", "on_leave", "before_restart", "after_restart", "on_join"]
+"""on_failure: a worker has ended or hangs. on_leave: one has ended that has not failed: its work is done, it rests, or
+another one takes its place. before_restart: a new one has begun. after_restart: it is ready. on_join: so is the first
+one, or one that comes back."""
+_BY_SEAT: tuple[When, ...] = ("on_failure", "on_leave")
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,14 @@ def call(when: When, group: str, moment: Moment) -> None:
     for role, function in HOOKS[when]:
         if role in (None, group):
             function(moment)
+
+
+def page() -> int:
+    """For a worker's page, once the DAG's modules are loaded: which hooks of those that its seat calls there are."""
+    return 1 + sum(2 << place for place, when in enumerate(_BY_SEAT) if HOOKS[when])
+
+
+def may_be(when: When, page: int) -> bool:
+    """Whether there are hooks of this moment, as the page says. A worker that ended early has said nothing: there may
+    be."""
+    return not page or bool(page & 2 << _BY_SEAT.index(when))

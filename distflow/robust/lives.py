@@ -94,6 +94,11 @@ class Lives:
             self._fail(life, failure)
         return Life.unpack(self.store.get(str(life.number + 1)))
 
+    def renew(self, life: Life) -> Life:
+        """The life after one in which nothing has failed."""
+        self.store.compare_set(str(life.number + 1), "", replace(life, number=life.number + 1).pack())
+        return Life.unpack(self.store.get(str(life.number + 1)))
+
     def done(self, life: Life) -> None:
         """This rank has nothing left to do."""
         self.store.set(f"{life.number}/done/{self.rank}", "")

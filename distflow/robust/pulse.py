@@ -21,7 +21,7 @@ _LISTEN = 0.05
 class _Page(ctypes.Structure):
     _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
                 ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
-                ("answered", ctypes.c_int64)]
+                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)

@@ -42,3 +42,8 @@ def write(folder: Path, rollouts: int) -> None:
     partial = folder / f"{_FILE}.partial"
     partial.write_text(json.dumps({"rollout": rollouts}))
     partial.replace(folder / _FILE)
+
+
+def forget(folder: Path) -> None:
+    """A job that begins, perhaps on other ranks, has all its rollouts work."""
+    (folder / _FILE).unlink(missing_ok=True)

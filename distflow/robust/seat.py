@@ -14,7 +14,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -26,12 +25,15 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
-from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
+from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, do_beside, last_of
 from distflow.robust.board import Board
+from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
+from distflow.robust.hooks import When, may_be
 from distflow.robust.lives import Failure, Life, Lives, Unit
 from distflow.robust.machines import Apart
 from distflow.robust.processes import end_group
+from distflow.schema.plan import ROLLOUT
 from distflow.schema.robust import Robust
 
 _LOOK = 0.2
@@ -46,6 +48,7 @@ class _End(Enum):
     DONE = "it has done its work, or ended by itself"
     OVERTAKEN = "its unit has begun another life"
     RESTS = "it is not wanted now"
+    GIVES_WAY = "settings have changed"
 
 
 class Told(BaseException):
@@ -61,17 +64,18 @@ class Seat:
         companions: descriptors that become readable when a process ends without which there is no run, and what to say.
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
-        on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
+        changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
+        hooks: calls those of users for a moment; after a failure, with the life that has it among its failures.
         apart: machines that come and go, of which this seat's is one.
     """
 
-    def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
+    def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], bool | None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None,
-                 apart: Apart | None = None):
+                 wanted: Callable[[], bool] = lambda: True, changes: Changes | None = None,
+                 hooks: Callable[[When, Life], None] | None = None, apart: Apart | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
-        self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
-        self.needless, self.wanted, self.apart = needless, wanted, apart
+        self.work, self.folder, self.companions, self.hooks = work, folder, companions, hooks
+        self.needless, self.wanted, self.changes, self.apart = needless, wanted, changes, apart
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -93,9 +97,12 @@ class Seat:
                 if not self._wait_until_wanted():
                     return 0
                 end = self._live(life)
-                if end is _End.RESTS:
+                if end in (_End.RESTS, _End.GIVES_WAY):
+                    self._call("on_leave", life)
+                    life = life if end is _End.RESTS else self.lives.renew(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
+                    self._call("on_leave", life)
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
                 if self.apart and following.end:
@@ -140,9 +147,18 @@ class Seat:
             time.sleep(_LOOK)
         return True
 
+    def _take_up_changes(self, life: Life) -> None:
+        """The next worker has the newest settings; the unit's first seat says so."""
+        number = self.changes.newest() if self.changes else 0
+        if number > self.berth.changes and not self.berth.first and self.lives.rank == self.lives.unit.ranks.start:
+            self._record("settings changed", unit=self.lives.unit.name, life=life.number,
+                         settings=self.changes.since(self.berth.changes))
+        self.berth = replace(self.berth, changes=number)
+
     def _live(self, life: Life) -> Failure | _End:
         """One worker, from its start to its end: how it came to it."""
         self.pulse.clear(life.number)
+        self._take_up_changes(life)
         words, said = os.pipe()
         began = time.monotonic()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
@@ -158,10 +174,11 @@ class Seat:
         self._record("worker started", life=life.number, pid=self.worker)
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
             end, status = self._watch(life), self._end()
-            seconds = round(time.monotonic() - began, 3)
-            if end is _End.DONE and status:
-                end = _End.OVERTAKEN if self.lives.over(life) else \
-                    self._explained(status, last_of(last_words.fileno()))
+            seconds, said_last = round(time.monotonic() - began, 3), last_of(last_words.fileno())
+            if end is _End.DONE and said_last == GIVES_WAY:
+                end = _End.GIVES_WAY
+            elif end is _End.DONE and status:
+                end = _End.OVERTAKEN if self.lives.over(life) else self._explained(status, said_last)
             self._record("worker ended", life=life.number, status=status, seconds=seconds)
         self.useful += self.pulse.read().finished
         return _End.DONE if isinstance(end, Failure) and not end.hopeless and self.needless() else end
@@ -185,6 +202,8 @@ class Seat:
                     return _End.OVERTAKEN
                 if not self.wanted():
                     return _End.RESTS
+                if self.watcher.unit == ROLLOUT and self.changes and self.changes.newest() > self.berth.changes:
+                    return _End.GIVES_WAY
                 if finding := self.watcher.look():
                     return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
         finally:
@@ -209,27 +228,13 @@ class Seat:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
-    def _beside(self, action: Callable[[], None]) -> None:
-        """Do what users have written, in a process that cannot hold up this one for long."""
-        process = os.fork()
-        if not process:
-            try:
-                action()
-                os._exit(0)
-            except BaseException:  # noqa: BLE001 - it is told, and harms nobody
-                traceback.print_exc()
-            finally:
-                os._exit(FAILED)
-        ended = os.pidfd_open(process)
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        poll.poll(_GRACE * 1000)
-        os.close(ended)
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        if status:
-            why = f"took longer than {_GRACE:g} s" if os.WIFSIGNALED(status) else "raised what stands above"
-            print(f"an on_failure hook {why}", file=sys.stderr, flush=True)
+    def _call(self, when: When, life: Life) -> None:
+        """The users' hooks, if there are any, in a process that cannot hold up this one for long."""
+        if self.hooks is None or not may_be(when, self.pulse.page.hooks):
+            return
+        if status := do_beside(partial(self.hooks, when, life), _GRACE):
+            why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
+            print(f"an {when} hook {why}", file=sys.stderr, flush=True)
             self._record("hook failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
@@ -267,8 +272,8 @@ class Seat:
 
     def _tell(self, life: Life, following: Life) -> None:
         """Of all seats of the unit, the one whose worker failed speaks."""
-        cause = following.failures[-1]
-        if cause.rank != self.lives.rank:
+        cause = following.failures[-1] if len(following.failures) > len(life.failures) else None
+        if cause is None or cause.rank != self.lives.rank:
             return
         name = self.lives.unit.name
         ranks = [self.lives.unit.ranks.start, self.lives.unit.ranks.stop - 1]
@@ -277,8 +282,7 @@ class Seat:
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
-        if self.on_failure is not None:
-            self._beside(partial(self.on_failure, following))
+        self._call("on_failure", following)
         if not following.end:
             text = f"{name} starts again: {where}: {cause.what}"
         elif cause.hopeless:

@@ -6,6 +6,7 @@ DistflowError
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is torn, missing or of another run
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
+├── StepFailed        a detector finds a step wrong, and is set to have it done again
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
 └── RankMissing       a rank ended, or did not come in time, while others waited for it
 """
@@ -104,6 +105,11 @@ class CheckpointError(DistflowError):
 
 class Disagreement(DistflowError):
     """Ranks that must be alike are not. The usual cause: files or versions differ between machines."""
+
+
+class StepFailed(DistflowError):
+    """A detector finds a step wrong, and its setting `restart` says that it is to be done again. If that ends the run,
+    look at the step's rows, or take the setting out."""
 
 
 class RewardsFailed(DistflowError):

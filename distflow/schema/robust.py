@@ -55,5 +55,6 @@ class Robust(Document):
     such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
-    detectors: dict[str, dict[str, NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}."""
+    detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn, and with
+    {restart: true} have the step done again by workers that start from the state before it."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from distflow.schema.cluster import Cluster, check_cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
+from distflow.schema.detectors import check_detectors
 from distflow.schema.document import check
 from distflow.schema.engines import check_engines
 from distflow.schema.environments import Kind, check_environments
@@ -124,7 +125,8 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    for look in (check_engines, check_lora, check_rewards, check_environments, check_templates):
+    for look in (check_engines, check_lora, check_rewards, check_environments, check_templates,
+                 check_detectors):
         mistakes += look(spec)
     return spec
 

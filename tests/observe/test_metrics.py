@@ -39,6 +39,22 @@ def test_three_ranks_make_one_number():
         assert second == {}
 
 
+def paced() -> tuple[dict[str, float], list[dict[str, tuple[float, float]]]]:
+    rank, metrics = dist.get_rank(), Metrics()
+    metrics.add("sum", 1.0)
+    if rank:
+        metrics.apart("training", 2.0 * rank, 8)
+        metrics.apart("training", 1.0, 8)
+    found = metrics.collect(gather)
+    return found, metrics.of_ranks
+
+
+def test_what_is_reported_apart_stays_each_ranks_own():
+    for found, of_ranks in run_ranks(2, paced):
+        assert found == {"sum": 2.0}
+        assert of_ranks == [{}, {"training": (3.0, 16)}]
+
+
 def conflict() -> str:
     metrics = Metrics()
     getattr(metrics, "add" if dist.get_rank() else "maximum")("speed", 1.0)

@@ -43,7 +43,7 @@ TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
 Board.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 seat = Seat(Board, Unit("the run", range(globals().get("ranks", 1)), "ranks"), work, folder, settings, {},
-            globals().get("needless", lambda: False))
+            globals().get("needless", lambda: False), hooks=globals().get("hooks"))
 before = len(os.listdir("/proc/self/fd"))
 code = seat.run()
 told("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
@@ -213,7 +213,7 @@ def test_a_stopped_worker_is_ended(run, tmp_path):
 
 
 def test_a_worker_whose_seat_is_killed_ends(start, tmp_path):
-    seat = start("from workers.start import _end_with\n\ndef work(berth):\n    _end_with(berth.seat)\n"
+    seat = start("from workers.start import end_with\n\ndef work(berth):\n    end_with(berth.seat)\n"
                  "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
     seat.kill()
@@ -240,6 +240,24 @@ def test_one_that_nobody_needs_may_end_as_it_likes(run, tmp_path):
                      "    told('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     assert (code, said) == (0, "")
     assert len(events_of(tmp_path, "worker started")) == 1
+
+
+@pytest.mark.parametrize(("listens", "told"), [
+    ("0", ["on_failure 1", "on_leave 2"]),
+    ("hooks_page()", []),
+    ("hook(when='on_leave')(print) and hooks_page()", ["on_leave 2"]),
+], ids=["not known", "none", "one of both"])
+def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, told):
+    """The worker has said which there are; one that failed before it could has left it open."""
+    code, said = run("from distflow.robust.hooks import hook, page as hooks_page\n\ndef hooks(when, life):\n"
+                     "    told(f'{when} {life.number}')\n\ndef work(berth):\n    lived(berth, berth.life.number + 1)\n"
+                     f"    berth.pulse.page.hooks = {listens}\n    if berth.life.number == 1:\n        return False\n"
+                     "    if not berth.life.number:\n        os._exit(9)\n")
+    assert code == 0, said
+    found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
+    assert found == {*told, *(["on_leave 1"] if "on_leave 2" in told else [])}
+    assert [event["life"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
+    assert len(events_of(tmp_path, "failure")) == 1
 
 
 TWO = """
@@ -287,3 +305,19 @@ def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
     if "the cause" in body:
         assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
     assert os.path.exists(tmp_path / f"1 in {lives - 1}")
+
+
+def test_seats_whose_workers_give_way_begin_the_next_life_together(start, tmp_path):
+    """One of them a moment later, when the other has begun already; nothing has failed."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    body = "if berth.life.number < 3:\n        time.sleep(0.5 * (Board.rank == berth.life.number % 2))\n" \
+           "        return False"
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [(seat.returncode, words) for seat, words in zip(seats, said)] == [(0, ""), (0, "")]
+    assert events_of(tmp_path, "failure") == []
+    for rank in range(2):
+        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        assert numbers == [0, 1, 2, 3]

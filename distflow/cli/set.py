@@ -1,0 +1,66 @@
+"""`distflow set`: other settings for a run that is going on; only the group that they concern starts again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from distflow.launch import reopened
+from distflow.observe.folder import RunFolder
+from distflow.robust import changes
+from distflow.schema.changeable import groups_of, refusal
+from distflow.schema.errors import InvalidInput, Mistake, Spot, listing
+from distflow.schema.spec import Spec
+from planners import plan
+
+HELP = "change settings of a running job, as the size of micro-batches; only the group that they concern starts again"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="+", help="as roles.actor.micro_batch_tokens=512")
+
+
+def main(options: argparse.Namespace) -> int:
+    folder = Path(options.run)
+    before, after = reopened(folder), reopened(folder, options.settings)
+    planned = plan(after, json.loads((folder / "plan.json").read_text())["ranks"])
+    paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in options.settings}
+    _require_own_settings(before, paths)
+    concerned = {text: groups_of(path, after.run.mode) for text, path in paths.items()}
+    if refused := [refusal(paths[text], text) for text, groups in concerned.items() if not groups]:
+        raise InvalidInput(refused)
+    settings = {".".join(path): [_value(before, path), _value(after, path)] for path in paths.values()}
+    settings = {key: values for key, values in settings.items() if values[0] != values[1]}
+    if not settings:
+        print("these are the settings in force already")
+        return 0
+    RunFolder.describe(folder, after, planned)
+    groups = sorted({group for text, each in concerned.items() for group in each
+                     if ".".join(paths[text]) in settings})
+    changes.write(folder, groups, settings)
+    for key, (old, new) in settings.items():
+        print(f"{key}: {old} → {new}")
+    print(f"from the next step on; what starts again: {', '.join(groups)}. events.jsonl says when")
+    return 0
+
+
+def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:
+    """
+    Raises:
+        InvalidInput: a role has none in the run file, so that one for it would be all it has.
+    """
+    without = {text: path[1] for text, path in paths.items() if path[0] == "roles" and path[1] not in spec.run.roles}
+    if without:
+        hint = listing(spec.run.roles, "Roles with settings")
+        raise InvalidInput([Mistake(f"role `{role}` has no settings of its own, but those of the role that it copies",
+                                    Spot(f"--set {text}"), hint) for text, role in without.items()])
+
+
+def _value(spec: Spec, path: tuple[str, ...]) -> Any:
+    value: Any = spec.run.model_dump(mode="json")
+    for part in path:
+        value = value[part]
+    return value

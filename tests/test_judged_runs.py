@@ -1,0 +1,76 @@
+"""Whole runs in which a rank is slow, and in which the loss leaps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import TINY, metrics_of
+
+STEPS = 14
+SPIKY = '''
+from pathlib import Path
+import torch
+from distflow import node
+from workers.functions.advantages import group_advantage
+
+@node(writes="advantages", keep_together="group")
+def spiky(rewards: torch.Tensor, group: torch.Tensor, row: torch.Tensor):
+    """Once, in the twelfth step, something is badly wrong."""
+    found = group_advantage(rewards, group)
+    mark = Path(f"leapt-{int(row.min())}")
+    if len(row) and int(row.min()) // 32 == 11 and not mark.exists():
+        mark.touch()
+        found = found + 1e3
+    return found
+'''
+
+
+def events_of(folder: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+@pytest.mark.parametrize("phase", ["training", "generating"])
+def test_a_slow_rank_is_named(launch, workspace, phase):
+    fault = {"kind": "slow", "rank": 1, "share": 1.0, "phase": phase, "seconds": 0.5}
+    (workspace / "slow.yaml").write_text(f"{TINY}faults: {json.dumps([fault])}\n")
+    done = launch(2, "--dag", "grpo.yaml", "--run-file", "slow.yaml", "--name", "slow", "--set", "steps=8")
+    event, = events_of(workspace / "runs/slow", "straggler")
+    assert (event["rank"], event["phase"], event["step"], event["steps"]) == (1, phase, 6, 5)
+    assert event["factor"] >= 2
+    assert f"step 6: rank 1 is slow: {phase} takes it at least" in done.stdout
+    assert events_of(workspace / "runs/slow", "failure") == []
+
+
+@pytest.fixture
+def spiky(workspace) -> tuple[str, ...]:
+    (workspace / "spiky.py").write_text(SPIKY)
+    dag = (workspace / "grpo.yaml").read_text()
+    (workspace / "spiky.yaml").write_text(dag.replace("function: group_advantage", "function: spiky")
+                                          .replace("imports: [brevity]", "imports: [brevity, spiky]"))
+    return ("--dag", "spiky.yaml", "--run-file", "tiny.yaml", "--set", f"steps={STEPS}")
+
+
+def test_a_loss_that_leaps_is_told_and_the_step_may_be_done_again(launch, workspace, spiky):
+    least = ("--set", "robust.detectors.loss_spike={least: 5, deviations: 100}")
+    told = launch(2, *spiky, *least, "--name", "told")
+    event, *_ = events_of(workspace / "runs/told", "loss_spike")
+    assert (event["step"], event["metric"]) == (12, "grad_norm")
+    assert "step 12: grad_norm is" in told.stdout
+    for mark in workspace.glob("leapt-*"):
+        mark.unlink()
+    again = launch(2, *spiky, *least, "--set", "robust.detectors.loss_spike.restart=true", "--name", "again")
+    failure, = events_of(workspace / "runs/again", "failure")
+    assert failure["what"].startswith("step 12: grad_norm is")
+    assert (failure["failed_step"], failure["verdict"]) == (12, "starts again")
+    assert "the run starts again: rank" in again.stderr
+    calm = launch(2, *spiky, "--name", "calm")
+    assert "loss_spike" not in calm.stdout
+    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("again", "calm"))
+    assert sorted(ours) == list(range(1, STEPS + 1))
+    for step, line in theirs.items():
+        assert ours[step]["loss"] == line["loss"], "the step counts as it was done the second time"
+    model = "model/model.safetensors"
+    assert (workspace / "runs/again" / model).read_bytes() == (workspace / "runs/calm" / model).read_bytes()
