@@ -64,7 +64,7 @@ class DagWorker:
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
-        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep, berth and berth.snapshots,
+        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint, berth and berth.snapshots,
                                  self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
         self.sampled = Sampled(berth and berth.rows, self.first if resume else None)

@@ -13,6 +13,7 @@ from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
 from distflow.robust.snapshots import Snapshots
 from distflow.robust.whole import step_of, whole
+from distflow.schema.run import Checkpoint
 from workers.roles import Role
 
 
@@ -23,24 +24,32 @@ class Source(Protocol):
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
+    def settle(self, state: dict[str, int]) -> None: ...
+
 
 class Standing:
     """Every rank that trains has one and calls it alike.
 
     Args:
+        settings: of the checkpoints on disk.
         snapshots: this rank's; None if no copies are to be made in memory.
         trained: the roles whose engines have state.
     """
 
-    def __init__(self, folder: Path, keep: int, snapshots: Snapshots | None, trained: Mapping[str, Role],
-                 source: Source):
-        self.folder, self.checkpoints, self.snapshots = folder, Checkpoints(folder, keep), snapshots
-        self.trained, self.source = trained, source
+    def __init__(self, folder: Path, settings: Checkpoint, snapshots: Snapshots | None,
+                 trained: Mapping[str, Role], source: Source):
+        self.folder, self.checkpoints, self.snapshots = folder, Checkpoints(folder, settings.keep), snapshots
+        self.on_disk, self.trained, self.source = settings.every > 0, trained, source
+        self.before = source.state_dict()
+        """Of the source, after the step before: all ranks remember that one."""
         self.from_memory = False
         """Whether it went on from a copy in memory, which is older than what concludes its step."""
 
     def remember(self, step: int) -> None:
         """Copy the state after `step` steps into the seat's memory. The next metrics say how long it took."""
+        if not self.on_disk:
+            self.source.settle(self.before)
+            self.before = self.source.state_dict()
         if self.snapshots is not None:
             began = time.perf_counter()
             state = {name: role.engine.state_dict() for name, role in self.trained.items()}
@@ -50,7 +59,9 @@ class Standing:
 
     def save(self, step: int) -> None:
         """Write it to disk."""
-        self.checkpoints.save(step, {name: role.engine for name, role in self.trained.items()}, self._progress())
+        progress = self._progress()
+        self.checkpoints.save(step, {name: role.engine for name, role in self.trained.items()}, progress)
+        self.source.settle(progress["source"])
 
     def restore(self) -> int:
         """Go on from the newest step that all ranks have whole, in memory or on disk; returns how many steps are done,
