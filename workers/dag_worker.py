@@ -85,6 +85,8 @@ class DagWorker:
             for task in self.tasks():
                 with self._watch(task, step), attended():
                     inputs = self.buffer.take(task)
+                    if task.type == "MODEL_TRAIN":
+                        self.standing.before_update()
                     self.presence.now(f"is in step {step}, computing node `{task.node}`", _phase(task))
                     written = self.sampled.run(task, step, self.buffer.draws,
                                                partial(self.execution.run, task, inputs))
@@ -95,6 +97,7 @@ class DagWorker:
                 if self._finish(step):
                     break
         with _Watch(self.presence, "is ending the run", "at the end of the run", "ending"), attended():
+            self.standing.finish()
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
 
