@@ -78,7 +78,7 @@ class Standing:
         """Begin to write it to disk. One that is still being written is waited for."""
         with _blocked("checkpoint/seconds"):
             self.finish()
-            if not self.remembers:
+            if self.copies.newest is None or self.copies.newest.step != step:
                 self._copy(step)
             self.copies.held = self.copies.newest
             self.writing = self.pool.submit(self._write, step, self.copies.held, self._state(), self._progress())

@@ -148,6 +148,19 @@ def test_another_model_is_refused_by_the_name_of_the_tensor(change, message):
         copies.load(1, other)
 
 
+def test_one_that_is_written_to_disk_stays_as_it_is():
+    copies, last = Snapshots(), state(5)
+    save(copies, 1, state(1), {"step": 1})
+    copies.held = copies.newest
+    for step in range(2, 6):
+        save(copies, step, state(step), {"step": step})
+    assert copies.steps() == [1, 4, 5], "and the newest two are there beside it"
+    assert equal(copies.view(copies.held, last), state(1))
+    copies.held = None
+    save(copies, 6, state(6), {"step": 6})
+    assert {5, 6} <= set(copies.steps())
+
+
 def shards() -> tuple[list[float], list[float], int]:
     """Three rows on two ranks, and on none; what comes back is this rank's own."""
     mesh, copies = init_device_mesh("cpu", (2,)), Snapshots()
