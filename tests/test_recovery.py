@@ -248,3 +248,56 @@ def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str
     for each in said:
         assert each in done.stderr, done.stderr[-4000:]
     assert left() == []
+
+
+LOST = [{"kind": "corrupt", "step": 5, "phase": "validating"}, {"kind": "corrupt", "step": 5, "phase": "validating"},
+        {"kind": "kill", "step": 6, "phase": "training"}]
+
+
+@pytest.mark.parametrize("mode", ["async", "semi_sync"])
+@pytest.mark.parametrize("lost", ["both copies", "no copies"])
+def test_a_trainer_that_has_lost_its_copies_takes_its_steps_back(launch, workspace, write, left, mode, lost):
+    """It goes on from the newest checkpoint on disk, and trains on the same rows again."""
+    more = ("steps=8", "staleness=0", "checkpoint.every=3")
+    faults = LOST if lost == "both copies" else LOST[-1:]
+    launch(1, *GRPO, *write("calm", [], *more))
+    done = launch(2, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1",
+                                   f"robust.snapshots={str(lost == 'both copies').lower()}"))
+    assert left() == []
+    stormy = workspace / "runs/stormy"
+    require_all_told(stormy, faults)
+    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows taken back")
+    assert (taken["first_draw"], taken["rows"]) == (3, 2 * 4 * 8), "steps 4 and 5, of four groups of eight"
+    require_same_samples(require_each_step_once(stormy, 8), require_each_step_once(workspace / "runs/calm", 8))
+    trained = [line.split("tok/s")[0] for line in done.stdout.splitlines() if "/8 " in line and "loss" in line]
+    assert [trained.count(line) for line in dict.fromkeys(trained)] == [1, 1, 1, 2, 2, 1, 1, 1]
+
+
+HARM = [
+    {"kind": "cut", "step": 3, "phase": "training"},
+    {"kind": "cut", "step": 4, "phase": "generating", "group": "rollout"},
+    {"kind": "memory", "step": 5, "phase": "training"},
+    {"kind": "memory", "step": 6, "phase": "waiting", "group": "rollout"},
+    {"kind": "fill", "step": 7, "phase": "training", "seconds": 600},
+]
+
+
+def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, write, left):
+    """A cut costs no restart. Where the disk is full, checkpoints fail and the run goes on; the worker ends only when
+    it cannot write the model, and the next one has room."""
+    more = ("steps=10", "staleness=0", "checkpoint.every=2")
+    launch(1, *GRPO, *write("calm", [], *more))
+    done = launch(2, *GRPO, *write("stormy", HARM, *more, "mode=async", "groups.rollout=1"))
+    assert left() == []
+    stormy = workspace / "runs/stormy"
+    require_same_samples(require_each_step_once(stormy, 10), require_each_step_once(workspace / "runs/calm", 10))
+    events = lines_of(stormy, "events")
+    assert {event["fault"] for event in events if event["event"] == "fault injected"} >= {0, 2, 4}
+    assert all(event["count"] > 0 for event in events if event["event"] == "connections cut")
+    said = " ".join(event["what"] for event in events if event["event"] == "failure")
+    assert "MemoryError" in said
+    failed = [event["why"] for event in events if event["event"] == "checkpoint failed"]
+    assert failed
+    assert all("File too large" in why for why in failed)
+    assert "warning: " in done.stderr
+    assert "the next checkpoint is tried when it is due" in done.stderr

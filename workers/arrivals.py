@@ -14,6 +14,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.dataloader import Dataloader
 from distflow.data.dock import Dock, DockError
 from distflow.data.dock.lease import Lease
+from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.schema.plan import TRAINER, Fans, Plan, Task
 from workers.channel import REPORT, Channel
@@ -67,8 +68,8 @@ class Arrivals:
         """This rank's prompts of the next draw: those whose samples it was dealt."""
         number, channel = self.drawn_before, self.channel
         if not self.begun:
+            self._reconcile()
             self.publish()
-            self._conclude()
             self.begun = True
         self._order()
         if self.crew is not None:
@@ -103,14 +104,17 @@ class Arrivals:
         if self.drawn_before != self.draws:  # nobody samples after the last draw
             self.publish()
 
-    def _conclude(self) -> None:
-        """Commit what the trainer remembers and died before it could say so: nobody will ask for those rows again."""
+    def _reconcile(self) -> None:
+        """Make the dock's commits those of the state from which the trainer goes on. What it remembers and died before
+        it could say so is committed: nobody will ask for those rows again. What came after that state is taken back."""
+        if self.rank > 0:
+            return
         count = self.loader.batch * self.channel.rows
-        for number in reversed(range(self.drawn_before if self.rank == 0 else 0)):
-            try:
+        with contextlib.suppress(DockError):  # it is committed, or this dock never had it
+            for number in reversed(range(self.drawn_before)):
                 self.dock.commit(self.dock.lease(TRAINER, count, step=number, shares=self.plan.ranks))
-            except DockError:  # it is committed, or this dock never had it
-                return
+        if rows := self.dock.take_back(TRAINER, self.drawn_before):
+            events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
 
     def _sample(self) -> None:
         """Help with the samples, with the weights that this rank has."""
@@ -143,6 +147,11 @@ class Arrivals:
             size = self.loader.batch
             self.channel.order(self.dock, self.ordered * size, last * size - 1, self.publish.issue, self.limit)
             self.ordered = last
+
+    def settle(self, state: dict[str, int]) -> None:
+        """Nobody will go on from a state before this one: the dock need not keep what was trained on until then."""
+        if self.rank == 0:
+            self.dock.settle(TRAINER, state["position"] // self.loader.batch)
 
     def state_dict(self) -> dict[str, int]:
         return self.loader.state_dict()

@@ -139,7 +139,7 @@ def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
     made = (*(f"{move.producer}/{name}" for move in plan.groups[0].plan.dock for name in move.columns), REPORT)
     whole = {"whole_groups": {"size": rows}}
     return [Consumer(ROLLOUT, (ORDER,), made, whole),
-            Consumer(TRAINER, made, (), {**whole, "of_step": {"rows": rows * prompts}}, seconds=3600.0)]
+            Consumer(TRAINER, made, (), {**whole, "of_step": {"rows": rows * prompts}}, seconds=3600.0, recalls=True)]
 
 
 def _host(machines: int) -> str:

@@ -71,7 +71,7 @@ class DagWorker:
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
-        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint.keep, berth and berth.snapshots,
+        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint, berth and berth.snapshots,
                                  self.trained, self.source)
         self.first = self.standing.restore() if resume else 0
         self.judges = Judges(spec.run.robust.detectors)
@@ -106,18 +106,23 @@ class DagWorker:
                     self._leave(step + 1)
                     return False
         with _Watch(self.presence, "is ending the run", "at the end of the run", "ending"), attended():
+            self.standing.finish()
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others
         return True
 
     def _leave(self, done: int) -> None:
         """Before another worker goes on after `done` steps."""
-        if self.standing.snapshots is None:
+        if not self.standing.remembers:
             self.standing.save(done)
+        self.standing.before_update()  # what is copied is whole then
+        self.standing.finish()
         self.sink.flush()
         dist.barrier()  # the seat of one that has left ends the others
 
     def _compute(self, task: Task, step: int, inputs: Batch) -> Written:
+        if task.type == "MODEL_TRAIN":
+            self.standing.before_update()
         pace = Pace(_phase(task), len(inputs))
         self.presence.now(f"is in step {step}, computing node `{task.node}`", pace.phase)
         with pace.measured():

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from distflow.data.exchange import gather
+from distflow.observe.events import record
 from distflow.observe.metrics import current
 from distflow.robust.checkpoint import Checkpoints
-from distflow.robust.snapshots import Snapshots
+from distflow.robust.snapshots import Slot, Snapshots
 from distflow.robust.whole import step_of, whole
+from distflow.schema.errors import CheckpointError
+from distflow.schema.run import Checkpoint
 from workers.roles import Role
 
 
@@ -23,34 +32,71 @@ class Source(Protocol):
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
+    def settle(self, state: dict[str, int]) -> None: ...
+
 
 class Standing:
-    """Every rank that trains has one and calls it alike.
+    """Every rank that trains has one and calls it alike. Copies are made, and written to disk, while the work goes on.
 
     Args:
+        settings: of the checkpoints on disk.
         snapshots: this rank's; None if no copies are to be made in memory.
         trained: the roles whose engines have state.
     """
 
-    def __init__(self, folder: Path, keep: int, snapshots: Snapshots | None, trained: Mapping[str, Role],
-                 source: Source):
-        self.folder, self.checkpoints, self.snapshots = folder, Checkpoints(folder, keep), snapshots
-        self.trained, self.source = trained, source
+    def __init__(self, folder: Path, settings: Checkpoint, snapshots: Snapshots | None,
+                 trained: Mapping[str, Role], source: Source):
+        self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
+        group = dist.new_group(backend="gloo") if settings.every else None  # for a thread of its own
+        self.checkpoints = Checkpoints(folder, settings.keep, group)
+        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots()
+        self.swaps = any(role.handover is not None and role.handover.swap for role in trained.values())
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: Future[dict[str, Any]] | None = None
+        self.before: deque[dict[str, int]] = deque([source.state_dict()] * 2, maxlen=2)
+        """Of the source, after the last two steps; all ranks have the older one whole."""
         self.from_memory = False
         """Whether it went on from a copy in memory, which is older than what concludes its step."""
 
     def remember(self, step: int) -> None:
-        """Copy the state after `step` steps into the seat's memory. The next metrics say how long it took."""
-        if self.snapshots is not None:
-            began = time.perf_counter()
-            state = {name: role.engine.state_dict() for name, role in self.trained.items()}
-            copied = self.snapshots.save(step, state, {"step": step, **self._progress()})
-            current().maximum("snapshot/seconds", time.perf_counter() - began)
-            current().add("snapshot/bytes", copied)
+        """Begin to copy the state after `step` steps into the seat's memory. The next metrics say how long the work
+        waited for it."""
+        if self.writing is not None and self.writing.done():
+            self.finish()
+        if not self.every:
+            self.source.settle(self.before[0])
+            self.before.append(self.source.state_dict())
+        if self.remembers:
+            self._copy(step)
+
+    def before_update(self) -> None:
+        """The weights are about to change: what is being copied must be whole."""
+        with _blocked("snapshot/waited_seconds"):
+            self.copies.wait()
 
     def save(self, step: int) -> None:
-        """Write it to disk."""
-        self.checkpoints.save(step, {name: role.engine for name, role in self.trained.items()}, self._progress())
+        """Begin to write it to disk. One that is still being written is waited for."""
+        with _blocked("checkpoint/seconds"):
+            self.finish()
+            if self.copies.newest is None or self.copies.newest.step != step:
+                self._copy(step)
+            self.copies.held = self.copies.newest
+            self.writing = self.pool.submit(self._write, step, self.copies.held, self._state(), self._progress())
+
+    def finish(self) -> None:
+        """Wait until what was begun is on disk. A write that fails, as on a full disk, costs no more than itself: the
+        older checkpoints are whole, and the next is tried."""
+        if self.writing is None:
+            return
+        job, self.writing = self.writing, None
+        try:
+            self.source.settle(job.result()["source"])
+        except CheckpointError as error:
+            record("checkpoint failed", why=str(error))
+            if dist.get_rank() == 0:
+                print(f"warning: {error}\nThe run goes on; the next checkpoint is tried when it is due.",
+                      file=sys.stderr, flush=True)
+        self.copies.held = None
 
     def restore(self) -> int:
         """Go on from the newest step that all ranks have whole, in memory or on disk; returns how many steps are done,
@@ -67,8 +113,8 @@ class Standing:
             return 0
         self.from_memory = remembered >= on_disk
         if self.from_memory:
-            state = {name: role.engine.state_dict() for name, role in self.trained.items()}
-            progress = self.snapshots.load(remembered, state)
+            state = self._state()
+            progress = self.copies.load(remembered, state)
             for name, role in self.trained.items():
                 role.engine.load_state_dict(state[name])
         else:
@@ -76,7 +122,26 @@ class Standing:
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             self.trained[name].engine.version = version
+        self.before.extend([progress["source"]] * 2)
         return progress["step"]
+
+    def _copy(self, step: int) -> None:
+        with _blocked("snapshot/seconds"):
+            copied = self.copies.begin(step, self._state(), {"step": step, **self._progress()})
+            if self.swaps:  # what is copied would move
+                self.copies.wait()
+        current().add("snapshot/bytes", copied)
+
+    def _write(self, step: int, slot: Slot, state: dict[str, Any], progress: dict[str, Any]) -> dict[str, Any]:
+        """In a thread of its own, from the copy. `state`: of which it is one; only its form is looked at."""
+        began = time.monotonic()
+        self.copies.wait()
+        self.checkpoints.save(step, self.copies.view(slot, state), progress)
+        record("checkpoint written", of_step=step, seconds=round(time.monotonic() - began, 3))
+        return progress
+
+    def _state(self) -> dict[str, Any]:
+        return {name: role.engine.state_dict() for name, role in self.trained.items()}
 
     def _progress(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(),
@@ -84,6 +149,14 @@ class Standing:
 
     def _remembered(self) -> int:
         """The newest step of which every rank has its copy; -1 if there is none."""
-        mine = self.snapshots.steps() if self.snapshots is not None else []
+        mine = self.copies.steps()
         steps = [set(json.loads(each)) for each in gather(json.dumps(mine).encode())]
         return max(set.intersection(*steps), default=-1)
+
+
+@contextlib.contextmanager
+def _blocked(metric: str) -> Iterator[None]:
+    """Add to a metric how long the work stands still."""
+    began = time.perf_counter()
+    yield
+    current().maximum(metric, time.perf_counter() - began)

@@ -10,16 +10,20 @@ import socket
 from pathlib import Path
 
 from distflow.observe.recovery import read
+from distflow.robust.breaking import fill, free
 from distflow.robust.processes import began
 from distflow.schema.errors import InvalidInput, did_you_mean
 
-HELP = "break a worker of a running job: kill it, or stop it so that it hangs"
-KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+HELP = "break a worker of a running job: kill it, stop it so that it hangs, or let it have no room on the disk"
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+LIMITS = {"fill": fill, "free": free}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("kind", choices=KINDS, help="kill: SIGKILL. stop: it hangs, until `continue`")
+    parser.add_argument("kind", choices=[*SIGNALS, *LIMITS],
+                        help="kill: SIGKILL. stop: it hangs, until `continue`. fill: none of its files grows beyond "
+                             "64 KiB, until `free`")
     parser.add_argument("--rank", type=int, default=0, help="whose worker; default: 0")
 
 
@@ -28,8 +32,11 @@ def main(options: argparse.Namespace) -> int:
     if not (folder / "events.jsonl").is_file():
         raise InvalidInput(f"{folder} has no events.jsonl, so it is not the folder of a run")
     pid = _worker(folder, options.rank)
-    os.kill(pid, KINDS[options.kind])
-    print(f"{KINDS[options.kind].name} to the worker of rank {options.rank}, process {pid}")
+    if options.kind in LIMITS:
+        LIMITS[options.kind](pid)
+    else:
+        os.kill(pid, SIGNALS[options.kind])
+    print(f"{options.kind}: the worker of rank {options.rank}, process {pid}")
     return 0
 
 

@@ -51,6 +51,9 @@ class Dataloader:
     def finish(self) -> None:
         """The step is done."""
 
+    def settle(self, state: dict[str, int]) -> None:
+        """Nobody will go on from a state before this one."""
+
     def close(self) -> None:
         """The run is over."""
 

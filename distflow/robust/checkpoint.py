@@ -27,45 +27,72 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, under `folder`; `keep` (at least 1) of the newest stay."""
+    """The checkpoints of one run, under `folder`; `keep` (at least 1) of the newest stay.
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    Args:
+        group: of all ranks, for `save`: one of its own if that is called in a thread; default: the usual one.
+    """
 
-    def save(self, step: int, sharded: dict[str, Stateful], progress: dict[str, Any],
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
+        self.folder, self.keep, self.group = folder, keep, group
+
+    def save(self, step: int, sharded: Mapping[str, Any], progress: dict[str, Any],
              parts: Mapping[str, Callable[[Path], Any]] | None = None) -> None:
         """Write the state after `step` steps. Collective.
 
         Args:
-            sharded: engines by role; each rank writes its shards.
+            sharded: the states of engines by role; each rank writes its shards.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
             parts: what else belongs to the run at this step, by name; rank 0 calls each with a folder for its files,
                 as `{"dock": dock.snapshot}`. They count from the moment when the whole checkpoint does, and
                 `whole.part` finds them again.
 
         Raises:
-            CheckpointError: a rank could not write its part; the older checkpoints are untouched.
+            CheckpointError: on every rank, if one could not write its part; the older checkpoints are untouched.
         """
         final = self.folder / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
-        if dist.get_rank() == 0:
-            for left in self.folder.glob("step-*.*"):
-                shutil.rmtree(left)
-            partial.mkdir(parents=True)
-        dist.barrier()
         try:
-            dcp.save({name: engine.state_dict() for name, engine in sharded.items()}, checkpoint_id=partial)
-        except CheckpointException as error:
+            self._on_first(final, lambda: self._prepare(partial))
+            dcp.save(dict(sharded), checkpoint_id=partial, process_group=self.group)
+            self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}))
+        except (CheckpointException, CheckpointError) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # others may need the room
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
-        if parts:
-            _write_parts(partial, parts)
+
+    def _prepare(self, partial: Path) -> None:
+        for left in self.folder.glob("step-*.*"):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+
+    def _conclude(self, partial: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]]) -> None:
+        for name, write in parts.items():
+            try:
+                (partial / name).mkdir()
+                write(partial / name)
+            except (OSError, DistflowError) as error:
+                raise CheckpointError(f"{name} could not be written into {partial}: {error}") from error
+        _write_progress(partial, progress)
+        final = partial.with_suffix("")
+        _remove(final)
+        partial.rename(final)
+        for old in whole(self.folder)[: -self.keep]:
+            _remove(old)
+
+    def _on_first(self, final: Path, act: Callable[[], None]) -> None:
+        """On rank 0; what goes wrong there is raised on every rank, or the others would wait."""
+        trouble = ""
         if dist.get_rank() == 0:
-            _write_progress(partial, {"step": step, **progress})
-            _remove(final)
-            partial.rename(final)
-            for old in whole(self.folder)[: -self.keep]:
-                _remove(old)
-        dist.barrier()
+            try:
+                act()
+            except (OSError, DistflowError) as error:
+                trouble = f"{final} could not be written: {error}"
+        trouble = gather(trouble.encode(), self.group)[0].decode()
+        if trouble:
+            raise CheckpointError(trouble)
 
     def load(self, sharded: dict[str, Stateful]) -> dict[str, Any]:
         """Load the newest whole checkpoint into the engines, for any number of ranks, and return its progress.
@@ -129,22 +156,6 @@ def _joined(paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
 def _some(names: Iterable[str]) -> str:
     first, *more = sorted(names)
     return ", ".join(f"`{name}`" for name in (first, *more[:2])) + (f" and {len(more) - 2} more" if more[2:] else "")
-
-
-def _write_parts(folder: Path, parts: Mapping[str, Callable[[Path], Any]]) -> None:
-    """On rank 0; what goes wrong there is raised on every rank, or the others would wait."""
-    trouble = ""
-    if dist.get_rank() == 0:
-        for name, write in parts.items():
-            try:
-                (folder / name).mkdir()
-                write(folder / name)
-            except (OSError, DistflowError) as error:
-                trouble = f"{name} could not be written into {folder}: {error}"
-                break
-    trouble = gather(trouble.encode())[0].decode()
-    if trouble:
-        raise CheckpointError(trouble)
 
 
 def _write_progress(folder: Path, progress: dict[str, Any]) -> None:

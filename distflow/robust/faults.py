@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.observe.events import record
+from distflow.robust import breaking
 from distflow.robust.snapshots import Snapshots
 from distflow.schema.robust import Fault, Phase
 from distflow.schema.run import Run
@@ -33,7 +34,7 @@ class Faults:
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
         self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0
-        self.due: Injected | None = None
+        self.due: Injected | MemoryError | None = None
 
     def __call__(self, phase: Phase, step: int) -> None:
         if self.due:
@@ -64,7 +65,7 @@ class Faults:
     def _break_later(self, number: int, fault: Fault, step: int) -> None:
         try:
             self._break(number, fault, step)
-        except Injected as error:
+        except (Injected, MemoryError) as error:
             self.due = error  # of the worker, not of this thread
 
     def _break(self, number: int, fault: Fault, step: int) -> None:
@@ -80,5 +81,11 @@ class Faults:
             self.snapshots.corrupt()
         elif fault.kind == "slow":
             time.sleep(fault.seconds)
+        elif fault.kind == "cut":
+            record("connections cut", count=breaking.cut())
+        elif fault.kind == "fill":
+            breaking.fill_for(fault.seconds)
+        elif fault.kind == "memory":
+            breaking.exhaust_memory()
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

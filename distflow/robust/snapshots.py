@@ -1,8 +1,9 @@
 """The state after the last two steps, in host memory that outlives the worker (RobustRL §2.3).
 
-Each rank copies its own shards; the copy is all that a step waits for. The memory belongs to the seat, so that a worker
-that dies leaves it behind, and the next one reads it where no disk is asked. Two slots take turns: while one is written
-the other is whole.
+Each rank copies its own shards, in a thread: weights do not change before the next update, and only that waits for the
+copy. The memory belongs to the seat, so that a worker that dies leaves it behind, and the next one reads it where no
+disk is asked. Two slots take turns: while one is written the other is whole. A third takes part where a write to disk
+from one of them lasts longer than a step.
 
     bytes
     8     n, the length of the header; 0 while the slot is written
@@ -17,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -37,6 +39,8 @@ class Slot:
     def __init__(self) -> None:
         self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
         self.map: mmap.mmap | None = None
+        self.step: int | None = None
+        """Of what this process has written to it."""
 
     def memory(self, size: int = 0) -> mmap.mmap | None:
         """At least `size` bytes; None if nothing was ever written."""
@@ -73,15 +77,27 @@ class Slot:
         header = msgpack.unpackb(memory[_HEAD : _HEAD + length])
         return header, torch.frombuffer(memory, dtype=torch.uint8)[_start(length) : end]
 
+    @property
+    def age(self) -> int:
+        """The step of what is in it; -1 if nothing whole is."""
+        if self.step is None:
+            self.step = found[0]["step"] if (found := self.read()) else -1
+        return self.step
+
 
 class Snapshots:
-    """One rank's two slots."""
+    """One rank's slots."""
 
     def __init__(self) -> None:
-        self.slots = (Slot(), Slot())
+        self.slots = (Slot(), Slot(), Slot())
+        self.newest: Slot | None = None
+        self.held: Slot | None = None
+        """One that must stay as it is."""
+        self.copying: Future[None] | None = None
 
-    def save(self, step: int, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
-        """Copy this rank's part of the state after `step` steps; returns the bytes copied.
+    def begin(self, step: int, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
+        """Begin to copy this rank's part of the state after `step` steps, which must not change before `wait` has
+        returned; returns the bytes.
 
         Args:
             state: nested mappings of DTensors and tensors.
@@ -94,8 +110,24 @@ class Snapshots:
                 tensors.append((size, local))
             size += -(-local.nbytes // _ALIGNED) * _ALIGNED
         header = {"step": step, "progress": progress, "tensors": leaves}
-        self.slots[step % 2].write(header, tensors, size)
+        self.wait()
+        self.newest = min([slot for slot in self.slots if slot is not self.held][:2], key=lambda slot: slot.age)
+        self.newest.step = step
+        thread = ThreadPoolExecutor(1, "snapshot")
+        self.copying = thread.submit(self.newest.write, header, tensors, size)
+        thread.shutdown(wait=False)
         return size
+
+    def wait(self) -> None:
+        """Until the copy that was begun is whole."""
+        if self.copying is not None:
+            self.copying.result()
+
+    def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is in a slot, in the form of the state that it is a copy of; nothing is copied."""
+        header, body = slot.read()
+        places = {tuple(path): place for path, _, _, place in header["tensors"]}
+        return _view(state, body, places)
 
     def steps(self) -> list[int]:
         """Of the whole copies, oldest first. One that was changed since it was made is passed over."""
@@ -103,10 +135,12 @@ class Snapshots:
 
     def corrupt(self) -> None:
         """Change a byte of the newest copy, to see that this is noticed."""
-        found = {slot.read()[0]["step"]: slot for slot in self.slots if slot.read() is not None}
+        self.wait()
+        found = {read[0]["step"]: slot for slot in self.slots if (read := slot.read()) is not None}
         if found:
-            newest = found[max(found)].memory()
-            newest[_HEAD] ^= 0xFF
+            newest = found[max(found)]
+            newest.memory()[_HEAD] ^= 0xFF
+            newest.step = -1
 
     @torch.no_grad()
     def load(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +149,7 @@ class Snapshots:
         Raises:
             CheckpointError: the copy is of something else.
         """
-        header, body = self.slots[step % 2].read()
+        header, body = next(found for slot in self.slots if (found := slot.read()) and found[0]["step"] == step)
         there = {tuple(path): (dtype, shape, place) for path, dtype, shape, place in header["tensors"]}
         asked = dict(_leaves(state))
         if there.keys() != asked.keys():
@@ -137,6 +171,16 @@ def _leaves(state: Mapping[str, Any] | Tensor, path: Path = ()) -> Iterator[tupl
             yield from _leaves(each, (*path, str(name)))
     else:
         yield path, state.to_local() if isinstance(state, DTensor) else state
+
+
+def _view(state: Mapping[str, Any] | Tensor, body: Tensor, places: Mapping[Path, int], path: Path = ()) -> Any:
+    if isinstance(state, Mapping):
+        return {name: _view(each, body, places, (*path, str(name))) for name, each in state.items()}
+    local = state.to_local() if isinstance(state, DTensor) else state
+    place = places[path]
+    copy = body[place : place + local.nbytes].view(local.dtype).view(local.shape)
+    # not from_local, which would move it to the mesh's device
+    return DTensor(copy, state._spec, requires_grad=False) if isinstance(state, DTensor) else copy
 
 
 def _start(length: int) -> int:

@@ -19,9 +19,11 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Fault(Document):
     """Something that is broken to order, once (`faults:` in the run file). It happens in one worker."""
 
-    kind: Literal["kill", "stop", "raise", "slow", "corrupt"]
+    kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory"]
     """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
-    process sleeps for `seconds`. corrupt: the newest copy in memory changes."""
+    process sleeps for `seconds`. corrupt: the newest copy in memory changes. cut: its connections are shut down once,
+    but for those to the board. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
+    EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError)."""
     group: Literal["trainer", "rollout"] = "trainer"
     """In mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
@@ -50,9 +52,9 @@ class Robust(Document):
     """How often each of them may start again."""
     snapshots: bool = True
     """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
-    way, so that a restart repeats one step at most, and samples none of it again. It takes
-    the memory of weights and optimizer state twice. In modes async and semi_sync a trainer can start again only from
-    such a copy: samples of the steps since the newest checkpoint on disk have left the dock."""
+    way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
+    and three times where writing a checkpoint lasts longer than a step. Without it a trainer goes on from the newest
+    checkpoint on disk; in modes async and semi_sync the dock keeps what was trained on since."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}

@@ -49,13 +49,17 @@ class Engine:
         return [parameter.full_tensor().flatten().tolist() for parameter in self.model.parameters()]
 
 
+def states(engines: dict[str, Engine]) -> dict[str, Any]:
+    return {name: engine.state_dict() for name, engine in engines.items()}
+
+
 def train_and_save(folder: Path, steps: int, keep: int) -> list[list[list[float]]]:
     """The weights after each step; every step is saved."""
     engines, seen = {"actor": Engine(0), "critic": Engine(1)}, []
     for step in range(1, steps + 1):
         for engine in engines.values():
             engine.train(step)
-        Checkpoints(folder, keep).save(step, engines, {"source": {"position": 10 * step}})
+        Checkpoints(folder, keep).save(step, states(engines), {"source": {"position": 10 * step}})
         seen.append(engines["actor"].weights() + engines["critic"].weights())
     return seen
 
@@ -153,7 +157,7 @@ def die_while_saving(folder: Path, where: str) -> None:
         checkpoint._write_progress = die
     elif where == "name":
         checkpoint._remove = die
-    Checkpoints(folder, 1).save(2, engines, {"source": {}})
+    Checkpoints(folder, 1).save(2, states(engines), {"source": {}})
     dist.barrier()
 
 
@@ -206,7 +210,7 @@ def write_where_it_cannot(folder: Path) -> str:
         dcp.FileSystemWriter.write_data = full
     try:
         with pytest.raises(CheckpointError) as error:
-            Checkpoints(folder, 1).save(5, {"actor": Engine(0)}, {})
+            Checkpoints(folder, 1).save(5, states({"actor": Engine(0)}), {})
     finally:
         dcp.FileSystemWriter.write_data = whole_writer
     return str(error.value)

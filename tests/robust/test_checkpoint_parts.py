@@ -50,7 +50,7 @@ def save_in_the_middle(folder: Path, address: tuple[str, int], token: bytes) -> 
         for step in range(2):
             train(dock, trainer, step)
         other.lease("update", 3)
-        Checkpoints(folder, 2).save(2, {"actor": trainer}, {"source": {}}, {"dock": dock.snapshot})
+        Checkpoints(folder, 2).save(2, {"actor": trainer.state_dict()}, {"source": {}}, {"dock": dock.snapshot})
         return train(dock, trainer, 2) + train(dock, trainer, 3)
 
 

@@ -109,7 +109,7 @@ def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
 def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
     copies = Snapshots()
     for step in (1, 2):
-        copies.save(step, {"weight": torch.ones(3)}, {"step": step})
+        copies.begin(step, {"weight": torch.ones(3)}, {"step": step})
     made = faults(tmp_path, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
                   {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=copies)
     began = time.monotonic()

@@ -40,7 +40,7 @@ def channel():
     channel = Channel(None, TOKEN, [address], "127.0.0.1", ROWS, PROMPTS, 2)
     step_of = {"whole_groups": {"size": ROWS}, "of_step": {"rows": ROWS * PROMPTS}}
     with channel.dock("trainer 0") as dock:
-        dock.meet([Consumer(TRAINER, (REPORT,), (), step_of, seconds=3600.0)])
+        dock.meet([Consumer(TRAINER, (REPORT,), (), step_of, seconds=3600.0, recalls=True)])
         ids = channel.rows_of(torch.arange(3 * PROMPTS))
         dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // ROWS)
     yield channel
@@ -63,17 +63,31 @@ def test_what_is_remembered_but_was_not_committed_leaves_the_dock(channel):
         dock.commit(first)
         assert ready(dock) == 2 * ROWS * PROMPTS
         again = trainer(channel, steps=2)
-        again._conclude()
+        again._reconcile()
         assert ready(dock) == ROWS * PROMPTS
-        again._conclude()
+        again._reconcile()
         assert ready(dock) == ROWS * PROMPTS
         again.dock.close()
+
+
+def test_what_came_after_the_state_is_taken_back(channel):
+    """The trainer has lost its newest state; the rows of the steps since are trained on again."""
+    first = trainer(channel, steps=0)
+    count = ROWS * PROMPTS
+    for step in range(3):
+        first.dock.commit(first.dock.lease(TRAINER, count, step=step))
+    first.settle({"position": PROMPTS})
+    first.dock.close()
+    again = trainer(channel, steps=1)
+    again._reconcile()
+    assert ready(again.dock) == 2 * count
+    again.dock.close()
 
 
 def test_a_dock_that_never_had_those_steps_is_left_alone(channel):
     """That of a resumed run."""
     made = trainer(channel, steps=40)
-    made._conclude()
+    made._reconcile()
     with channel.dock("somebody") as dock:
         assert ready(dock) == 3 * ROWS * PROMPTS
     made.dock.close()

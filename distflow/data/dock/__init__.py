@@ -4,6 +4,7 @@
     client.py      put, lease, fetch, commit, renew, saved, snapshot               reach.py   its connections
     warehouse.py, kept.py   rows by (id, column)                                       parcel.py  rows as buffers
     controller.py  leases and commits of one consumer, pure                        selection.py  which rows next
+    recall.py      commits that are taken back
     desk.py, peers.py   what a process knows, and state updates between processes
     lease.py       what a holder knows
     line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where

@@ -22,7 +22,7 @@ from distflow.data.dock.diagnosis import explain
 from distflow.data.dock.errors import DockError, Overdue, Unreachable
 from distflow.data.dock.layout import Address, Consumer, Ids, Layout
 from distflow.data.dock.lease import Lease
-from distflow.data.dock.parcel import Parcel, gather, pack, spans_of, unpack
+from distflow.data.dock.parcel import Parcel, gather, order_of, pack, spans_of, unpack
 from distflow.data.dock.reach import Reach
 
 _COMMITS_KEPT = 256
@@ -167,6 +167,24 @@ class Dock:
         self.commits.append(request | {"told": True})
         return reply["new"]
 
+    def take_back(self, consumer: str, step: int) -> int:
+        """A consumer that `recalls` was set back to before this step: rows that it has committed from there on are
+        ready again. Returns how many.
+
+        Raises:
+            DockError: rows of such a step have left; nothing was taken back.
+        """
+        reply, _ = self.reach.ask(self._home(consumer), {"op": "take_back", "consumer": consumer, "step": step})
+        later = [each for each in self.commits if each["consumer"] == consumer and each["step"] is not None
+                 and each["step"] >= step]
+        for each in later:
+            self.commits.remove(each)
+        return reply["rows"]
+
+    def settle(self, consumer: str, before: int) -> None:
+        """Commits of steps before this one will not be taken back: their rows leave."""
+        self.reach.ask(self._home(consumer), {"op": "settle", "consumer": consumer, "before": before})
+
     @contextlib.contextmanager
     def keep(self, lease: Lease) -> Iterator[None]:
         """Renew from a thread while the block runs. A stopped or dead process loses its lease, a stuck one does not."""
@@ -226,7 +244,7 @@ class Dock:
                  if reply.get("turns")]
         filled = [part for part in parts if len(part)] or parts[:1]
         ids = torch.cat([part.ids for part in filled])
-        order = _order(numbers, ids.numpy())
+        order = order_of(numbers, ids.numpy())
         turn = torch.cat(turns)[torch.from_numpy(order)] if turns else torch.empty(0, dtype=torch.int64)
         if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
             return filled[0], turn
@@ -275,11 +293,3 @@ class Dock:
 
 def _column(value: Tensor | int, rows: int) -> Ids:
     return numpy.full(rows, value, numpy.int64) if isinstance(value, int) else value.to("cpu", torch.int64).numpy()
-
-
-def _order(wanted: Ids, there: Ids) -> Ids:
-    """Places in `there` of those of `wanted` that it has, in the order of `wanted`."""
-    sorter = numpy.argsort(there)
-    places = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
-    found = sorter[places] if len(there) else places[:0]
-    return found[there[found] == wanted] if len(there) else found

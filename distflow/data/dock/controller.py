@@ -57,6 +57,10 @@ class Controller:
         """Those that can be leased, in the order in which they became so."""
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()
         """Committed rows, leases and steps."""
+        self.kept: dict[int, list[Row]] = {}
+        """Rows of the steps whose commits can be taken back (`recall.py`)."""
+        self.settled = 0
+        """The first of those steps."""
         self.leases: dict[int, Granted] = {}
         self.expired: dict[int, Granted] = {}
         self.epoch, self.number, self.lives = epoch, epoch << 32, {epoch, *lives}
@@ -117,8 +121,7 @@ class Controller:
         granted = self._same(step, request)
         if granted is None:
             if step is not None and step in self.steps:
-                raise DockError(f"step {step} of `{self.consumer.name}` is committed already. A group that was set "
-                                "back behind it needs the dock's snapshot of the same checkpoint")
+                raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not taken back")
             units = choose(self.ready.values(), self.consumer.rules, ask)
             self.discarded += len(ask.discarded)
             self._finish([row.id for row in ask.discarded])
@@ -182,6 +185,8 @@ class Controller:
         self.finished.add(number)
         if step is not None:
             self.steps.add(step)
+            if self.consumer.recalls and step >= self.settled:
+                self.kept[step] = [self.rows[row] for row in ids if row in self.rows]
         self._finish(ids)
         return True
 

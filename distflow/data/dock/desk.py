@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 
+from distflow.data.dock import recall
 from distflow.data.dock.controller import Controller
 from distflow.data.dock.errors import DockError
 from distflow.data.dock.intervals import Intervals
@@ -92,10 +93,31 @@ class Desk:
             if self.journal is not None:
                 self.journal.commit(consumer, number, step, ids)
 
-        new = self.controller(consumer).commit(number, step, ids.tolist(), time.monotonic(), told=told, keep=keep)
-        if new:
+        controller = self.controller(consumer)
+        new = controller.commit(number, step, ids.tolist(), time.monotonic(), told=told, keep=keep)
+        if new and step not in controller.kept:
             self.retire(consumer, ids)
         return new
+
+    def take_back(self, consumer: str, step: int) -> int:
+        """See `recall.take_back`; kept before it counts."""
+        controller = self.controller(consumer)
+        recall.check(controller, step)
+        if self.journal is not None:
+            self.journal.take_back(consumer, step)
+        self.changed.notify_all()
+        return recall.take_back(controller, step)
+
+    def settle(self, consumer: str, before: int) -> None:
+        """Let go of the rows of a consumer's steps before this one."""
+        self.retire(consumer, recall.settle(self.controller(consumer), before))
+
+    def make_room(self) -> bool:
+        """Ask for the rows of a step that is only kept in case somebody goes back; whether any have left at once."""
+        before = len(self.warehouse.rows)
+        for home in {consumer.home for consumer in self.met().consumers if consumer.recalls}:
+            self._tell(home, {"kind": "crowded"})
+        return len(self.warehouse.rows) < before
 
     def stop(self) -> None:
         for outbox in self.outboxes.values():
@@ -132,7 +154,7 @@ class Desk:
             for name, controller in self.controllers.items():
                 committed = controller.learn(read_table(update["table"]), update["columns"])
                 if committed and update["new"]:  # a lost warehouse has forgotten it, and a late producer put it again
-                    self.retire(name, committed)
+                    self.retire(name, recall.settled(controller, committed))
         elif update["kind"] == "retire":
             self.warehouse.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
         elif update["kind"] == "listing" and update["consumer"] in self.controllers:
@@ -140,6 +162,9 @@ class Desk:
         elif update["kind"] == "committed":
             done = Intervals(map(tuple, update["ranges"]))
             self.warehouse.retire(update["consumer"], [row for row in self.warehouse.rows if row in done], self._all())
+        elif update["kind"] == "crowded":
+            for name, controller in self.controllers.items():
+                self.retire(name, recall.settle_oldest(controller))
         self.changed.notify_all()
 
     def enter(self, session: str, who: str) -> Person:
@@ -175,7 +200,7 @@ class Desk:
 
     def _everything(self, other: int) -> list[Update]:
         """All that process `other` must know of this one."""
-        updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": controller.done.ranges}
+        updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": recall.settled_ranges(controller)}
                                  for name, controller in self.controllers.items()]
         return updates + [self._listing(consumer.name) for consumer in self.met().consumers if consumer.home == other]
 
@@ -199,6 +224,8 @@ class Desk:
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
         controller.relearn(listed, update["warehouse"], self.warehouse.count, replaced)
+        self.retire(controller.consumer.name,
+                    recall.lose(controller, listed, update["warehouse"], self.warehouse.count))
         for columns, table in parts:
             controller.learn(table, columns)
 

@@ -105,8 +105,9 @@ def status(desk: Desk, lines: list[Line], now: float) -> Report:
         "received": desk.received + sum(line.received for line in lines),
         "sent": desk.sent + sum(line.sent for line in lines),
         "controllers": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
-                               "leases": len(each.leases), "returned": each.returned, "refused": each.refused,
-                               "discarded": each.discarded} for name, each in desk.controllers.items()},
+                               "kept": sum(map(len, each.kept.values())), "leases": len(each.leases),
+                               "returned": each.returned, "refused": each.refused, "discarded": each.discarded}
+                        for name, each in desk.controllers.items()},
         "persons": [[person.who, person.doing, now - person.told]
                     for session, person in desk.persons.items() if person.lines and session],
         "cut_off": [f"{outbox.address[0]}:{outbox.address[1]}: {outbox.trouble}"

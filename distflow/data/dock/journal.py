@@ -3,7 +3,8 @@
     bytes
     4     n, the length of the record
     4     its CRC-32
-    n     a msgpack map: {"life": epoch} of a process that begins, or {"consumer", "lease", "step", "rows": ranges}
+    n     a msgpack map: {"life": epoch} of a process that begins, {"consumer", "lease", "step", "rows": ranges}, or
+          {"consumer", "back": step} where commits of steps from that one on were taken back
 
 A snapshot is as old as its checkpoint; this file is not. Each record is written before its answer is sent, so it
 outlives the process, but not a machine that loses its power. The end of a record that was cut off is dropped.
@@ -66,12 +67,25 @@ class Journal:
         """
         self._write({"consumer": consumer, "lease": lease, "step": step, "rows": _ranges(ids)})
 
+    def take_back(self, consumer: str, step: int) -> None:
+        """Keep that the commits of steps from this one on do not stand any more.
+
+        Raises:
+            DockError: the disk does not take it; they stand then.
+        """
+        self._write({"consumer": consumer, "back": step})
+
     def commits(self, consumer: str) -> Iterator[tuple[int, int | None, list[int]]]:
         """(lease, step, ids) of each commit of a consumer, oldest first."""
-        for record in self.records:
-            if record.get("consumer") == consumer:
-                rows = [row for first, end in record["rows"] for row in range(first, end)]
-                yield record["lease"], record["step"], rows
+        standing: list[Record] = []
+        for record in (record for record in self.records if record.get("consumer") == consumer):
+            if "back" in record:
+                standing = [each for each in standing if each["step"] is None or each["step"] < record["back"]]
+            else:
+                standing.append(record)
+        for record in standing:
+            rows = [row for first, end in record["rows"] for row in range(first, end)]
+            yield record["lease"], record["step"], rows
 
     def close(self) -> None:
         os.close(self.file)

@@ -25,7 +25,8 @@ class Consumer:
     A row is ready for it as soon as it has all columns of `reads`. `writes` says which columns it owes to others: that
     is how the dock knows whom to name when one is missing, and what to do again when a warehouse was lost. `rules`
     are names of the selection registry with their settings, applied in order: `{"fresh": {"bound": 1}}`. Its
-    controller lives with warehouse number `home`. `seconds`: how long a lease lasts without a sign of life.
+    controller lives with warehouse number `home`. `seconds`: how long a lease lasts without a sign of life. `recalls`:
+    its commits of steps can be taken back until they are settled; their rows stay as long.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Consumer:
     deal: str = "balanced"
     home: int = 0
     seconds: float = 60.0
+    recalls: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads", tuple(self.reads))

@@ -164,3 +164,11 @@ def spans_of(places: Ids, bases: Sequence[int], parcels: Sequence[Parcel]) -> li
         parcel = parcels[bisect_right(bases, first) - 1]
         spans.append((parcel, first - parcel.base, first - parcel.base + end - begin))
     return spans
+
+
+def order_of(wanted: Ids, there: Ids) -> Ids:
+    """Places in `there` of those of `wanted` that it has, in the order of `wanted`."""
+    sorter = numpy.argsort(there)
+    places = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
+    found = sorter[places] if len(there) else places[:0]
+    return found[there[found] == wanted] if len(there) else found

@@ -76,7 +76,8 @@ class Service:
         self.actions: dict[str, Callable[[Line, Person, str, Header, int], Reply]] = {
             "meet": self.meet, "layout": self.layout, "put": self.put, "fetch": self.fetch, "saved": self.saved,
             "lease": self.lease, "renew": self.renew, "commit": self.commit, "release": self.release,
-            "updates": self.updates, "where": self.where, "status": self.status, "snapshot": self.snapshot}
+            "take_back": self.take_back, "settle": self.settle, "updates": self.updates,
+            "where": self.where, "status": self.status, "snapshot": self.snapshot}
 
     def start(self) -> Address:
         """Serve in threads of this process; returns where."""
@@ -147,6 +148,8 @@ class Service:
         with desk.changed:
             desk.met()
             while (new := desk.warehouse.reserve(ids, size)) is None:
+                if desk.make_room():
+                    continue
                 if (left := deadline - time.monotonic()) <= 0 or self.over:
                     raise Full(crowd(desk, len(ids), size, header["wait"]))
                 desk.changed.wait(min(left, _WAKE))
@@ -205,6 +208,16 @@ class Service:
         with self.desk.changed:
             new = self.desk.commit(header["consumer"], header["lease"], header["step"], ids, header.get("told", False))
         return {"new": new}, []
+
+    def take_back(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            return {"rows": self.desk.take_back(header["consumer"], header["step"])}, []
+
+    def settle(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        with self.desk.changed:
+            self.desk.settle(header["consumer"], header["before"])
+            self.desk.changed.notify_all()
+        return {}, []
 
     def release(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
         with self.desk.changed:

@@ -1,0 +1,64 @@
+"""Ways to break a process that no signal has; each says what it is, and what it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import stat
+import threading
+from pathlib import Path
+
+ROOM = 64 << 10
+"""Bytes up to which a file can grow on a disk that is `fill`ed: lines still fit, checkpoints do not."""
+_SPARE, _PIECE = 64 << 20, 16 << 20
+
+
+def fill(process: int, room: int = ROOM) -> None:
+    """From now on no file of a process can grow beyond `room` bytes, as on a disk that is all but full. It is no disk
+    that does that but RLIMIT_FSIZE: the error is EFBIG in place of ENOSPC, and growing shared memory fails too."""
+    _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (room, most))
+
+
+def free(process: int) -> None:
+    """Files can grow again."""
+    fill(process, resource.prlimit(process, resource.RLIMIT_FSIZE)[1])
+
+
+def fill_for(seconds: float) -> None:
+    """`fill` this process for so long."""
+    fill(os.getpid())
+    timer = threading.Timer(seconds, free, (os.getpid(),))
+    timer.daemon = True
+    timer.start()
+
+
+def exhaust_memory() -> None:
+    """Take memory until there is none to be had, by RLIMIT_AS. The kernel's own end of a process that takes too much
+    is a SIGKILL.
+
+    Raises:
+        MemoryError: always.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _SPARE, most))
+    taken = []
+    while True:
+        taken.append(bytearray(_PIECE))
+
+
+def cut() -> int:
+    """Shut down all TCP connections of this process but those to the board, once; new ones can be made. Those to other
+    ranks of its group are among them. Returns how many."""
+    board, found = int(os.environ.get("MASTER_PORT", 0)), 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile, or is connected to nobody
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as line:
+                    if line.family in (socket.AF_INET, socket.AF_INET6) and line.getpeername()[1] != board:
+                        line.shutdown(socket.SHUT_RDWR)
+                        found += 1
+    return found
