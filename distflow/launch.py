@@ -15,6 +15,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -27,6 +28,9 @@ from distflow.schema.errors import DistflowError, InvalidInput  # noqa: E402
 from distflow.schema.plan import Plan  # noqa: E402
 from distflow.schema.registry import load_module  # noqa: E402
 from distflow.schema.spec import Spec, load, reload  # noqa: E402
+
+if TYPE_CHECKING:
+    from workers.apart import Apart
 
 INVALID = 2
 _CHECKED = 200_000
@@ -44,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
+    result.add_argument("--board", metavar="HOST:PORT",
+                        help="where machines meet that start apart, each by a torchrun of its own (`distflow board`)")
+    result.add_argument("--machines", metavar="N | MIN:MAX",
+                        help="with --board: how many there are, or how many are enough and how many there may be")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     return result
 
@@ -63,28 +71,59 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    stay_on_loopback()
     try:
         refuse_foreign_packages()
         spec = load_spec(options)
-        from planners import plan as make_plan  # a foreign package of that name is refused first
-
-        plan = make_plan(spec, ranks)
-        if not options.resume and (before := restarted(spec)):
-            options.resume = str(before)
-        folder = prepare(spec, plan.name, options, rank)
-        if options.export or options.in_process:
-            return alone(spec, plan, folder, options)
-        return seated(spec, plan, folder, options)
+        if options.board or options.machines:
+            return apart(spec, options)
+        stay_on_loopback()
+        return together(spec, options)
     except DistflowError as error:
         if options.debug:
             raise
-        report(error, rank)
+        report(error, _number("RANK", 0))
         return INVALID if isinstance(error, InvalidInput) else 1
 
 
-def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
+def together(spec: Spec, options: argparse.Namespace, machines: Apart | None = None) -> int:
+    """This rank's part of a run whose ranks have all been given."""
+    from planners import plan as make_plan  # a foreign package of that name is refused first
+
+    plan = make_plan(spec, _number("WORLD_SIZE", 1))
+    before = machines.folder() if machines else restarted(spec)
+    if not options.resume and before:
+        options.resume = str(before)
+    folder = prepare(spec, plan.name, options, _number("RANK", 0))
+    if options.export or options.in_process:
+        return alone(spec, plan, folder, options)
+    return seated(spec, plan, folder, options, machines)
+
+
+def apart(spec: Spec, options: argparse.Namespace) -> int:
+    """This machine's part of a run whose machines come and go: as long as there is one for it."""
+    from distflow.robust.machines import BegunAnew
+    from planners import plan as make_plan
+    from workers.apart import Apart
+
+    if not (options.board and options.machines):
+        raise InvalidInput("--board and --machines go together:  --board HOST:PORT --machines 4")
+    machines = Apart(options.board, options.machines, partial(make_plan, spec), spec.run.robust.machine_silence)
+    while machines.join():
+        try:
+            status = together(spec, options, machines)
+        except BegunAnew:
+            continue
+        except DistflowError as error:
+            machines.conclude(str(error))
+            raise
+        machines.conclude("" if status == 0 else f"a machine that trains has failed: {socket.gethostname()}, whose "
+                                                 "output says why")
+        return status
+    return 0
+
+
+def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
+           machines: Apart | None = None) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
     from distflow.robust.seat import Seat  # imports torch
     from workers.place import settle
@@ -93,13 +132,15 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
             load_module(module)
-    place = settle(spec, plan, folder, bool(options.resume))
-    seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None)
+    place = settle(spec, plan, folder, bool(options.resume), apart=machines)
     with place.kept():
-        if status := seat.run():
-            sys.exit(status)  # nobody is waited for then
-    return 0
+        seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
+                    place.needless, place.wanted, partial(place.call, "on_failure") if spec.dag.imports else None,
+                    machines)
+        status = seat.run()
+        if status == 0:
+            place.part()
+    return status
 
 
 def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
@@ -111,6 +152,7 @@ def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespa
     place = settle(spec, plan, folder, bool(options.resume), alone=bool(options.export))
     with place.kept():
         work(place, Berth(), Path(options.export) if options.export else None)
+        place.part()
     return 0
 
 
@@ -176,8 +218,13 @@ def restarted(spec: Spec) -> Path | None:
     """On rank 0: the folder that this run has made before torchrun started all its processes again."""
     from distflow.observe.folder import of_torchrun
 
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and int(os.environ.get("RANK", 0)) == 0
+    again = _number("TORCHELASTIC_RESTART_COUNT", 0) > 0 and _number("RANK", 0) == 0
     return of_torchrun(spec.run.output) if again else None
+
+
+def _number(name: str, otherwise: int) -> int:
+    """What torchrun says of this process."""
+    return int(os.environ.get(name, otherwise))
 
 
 def refuse_foreign_packages() -> None:

@@ -15,7 +15,8 @@ import pytest
 from harness import environment
 
 from distflow import launch
-from workers.loopback import create, store_on
+from distflow.robust.board import store_on
+from workers.loopback import create
 
 LOOPBACK = "0100007F"
 """127.0.0.1, as the kernel writes it."""

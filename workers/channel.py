@@ -113,18 +113,18 @@ class Channel:
 
 
 def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
-    """The run's dock, with a warehouse on each machine. Every rank of every group calls it.
+    """The run's dock, with a warehouse on each machine that trains: there the rows are read, and a machine that only
+    samples may be lost. Every rank of every group calls it.
 
     Raises:
         EngineError: there are several machines, and none says at which address the others reach it.
     """
     token = bytes.fromhex(board.tell("token", secrets.token_hex(32)))
-    machines, machine = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("GROUP_RANK", 0))
-    host = _host(machines)
-    child = start(token, host=host) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    if child is not None:
-        board.store.set(f"dock/{machine}", json.dumps(child.address))
-    addresses = [tuple(json.loads(board.store.get(f"dock/{each}"))) for each in range(machines)]
+    host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
+    keeps = board.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
+    child = start(token, host=host) if keeps else None
+    said = board.gather("dock", json.dumps(child.address if child else None), training)
+    addresses = [tuple(address) for address in map(json.loads, said) if address]
     fans = Fans(plan.tasks, plan.source)
     rows = max(fans.times(fans.of(move.producer)) for move in plan.groups[0].plan.dock)
     channel = Channel(board.store, token, addresses, host, rows, prompts, plan.ranks, child)

@@ -8,10 +8,8 @@ also with `--standalone`. Here the ranks meet at a store on loopback instead. Al
 
 from __future__ import annotations
 
-import socket
 import sys
 
-import torch.distributed as dist
 import torch.distributed.run
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -20,6 +18,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+
+from distflow.robust.board import store_on
 
 NAME = "loopback"
 _HOST = "127.0.0.1"
@@ -55,14 +55,6 @@ class Loopback(RendezvousHandler):
     def shutdown(self) -> bool:
         self.closed = True
         return True
-
-
-def store_on(host: str) -> dist.TCPStore:
-    """A store that listens at this address of the machine alone, at a port that the system chooses."""
-    with socket.create_server((host, 0)) as listening:
-        port = listening.getsockname()[1]
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                             master_listen_fd=listening.detach())
 
 
 def create(parameters: RendezvousParameters) -> Loopback:

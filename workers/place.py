@@ -20,6 +20,7 @@ from distflow.schema.errors import EngineError
 from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
+from workers.apart import Apart
 from workers.channel import Channel, open_channel
 
 _UNKNOWN = 255
@@ -40,6 +41,8 @@ class Place:
     channel: Channel | None
     agent: str
     """What has started this run's processes, and will start them again."""
+    apart: Apart | None = None
+    """The machines of the run, if they start apart."""
 
     @property
     def group(self) -> Group | None:
@@ -90,34 +93,41 @@ class Place:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """What other ranks need of this one is there as long as they need it."""
+        """What other ranks need of this one is there."""
         try:
             yield
-            if self.channel:
-                self.channel.part()
         finally:
             if self.channel:
                 self.channel.close()
 
+    def part(self) -> None:
+        """The work is done; wait until nobody needs this rank any more."""
+        if self.channel:
+            self.channel.part()
 
-def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False) -> Place:
+
+def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
+           apart: Apart | None = None) -> Place:
     """Meet the others, and make sure that all have the same plan.
 
     Args:
         folder: of the run, and
         resume: whether it goes on; on rank 0 only, the others learn it from the board.
         alone: nothing will be trained, so that groups need no dock.
+        apart: the machines of the run, if they start apart.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
     """
-    board = Board(spec.run.wait_limit)
+    board = Board(spec.run.wait_limit, apart.look, apart.present) if apart else Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(board.tell("folder", str(folder)))
+    if apart:
+        apart.announce(path)
     resume = bool(board.tell("resume", "yes" if resume else ""))
     device = _device(board)
     channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
-    return Place(spec, plan, board, path, device, resume, channel, agent())
+    return Place(spec, plan, board, path, device, resume, channel, agent(), apart)
 
 
 def _device(board: Board) -> str:

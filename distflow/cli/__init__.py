@@ -10,8 +10,8 @@ import sys
 from distflow.launch import INVALID
 from distflow.schema.errors import DistflowError
 
-VERBS = ("demo", "validate", "plan", "run", "resume", "faults", "inject", "scale", "export", "evaluate", "nodes",
-         "engines")
+VERBS = ("demo", "validate", "plan", "run", "resume", "board", "faults", "inject", "scale", "export", "evaluate",
+         "nodes", "engines")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -126,7 +126,7 @@ def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
     first, last = failure["ranks"]
     mine = []
     for event in (event for event in later if first <= event["rank"] <= last):
-        if event["event"] == "failure" or (event["event"] == "worker ready" and not event["life"]):
+        if event["event"] == "failure" or (event["event"] == "worker ready" and not event["life"] > failure["life"]):
             break  # what comes now is of another life, or of another start of the task
         mine += [event] if event.get("life") == failure["life"] + 1 else []
     started, ready, useful = ([event for event in mine if event["event"] == f"worker {kind}"]

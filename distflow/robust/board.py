@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from distflow.schema.errors import Disagreement
 
-_SHOWN = 8
+_SHOWN, _MOMENT = 8, 0.05
+"""Ranks that a message names, and seconds between two looks at what else there is."""
 
 
 class Board:
@@ -18,11 +21,16 @@ class Board:
 
     Every `what` is told or agreed on once in a run.
 
+    Args:
+        look: called now and then while somebody is waited for; it may raise.
+        here: the ranks that are waited for; default: all.
+
     Raises:
         Disagreement: the store is not reached within `wait_limit` seconds.
     """
 
-    def __init__(self, wait_limit: float):
+    def __init__(self, wait_limit: float, look: Callable[[], None] | None = None, here: Sequence[int] | None = None):
+        self.wait_limit, self.look = wait_limit, look
         limit = datetime.timedelta(seconds=wait_limit)
         if "RANK" in os.environ:
             try:
@@ -36,6 +44,7 @@ class Board:
         else:
             self.store, self.rank, self.ranks = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
         self.store.set_timeout(limit)
+        self.here = range(self.ranks) if here is None else here
 
     def tell(self, what: str, value: str | None = None) -> str:
         """Rank 0's `value`, on every rank.
@@ -48,6 +57,18 @@ class Board:
         self._wait(what, {0: what})
         return self.store.get(what).decode()
 
+    def gather(self, what: str, value: str, ranks: Sequence[int]) -> list[str]:
+        """The `value` of each of `ranks`, on every rank.
+
+        Raises:
+            Disagreement: one of them has not come within the wait limit.
+        """
+        keys = {rank: f"{what}/{rank}" for rank in ranks}
+        if self.rank in keys:
+            self.store.set(keys[self.rank], value)
+        self._wait(what, keys)
+        return [self.store.get(key).decode() for key in keys.values()]
+
     def agree(self, what: str, value: str, cause: str) -> None:
         """Require the same `value` on all ranks.
 
@@ -59,7 +80,7 @@ class Board:
         if value != expected:
             self.store.append(f"{what}/differs", f"{self.rank} {value}\n")
         self.store.set(f"{what}/seen/{self.rank}", "")
-        self._wait(what, {rank: f"{what}/seen/{rank}" for rank in range(self.ranks)})
+        self._wait(what, {rank: f"{what}/seen/{rank}" for rank in self.here})
         if self.store.check([f"{what}/differs"]):
             lines = self.store.get(f"{what}/differs").decode().splitlines()
             others = sorted((int(rank), other) for rank, _, other in (line.partition(" ") for line in lines))
@@ -69,11 +90,37 @@ class Board:
     def _wait(self, what: str, keys: dict[int, str]) -> None:
         """Until each of these ranks has set its key."""
         try:
-            self.store.wait(list(keys.values()))
+            self._come(list(keys.values()))
         except dist.DistStoreError:
             missing = _listed([str(rank) for rank, key in keys.items() if not self.store.check([key])])
             raise Disagreement(f"waiting for the {what}: rank {missing} did not come. Its machine may be down, or its "
                                "output may say why.") from None
+
+    def _come(self, keys: list[str]) -> None:
+        if self.look is None:
+            self.store.wait(keys)
+            return
+        until = time.monotonic() + self.wait_limit
+        while not self.store.check(keys):
+            self.look()
+            if time.monotonic() > until:
+                raise dist.DistStoreError
+            time.sleep(_MOMENT)
+
+
+def store_on(host: str, port: int = 0) -> dist.TCPStore:
+    """A store that listens at this address of the machine alone.
+
+    Args:
+        port: 0: the system chooses.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+    with socket.create_server((host, port)) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                             master_listen_fd=listening.detach())
 
 
 def _listed(items: Sequence[str]) -> str:

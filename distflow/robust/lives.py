@@ -81,6 +81,13 @@ class Lives:
         """Whether the next life has begun, or it is known that there is none."""
         return self.store.check([str(life.number + 1)])
 
+    def newest(self) -> Life:
+        """The last one that has begun."""
+        life = Life()
+        while self.over(life):
+            life = self.next(life, None)
+        return life
+
     def next(self, life: Life, failure: Failure | None) -> Life:
         """The life after this one: proposed, if this rank has seen a failure, else the one that others have begun."""
         if failure is not None:

@@ -30,6 +30,7 @@ from distflow.robust.berth import FAILED, SIGNALS, Berth, become_worker, last_of
 from distflow.robust.board import Board
 from distflow.robust.detect import Watcher
 from distflow.robust.lives import Failure, Life, Lives, Unit
+from distflow.robust.machines import Apart
 from distflow.robust.processes import end_group
 from distflow.schema.robust import Robust
 
@@ -61,14 +62,16 @@ class Seat:
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
         on_failure: called in a process of its own, with the life whose failures have this unit's last one in them.
+        apart: machines that come and go, of which this seat's is one.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None):
+                 wanted: Callable[[], bool] = lambda: True, on_failure: Callable[[Life], None] | None = None,
+                 apart: Apart | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.on_failure = work, folder, companions, on_failure
-        self.needless, self.wanted = needless, wanted
+        self.needless, self.wanted, self.apart = needless, wanted, apart
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
@@ -77,11 +80,15 @@ class Seat:
         self.worker = self.useful = 0
 
     def run(self) -> int:
-        """Until the work is done or cannot be; the exit status of this process."""
+        """Until the work is done or cannot be; the exit status of this process.
+
+        Raises:
+            BegunAnew: all machines begin a later era.
+        """
         for number in SIGNALS:
             signal.signal(number, _leave)
-        life = Life()
         try:
+            life = self._first_life()
             while not life.end:
                 if not self._wait_until_wanted():
                     return 0
@@ -91,6 +98,8 @@ class Seat:
                 if end is _End.DONE and self._all_are_done(life):
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
+                if self.apart and following.end:
+                    self.apart.reprieve()
                 self._tell(life, following)
                 life, self.useful = following, 0
         except Told as told:
@@ -105,6 +114,20 @@ class Seat:
             self._end()
         return life.failures[-1].code
 
+    def _first_life(self) -> Life:
+        """That of the unit; the one after the last life of a machine whose place this one has taken."""
+        if not (self.apart and self.apart.replaces):
+            return Life()
+        before = self.lives.newest()
+        lost = Failure(self.lives.rank, "its machine was lost, and another has taken its place", "waiting")
+        following = self.lives.next(before, lost)
+        self._tell(before, following)
+        return following
+
+    def _look(self) -> None:
+        if self.apart:
+            self.apart.look()
+
     def _wait_until_wanted(self) -> bool:
         """False if the run is over first."""
         if not self.wanted():
@@ -113,6 +136,7 @@ class Seat:
         while not self.wanted():
             if self.needless():
                 return False
+            self._look()
             time.sleep(_LOOK)
         return True
 
@@ -156,6 +180,7 @@ class Seat:
                     return self._failure(lost, hopeless=True)
                 if ended in ready:
                     return _End.DONE
+                self._look()
                 if self.lives.over(life):
                     return _End.OVERTAKEN
                 if not self.wanted():
@@ -236,6 +261,7 @@ class Seat:
         while not self.lives.all_done(life):
             if self.lives.over(life):
                 return False
+            self._look()
             time.sleep(_LOOK / 4)
         return True
 

@@ -55,5 +55,7 @@ class Robust(Document):
     way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
     and three times where writing a checkpoint lasts longer than a step. Without it a trainer goes on from the newest
     checkpoint on disk; in modes async and semi_sync the dock keeps what was trained on since."""
+    machine_silence: PositiveFloat = 30.0
+    """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}."""

@@ -1,0 +1,48 @@
+"""`distflow board`: keep the board on which machines that start apart meet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import time
+
+from distflow.schema.errors import InvalidInput
+
+HELP = "keep the board of a run whose machines start apart, and may come and go"
+_LOOK, _LINGER = 0.5, 10.0
+"""Seconds between two looks, and in which all machines see that the run is over."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="the address at which the machines reach it, of a private "
+                        "network; default: this machine alone")
+    parser.add_argument("--port", type=int, default=29400, help="0: the system chooses")
+
+
+def main(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from distflow.robust.board import store_on
+    from distflow.robust.machines import MACHINES
+    from workers.apart import TOKEN, digest
+
+    token = os.environ.get(TOKEN) or secrets.token_hex(16)
+    try:
+        store = store_on(options.host, options.port)
+    except OSError as error:
+        raise InvalidInput(f"no board can be kept at {options.host}:{options.port}: {error.strerror}. Another one may "
+                           "be there, or it is no address of this machine. Choose another  --port  or  --host") \
+            from None
+    store.set("token", digest(token))
+    print(f"on each machine:\n  export {TOKEN}={token}\n  torchrun --standalone --nproc-per-node … distflow/launch.py "
+          f"--dag … --board {options.host}:{store.port} --machines …", flush=True)
+    machines = dist.PrefixStore(MACHINES, store)
+    while True:
+        era = machines.add("era", 0)
+        if era and "end" in (said := json.loads(machines.get(f"{era}/began"))):
+            print(f"the run has ended{': ' if said['end'] else ''}{said['end']}", flush=True)
+            time.sleep(_LINGER)
+            return 0
+        time.sleep(_LOOK)

@@ -1,0 +1,207 @@
+"""Machines that start apart: each is a torchrun of its own here, with which the others share nothing but the board, the
+network and the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from harness import command, environment, metrics_of
+from test_loopback import family_of
+
+from distflow import launch
+from distflow.cli import main
+from distflow.robust.board import store_on
+from planners import plan
+from workers.apart import Apart, digest
+
+STEPS = 90
+STEADY = """
+import time
+
+from distflow import reward
+
+@reward
+def brevity(completion, answer):
+    time.sleep(0.01)
+    return 1.0 / (1 + len(completion))
+"""
+"""So that a run is not over before a machine has come."""
+PATIENCE = 240
+QUICK = ("--set", "robust={machine_silence: 4}", "--set", f"steps={STEPS}", "--set", "checkpoint={every: 4, keep: 3}")
+
+
+class Cluster:
+    """A board, and machines by name."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.folder, self.arguments = folder, arguments
+        self.machines: dict[str, subprocess.Popen] = {}
+        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0"],
+                                      cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
+        text = self.board.stdout.readline() + self.board.stdout.readline() + self.board.stdout.readline()
+        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
+
+    def start(self, name: str, ranks: int = 1, **more: str) -> None:
+        variables = environment() | {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1",
+                                     "GLOO_SOCKET_IFNAME": "lo"} | more
+        with open(self.folder / f"{name}.log", "w") as log:
+            self.machines[name] = subprocess.Popen(
+                command(ranks, *self.arguments, "--board", self.address), cwd=self.folder, env=variables, stdout=log,
+                stderr=subprocess.STDOUT)
+
+    def lose(self, name: str) -> None:
+        """All its processes at once, as when the power fails."""
+        machine = self.machines.pop(name)
+        family = family_of(machine.pid) if machine.poll() is None else ()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+        machine.wait()
+
+    def reach(self, step: int) -> None:
+        """Wait until the run has done a step."""
+        self.eventually(lambda: self.tells(f"step {step}/"))
+
+    def tells(self, text: str) -> list[str]:
+        """The machines that have said it."""
+        return [name for name in self.machines if text in (self.folder / f"{name}.log").read_text()]
+
+    def eventually(self, happens) -> None:
+        until = time.monotonic() + PATIENCE
+        while not happens():
+            living = [machine for machine in self.machines.values() if machine.poll() is None]
+            if not living or time.monotonic() > until:
+                pytest.fail(self.said())
+            time.sleep(0.05)
+
+    def ends(self) -> dict[str, int]:
+        """The exit status of each machine that is left."""
+        try:
+            return {name: machine.wait(PATIENCE) for name, machine in self.machines.items()}
+        except subprocess.TimeoutExpired:
+            pytest.fail(self.said())
+
+    def said(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("*.log")))
+
+    def events(self, kind: str) -> list[dict]:
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs/apart"
+
+    def close(self) -> None:
+        for name in list(self.machines):
+            self.lose(name)
+        self.board.kill()
+        self.board.wait()
+        self.board.stdout.close()
+
+
+@pytest.fixture
+def cluster(workspace):
+    clusters = []
+    (workspace / "brevity.py").write_text(STEADY)
+
+    def begin(*arguments: str) -> Cluster:
+        clusters.append(Cluster(workspace, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "apart", *QUICK,
+                                *arguments))
+        return clusters[-1]
+
+    yield begin
+    for each in clusters:
+        each.close()
+
+
+ASYNC = ("--set", "mode=async", "--set", "groups.rollout=2", "--machines", "2:3")
+
+
+def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
+    run = cluster(*ASYNC)
+    for name in ("one", "two", "three"):
+        run.start(name)
+    run.reach(2)
+    run.lose(next(name for name in run.machines if name not in run.tells("step 2/")))
+    run.start("four")
+    run.eventually(lambda: "has taken its place" in str(run.events("failure")))
+    assert set(run.ends().values()) == {0}, run.said()
+    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
+    assert not [event for event in run.events("failure") if event["unit"] == "the machines"]
+    assert run.board.wait(60) == 0
+
+
+def test_a_machine_that_trains_is_lost_and_one_that_sampled_fills_its_place(cluster):
+    run = cluster(*ASYNC)
+    for name in ("one", "two", "three"):
+        run.start(name)
+    run.reach(6)
+    run.lose(*run.tells("step 6/"))
+    assert set(run.ends().values()) == {0}, run.said()
+    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
+    assert [event["unit"] for event in run.events("failure")] == ["the machines"]
+    assert "has given no sign of life for 4 s" in run.events("failure")[0]["what"]
+
+def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cluster):
+    """Mode sync: the ranks are those of the machines that are there."""
+    run = cluster("--machines", "1:2")
+    run.start("one")
+    run.reach(4)
+    run.start("two")
+    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker useful")))
+    run.lose("one")
+    assert run.ends() == {"two": 0}, run.said()
+    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
+    said = [event["what"] for event in run.events("failure") if event["unit"] == "the machines"]
+    assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]
+
+
+MISTAKES = {
+    "no board": (("--board", "127.0.0.1:1", "--machines", "2"), {}, "there is no board at 127.0.0.1:1"),
+    "no --board": (("--machines", "2"), {}, "--board and --machines go together"),
+    "no --machines": (("--board", "127.0.0.1:1"), {}, "--board and --machines go together"),
+    "an address": (("--board", "there", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
+    "a span": (("--board", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
+    "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "has another token"),
+    "no token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": ""}, "export DISTFLOW_TOKEN="),
+    "too few": (("--board", "HERE", "--machines", "1:3", "--set", "mode=async"), {}, "Write  --machines 2:3"),
+    "another run": (("--board", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the board is of another run"),
+    "other ranks": (("--board", "HERE", "--machines", "1"), {"LOCAL_WORLD_SIZE": "2"}, "they have 1, this one 2"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "variables", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
+    monkeypatch.chdir(workspace)
+    board = store_on("127.0.0.1")
+    board.set("token", digest("the token"))
+    address = f"127.0.0.1:{board.port}"
+    known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token"}
+    for name, value in (known | variables).items():
+        monkeypatch.setenv(name, value)
+    run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
+    spec = launch.load_spec(launch.parser().parse_args(run))
+    with monkeypatch.context() as first:  # whoever comes first says what the run is
+        first.setenv("LOCAL_WORLD_SIZE", "1")
+        first.setenv("DISTFLOW_TOKEN", "the token")
+        Apart(address, "2", partial(plan, spec), 1.0)
+    assert launch.main([*run, *(address if each == "HERE" else each for each in arguments)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys):
+    board = store_on("127.0.0.1")
+    assert main(["board", "--port", str(board.port)]) == 2
+    assert "Another one may be there" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""A machine that was started by itself, and meets the others of its run on a board."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distflow.observe.events import Events
+from distflow.observe.folder import agent
+from distflow.observe.recovery import STARTS_AGAIN
+from distflow.robust.machines import MACHINES, BegunAnew, Era, Machines
+from distflow.robust.watchman import Watchman
+from distflow.schema.errors import DistflowError, InvalidInput
+from distflow.schema.plan import Plan
+
+TOKEN = "DISTFLOW_TOKEN"
+_REACHED = datetime.timedelta(seconds=30)
+_LOOK = 0.1
+
+
+class Apart:
+    """One rank's part. Of a machine's ranks the first one finds the machine's place, and tells the others.
+
+    Args:
+        board: HOST:PORT.
+        machines: how many, or `least:most`.
+        plan_for: the plan of so many ranks.
+
+    Raises:
+        InvalidInput: there is no board, it is another run's, or so few machines cannot train and sample.
+    """
+
+    def __init__(self, board: str, machines: str, plan_for: Callable[[int], Plan], silence: float):
+        self.host, self.port = _address(board)
+        least, most = _span(machines)
+        self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        plan = plan_for(most * self.local)
+        training = len(plan.groups[0].ranks) if plan.groups else plan.ranks
+        vital, enough = -(-training // self.local), training // self.local + 1
+        if plan.groups and least < enough:
+            raise InvalidInput(f"--machines {machines}: {least} × {self.local} ranks are to be enough, but {training} "
+                               f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
+                               "or have more of them sample:  --set groups.rollout=…")
+        self.store = _store(self.host, self.port)
+        self.machines = Machines(dist.PrefixStore(MACHINES, self.store), agent(), self.local, least, most, vital,
+                                 not plan.groups, silence)
+        self.machines.agree(plan.digest)
+        self.joins, self.era, self.watchman = 0, Era(-1, 0, 0), None
+
+    def join(self) -> Era | None:
+        """Take this rank's place in the present era, as torchrun would have given it; None if the run is over."""
+        key = f"place/{self.machines.me}/{self.joins}"
+        self.joins += 1
+        if self.watchman:
+            self.watchman.end()
+            self.watchman = None
+        try:
+            if self.rank == 0:
+                self.machines.store.set(key, self._found())
+            while not self.machines.store.check([key]):
+                time.sleep(_LOOK)
+            found = json.loads(self.machines.store.get(key))
+        except dist.DistError as error:
+            raise DistflowError(f"the board at {self.host}:{self.port} does not answer any more; `distflow board`, "
+                                f"which keeps it, or its machine may have ended: {error}") from None
+        if "end" in found:
+            if found["end"]:
+                raise DistflowError(found["end"])
+            return None
+        self.era = Era(**found)
+        if self.rank == 0:
+            self.watchman = Watchman(self.machines, self.era)
+        self._show()
+        return self.era
+
+    def announce(self, folder: Path) -> None:
+        """Say why this era began, in its first rank's output and in the run's events, as a failure of all ranks."""
+        if self.era.why and self.era.block == self.rank == 0 and folder.is_dir():
+            print(f"the machines begin anew: {self.era.why}", flush=True)
+            events = Events()
+            events.open(folder / "events.jsonl", 0)
+            events.record("failure", unit="the machines", ranks=[0, self.era.blocks * self.local - 1], life=-1,
+                          phase="waiting", failed_step=0, what=self.era.why, details="", seen_after=self.era.silent,
+                          verdict=STARTS_AGAIN)
+
+    def look(self) -> None:
+        """Raises BegunAnew: there is a later era."""
+        if self.machines.begun_anew(self.era.number):
+            raise BegunAnew
+
+    def reprieve(self) -> None:
+        """What has failed may have failed because a machine is lost, which is known after a while.
+
+        Raises:
+            BegunAnew: it was so.
+        """
+        until = time.monotonic() + 1.5 * self.machines.silence
+        while time.monotonic() < until:
+            self.look()
+            time.sleep(_LOOK)
+
+    def conclude(self, failure: str = "") -> None:
+        """This rank has done its work, or failed for good. Where it trains, that is so for all."""
+        first = self.era.block == self.rank == 0
+        if first or (failure and self.era.block < self.machines.vital):
+            self.machines.end(self.era.number, failure)
+        self.machines.leave(self.era.number, self.era.block)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether this machine has the place of another."""
+        return self.era.replaces
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that are there when the era begins, and this machine's."""
+        members = len(json.loads(self.machines.store.get(f"{self.era.number}/members")))
+        return [rank for rank in range(self.era.blocks * self.local)
+                if rank // self.local < members or rank // self.local == self.era.block]
+
+    def folder(self) -> Path | None:
+        """That of the run, if an earlier era has made one."""
+        said = [f"{era}/folder" for era in range(self.era.number)]
+        found = [Path(self.store.get(key).decode()) for key in said if self.store.check([key])]
+        return next((folder for folder in found if (folder / "launch.json").is_file()), None)
+
+    def _found(self) -> str:
+        try:
+            era = self.machines.join()
+        except DistflowError as error:
+            return json.dumps({"end": str(error)})
+        return json.dumps(asdict(era) if era else {"end": ""})
+
+    def _show(self) -> None:
+        era = self.era
+        os.environ |= {name: str(value) for name, value in {
+            "RANK": era.block * self.local + self.rank, "WORLD_SIZE": era.blocks * self.local,
+            "GROUP_RANK": era.block, "GROUP_WORLD_SIZE": era.blocks, "MASTER_ADDR": self.host, "MASTER_PORT": self.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": era.number}.items()}
+
+
+def _address(board: str) -> tuple[str, int]:
+    host, _, port = board.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidInput(f"--board {board}: say where the board is, as  --board 10.0.0.1:29400")
+    return host, int(port)
+
+
+def _span(machines: str) -> tuple[int, int]:
+    least, _, most = machines.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal() and 0 < int(least) <= int(most or least)):
+        raise InvalidInput(f"--machines {machines}: say how many there are, as  --machines 4  , or how many are enough "
+                           "and how many there may be, as  --machines 3:4")
+    return int(least), int(most or least)
+
+
+def _store(host: str, port: int) -> dist.Store:
+    where = f"there is no board at {host}:{port}"
+    token = os.environ.get(TOKEN)
+    if not token:
+        raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as `distflow "
+                           f"board` has printed:  export {TOKEN}=…")
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=_REACHED)
+        asked = store.get("token").decode()
+    except dist.DistError as error:
+        raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "
+                           f"board --host {host} --port {port}") from None
+    if asked != digest(token):
+        raise InvalidInput(f"the board at {host}:{port} has another token than {TOKEN} here: it belongs to another "
+                           "run, or the token was copied wrongly")
+    return store
+
+
+def digest(token: str) -> str:
+    """What a board says of its token."""
+    return hashlib.sha256(token.encode()).hexdigest()
