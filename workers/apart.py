@@ -109,7 +109,8 @@ class Apart:
 
     def conclude(self, failure: str = "") -> None:
         """This rank has done its work, or failed for good. Where it trains, that is so for all."""
-        if self.era.block < self.machines.vital:
+        first = self.era.block == self.rank == 0
+        if first or (failure and self.era.block < self.machines.vital):
             self.machines.end(self.era.number, failure)
         self.machines.leave(self.era.number, self.era.block)
 
