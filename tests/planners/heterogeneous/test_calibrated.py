@@ -10,6 +10,7 @@ from distflow.schema.measured import Taken
 from distflow.schema.plan import Layout
 from planners.heterogeneous.calibrated import again, calibrated
 from planners.heterogeneous.costed import Costed
+from planners.heterogeneous.explain import bounds
 from planners.heterogeneous.problem import (
     GENERATE,
     INFER,
@@ -114,6 +115,12 @@ def test_memory_is_for_rows_at_their_longest() -> None:
 def test_what_no_work_takes_is_left_over() -> None:
     one = run(64, rest=0.5)
     assert one.rest(Costed(calibrated(problem(), [one]))) == pytest.approx(0.5, abs=0.01)
+
+
+def test_starts_bound_what_computes_little() -> None:
+    costed = Costed(calibrated(problem(1), [run(64), run(1)]))
+    (found, *_) = bounds(costed.problem, run(1).placement(costed))
+    assert found.saved[0][0] == "speed of starting kernels"
 
 
 def test_without_runs_nothing_is_known() -> None:
