@@ -50,6 +50,7 @@ def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Pa
     again = plan("--plan", str(out), "--explain")
     assert again[0] == 0
     assert again[1].startswith(printed)
+    assert again[1][len(printed):].startswith(("\ngrpo on 64 ranks", "\nNo run can obey it:"))
 
 
 def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> None:
