@@ -160,7 +160,8 @@ def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
 def test_restarts_leave_nothing_behind(run, tmp_path):
     """Thirty lives: descriptors, threads and processes of the seat are as many as before."""
     code, _ = run("robust = {'restarts': 100}\n\ndef work(berth):\n    lived(berth, berth.life.number + 2)\n"
-                  "    berth.snapshots.save(berth.life.number, {}, {})\n    if berth.life.number < 30:\n"
+                  "    berth.snapshots.begin(berth.life.number, {}, {})\n    berth.snapshots.wait()\n"
+                  "    if berth.life.number < 30:\n"
                   "        os.kill(os.getpid(), signal.SIGKILL)\n")
     assert code == 0
     assert (tmp_path / "left").read_text() == "0 1"
