@@ -46,7 +46,8 @@ def environment() -> dict[str, str]:
 
 
 def kill_after(workspace: Path, step: int, *arguments: str) -> None:
-    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`."""
+    """Start a run on two ranks and SIGKILL it, workers and all, when it has written the metrics of `step`: the last
+    checkpoint but one before it is whole then."""
     process = subprocess.Popen(command(2, *arguments), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, start_new_session=True)
     seen = []

@@ -42,9 +42,9 @@ def test_one_and_two_ranks_have_the_same_metrics(launch, pairs, dag):
 
 def test_two_trained_roles_go_on_where_they_were_killed(launch, workspace):
     """Both sets of weights and both optimizers, bit for bit; and the actor is the one that is validated."""
-    settings = (*PPO, "--set", "steps=5", "--set", "validation={data: {heldout: train.jsonl}, every: 2}")
+    settings = (*PPO, "--set", "steps=6", "--set", "validation={data: {heldout: train.jsonl}, every: 2}")
     launch(2, *settings, "--name", "whole")
-    kill_after(workspace, 3, *settings, "--name", "killed")
+    kill_after(workspace, 5, *settings, "--name", "killed")
     launch(2, "--resume", "runs/killed")
     whole, killed = (workspace / f"runs/{name}" for name in ("whole", "killed"))
     for metric in ("loss", "value/loss", "response/fingerprint"):
@@ -53,8 +53,8 @@ def test_two_trained_roles_go_on_where_they_were_killed(launch, workspace):
     for model in ("model-actor", "model-critic"):
         assert (whole / model / "model.safetensors").read_bytes() == (killed / model / "model.safetensors").read_bytes()
     assert "accuracy_after" in json.loads((whole / "summary.json").read_text())
-    launch(1, "--resume", "runs/killed", "--set", "steps=6")  # on another number of ranks
-    assert set(metrics_of(killed)) == set(range(1, 7))
+    launch(1, "--resume", "runs/killed", "--set", "steps=7")  # on another number of ranks
+    assert set(metrics_of(killed)) == set(range(1, 8))
 
 
 def test_a_trained_reward_model_is_one_for_others_too(launch, pairs):

@@ -31,7 +31,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, dag):
     """Ten records in batches of four: steps 3 and 5 cross an epoch's end."""
     dag = ("--dag", dag, "--run-file", "tiny.yaml", "--set", "steps=6")
     launch(2, *dag, "--name", "whole")
-    kill_after(workspace, 3, *dag, "--name", "killed")
+    kill_after(workspace, 5, *dag, "--name", "killed")
     launch(2, "--resume", "runs/killed")
     whole, killed = (metrics_of(workspace / f"runs/{name}") for name in ("whole", "killed"))
     assert [whole[step]["loss"] for step in range(1, 7)] == [killed[step]["loss"] for step in range(1, 7)]
