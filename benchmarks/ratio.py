@@ -39,7 +39,7 @@ def options(description: str, repeats: int = 7) -> argparse.ArgumentParser:
     """The flags of every benchmark; `quick` is for seeing that it runs, not for figures."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shows that the benchmark works, no more")
-    parser.set_defaults(sizes={})
+    parser.set_defaults(usual_and_quick={})
     add_size(parser, "repeats", repeats, 1, "how often each side runs")
     return parser
 
@@ -47,13 +47,13 @@ def options(description: str, repeats: int = 7) -> argparse.ArgumentParser:
 def add_size(parser: argparse.ArgumentParser, name: str, usual: float, quick: float, about: str) -> None:
     """A flag whose default depends on `--quick`; `parsed` fills it in."""
     parser.add_argument(f"--{name}", type=type(usual), help=f"{about}; default {usual}, with --quick {quick}")
-    parser.get_default("sizes")[name] = (usual, quick)
+    parser.get_default("usual_and_quick")[name] = (usual, quick)
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags with all sizes filled in."""
     result = parser.parse_args(arguments)
-    for name, (usual, quick) in result.sizes.items():
+    for name, (usual, quick) in result.usual_and_quick.items():
         if getattr(result, name) is None:
             setattr(result, name, quick if result.quick else usual)
     if result.repeats < 1:

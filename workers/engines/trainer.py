@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,20 +115,33 @@ class Trainer(ABC):
         return values.cpu()
 
     def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
-        """Rows cut by the token budget, and as many pieces on every rank: forward and backward are collective."""
+        """Rows cut by the token budget, and as many pieces on every rank, since forward and backward are collective. A
+        rank's pieces are as even as can be: one with fewer rows than others holds them up in none."""
         tokens = batch["prompts"].lengths + batch["responses"].lengths
         sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
-        needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens)
-        cuts, used, row = [0], 0, 0
-        for size, more in zip(sizes.tolist(), needed.tolist()):
-            if used and used + more > self.settings.micro_batch_tokens:
-                cuts.append(row)
-                used = 0
-            used, row = used + more, row + size
-        pieces = [batch.slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(batch)]) if stop > start]
-        count = torch.tensor(max(len(pieces), 1), device=self.device)
+        needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens).tolist()
+        budget = self.settings.micro_batch_tokens
+        count = torch.tensor(max(len(cuts(needed, budget)), 1), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.shares)
+        rows = [0, *sizes.cumsum(0).tolist()]
+        pieces = [batch.slice(rows[start], rows[stop]) for start, stop in even_cuts(needed, budget, int(count))]
         return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
+
+
+def cuts(needed: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Neighbours that need at most `cap` together, from one to before another; what needs more is alone."""
+    edges, used = [0], 0
+    for place, more in enumerate(needed):
+        if used and used + more > cap:
+            edges.append(place)
+            used = 0
+        used += more
+    return list(pairwise([*edges, len(needed)])) if needed else []
+
+
+def even_cuts(needed: Sequence[int], cap: int, count: int) -> list[tuple[int, int]]:
+    """`cuts` by the smallest cap that gives at most `count` of them, as `cap` does."""
+    return cuts(needed, bisect_left(range(cap), True, key=lambda less: len(cuts(needed, less)) <= count))
 
 
 def schedule(settings: RoleRun, step: int, steps: int) -> float:
