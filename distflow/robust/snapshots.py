@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -38,6 +39,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
         self.map: mmap.mmap | None = None
         self.step: int | None = None
         """Of what this process has written to it."""
