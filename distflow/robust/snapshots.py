@@ -125,9 +125,12 @@ class Snapshots:
         if self.copying is not None:
             self.copying.result()
 
-    def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is in a slot, in the form of the state that it is a copy of; nothing is copied."""
-        header, body = slot.read()
+    def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What is in a slot, in the form of the state that it is a copy of; nothing is copied. None if it is not whole,
+        as when it was changed since."""
+        if (found := slot.read()) is None:
+            return None
+        header, body = found
         places = {tuple(path): place for path, _, _, place in header["tensors"]}
         return _view(state, body, places)
 
