@@ -52,7 +52,7 @@ class Standing:
         patience = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
         self.checkpoints = Checkpoints(folder, settings.keep, group)
-        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots()
+        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots(slots=1)
         self.swaps = any(role.handover is not None and role.handover.swap for role in trained.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future[dict[str, Any]] | None = None

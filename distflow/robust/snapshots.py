@@ -88,10 +88,10 @@ class Slot:
 
 
 class Snapshots:
-    """One rank's slots."""
+    """One rank's slots; one is enough for what is only written to disk."""
 
-    def __init__(self) -> None:
-        self.slots = (Slot(), Slot(), Slot())
+    def __init__(self, slots: int = 3) -> None:
+        self.slots = tuple(Slot() for _ in range(slots))
         self.newest: Slot | None = None
         self.held: Slot | None = None
         """One that must stay as it is."""

@@ -53,8 +53,9 @@ class Robust(Document):
     snapshots: bool = True
     """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
     way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
-    and three times where writing a checkpoint lasts longer than a step. Without it a trainer goes on from the newest
-    checkpoint on disk; in modes async and semi_sync the dock keeps what was trained on since."""
+    and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
+    writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
+    was trained on since."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}

@@ -55,3 +55,18 @@ def lose_a_copy(folder: Path) -> list[list[int]]:
 
 def test_a_copy_that_has_changed_costs_no_more_than_its_checkpoint(tmp_path):
     assert run_ranks(2, lose_a_copy, tmp_path) == [[[], [2]]] * 2
+
+
+def save_without_memory(folder: Path) -> tuple[list[int], int]:
+    """The whole checkpoints after three saves that follow each other, and the copies in memory."""
+    at = standing(folder, None)
+    for step in (1, 2, 3):
+        at.remember(step)
+        at.before_update()
+        at.save(step)
+    at.finish()
+    return [step_of(path) for path in whole(folder)], sum(slot.memory() is not None for slot in at.copies.slots)
+
+
+def test_one_copy_is_enough_for_what_is_only_written_to_disk(tmp_path):
+    assert run_ranks(2, save_without_memory, tmp_path) == [([2, 3], 1)] * 2
