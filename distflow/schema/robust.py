@@ -59,5 +59,6 @@ class Robust(Document):
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn, and with
-    {restart: true} have the step done again by workers that start from the state before it."""
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn. With
+    {restart: true} `loss_spike` has the step done again by workers that start from the state before it. Those begin
+    to judge anew: a step that leaps again is taken as it is, unless its loss is no number."""
