@@ -85,6 +85,8 @@ def require_events(run) -> None:
     (["nodes.update.with.kl=0.5"], "the plan is made from the DAG"),
     (["robust.restarts=3"], "the seats read it once"),
     (["wait_limit=3"], "it is read once, when the run starts"),
+    (["roles={actor: {model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2}}}"],
+     "`roles` cannot change in a job that runs"),
     (["roles.reference.micro_batch_tokens=64"], "role `reference` has no settings of its own"),
 ])
 def test_what_cannot_change_is_said_and_changes_nothing(launch, workspace, capsys, monkeypatch, settings, said):

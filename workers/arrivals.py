@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
@@ -96,8 +95,8 @@ class Arrivals:
             yield task, {name: rows[f"{task.node}/{name}"] for name in task.writes}, rows.ids // times
 
     def finish(self) -> None:
-        """The step is trained on: its rows are consumed for good, and its weights go out."""
-        dist.barrier()  # until all ranks remember the step, a restart would need its rows again
+        """The step is trained on: its rows are consumed, and its weights go out. While copies of its state are still
+        under way the dock keeps the rows, for a worker that starts from the state before."""
         for lease in self.leases:
             self.dock.commit(lease)
         self.leases = []

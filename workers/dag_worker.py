@@ -72,7 +72,7 @@ class DagWorker:
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         self.standing = Standing(folder / "checkpoints", spec.run.checkpoint, berth and berth.snapshots,
-                                 self.trained, self.source)
+                                 self.trained, self.source, spec.run.wait_limit)
         self.first = self.standing.restore() if resume else 0
         self.judges = Judges(spec.run.robust.detectors)
         self.changes, self.known, self.stale = changes, known, False

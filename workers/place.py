@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from distflow.data.exchange import gather
 from distflow.observe.folder import agent
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.hooks import Moment, When, call
 from distflow.robust.lives import Life, Unit
 from distflow.robust.scale import Scale
-from distflow.schema.errors import EngineError
+from distflow.schema.errors import Disagreement, EngineError
+from distflow.schema.placed import digest
 from distflow.schema.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec, reload
@@ -94,7 +98,28 @@ class Place:
 
     def renewed(self, number: int) -> Place:
         """The same with the settings that are in force since a change of this number."""
-        return self if number <= self.known else replace(self, spec=replace(self.spec, run=reload(self.path).run))
+        return self if number <= self.known else self._reread()
+
+    def agreed(self, number: int) -> Place:
+        """What `renewed` has made, once all ranks of the unit have the same: each reads by itself, and the settings may
+        change in between.
+
+        Raises:
+            Disagreement: on every rank; they still read unlike settings after the wait limit.
+        """
+        place, read, end = self, number > self.known, time.monotonic() + self.spec.run.wait_limit
+        while True:
+            mine = digest(place.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
+            told = [json.loads(each) for each in gather(json.dumps([mine, time.monotonic() > end]).encode())]
+            if len({settings for settings, _ in told}) == 1:
+                return place
+            if any(late for _, late in told):
+                raise Disagreement(f"the ranks of {self.unit.name} read unlike settings in {self.path}. The folder "
+                                   "must be on a file system that all machines share")
+            place, read = place._reread(), True
+
+    def _reread(self) -> Place:
+        return replace(self, spec=replace(self.spec, run=reload(self.path).run))
 
     @functools.cached_property
     def scale(self) -> Scale | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import sys
 import time
@@ -42,14 +43,16 @@ class Standing:
         settings: of the checkpoints on disk.
         snapshots: this rank's; None if no copies are to be made in memory.
         trained: the roles whose engines have state.
+        limit: seconds that a rank waits for the others' parts of a checkpoint.
     """
 
     def __init__(self, folder: Path, settings: Checkpoint, snapshots: Snapshots | None,
-                 trained: Mapping[str, Role], source: Source):
+                 trained: Mapping[str, Role], source: Source, limit: float):
         self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
-        group = dist.new_group(backend="gloo") if settings.every else None  # for a thread of its own
+        patience = datetime.timedelta(seconds=limit)
+        group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
         self.checkpoints = Checkpoints(folder, settings.keep, group)
-        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots()
+        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots(slots=1)
         self.swaps = any(role.handover is not None and role.handover.swap for role in trained.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future[dict[str, Any]] | None = None

@@ -56,6 +56,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
         ranks = place.group.ranks if place.group else range(place.board.ranks)
         berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, place.path, berth.snapshots)
     team.join(place.device, place.spec.run.wait_limit)
+    place = place.agreed(berth.changes)
     channel = place.channel and place.channel.joined(team.board)
     watch.lap("connect")
     if place.group and place.group.name == ROLLOUT:

@@ -52,7 +52,8 @@ def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None
     Raises:
         InvalidInput: a role has none in the run file, so that one for it would be all it has.
     """
-    without = {text: path[1] for text, path in paths.items() if path[0] == "roles" and path[1] not in spec.run.roles}
+    without = {text: path[1] for text, path in paths.items()
+               if path[0] == "roles" and len(path) > 1 and path[1] not in spec.run.roles}
     if without:
         hint = listing(spec.run.roles, "Roles with settings")
         raise InvalidInput([Mistake(f"role `{role}` has no settings of its own, but those of the role that it copies",

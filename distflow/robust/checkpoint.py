@@ -36,23 +36,26 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
         self.folder, self.keep, self.group = folder, keep, group
 
-    def save(self, step: int, sharded: Mapping[str, Any], progress: dict[str, Any],
+    def save(self, step: int, sharded: Mapping[str, Any] | None, progress: dict[str, Any],
              parts: Mapping[str, Callable[[Path], Any]] | None = None) -> None:
         """Write the state after `step` steps. Collective.
 
         Args:
-            sharded: the states of engines by role; each rank writes its shards.
+            sharded: the states of engines by role; each rank writes its shards. None on a rank that has lost them.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
             parts: what else belongs to the run at this step, by name; rank 0 calls each with a folder for its files,
                 as `{"dock": dock.snapshot}`. They count from the moment when the whole checkpoint does, and
                 `whole.part` finds them again.
 
         Raises:
-            CheckpointError: on every rank, if one could not write its part; the older checkpoints are untouched.
+            CheckpointError: on every rank, if one has lost or could not write its part; the older checkpoints are
+                untouched.
         """
         final = self.folder / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
         try:
+            self._require_none("" if sharded is not None else f"{final} could not be written: the copy of it in the "
+                               f"memory of rank {dist.get_rank()} has changed since it was made")
             self._on_first(final, lambda: self._prepare(partial))
             dcp.save(dict(sharded), checkpoint_id=partial, process_group=self.group)
             self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}))
@@ -83,16 +86,19 @@ class Checkpoints:
             _remove(old)
 
     def _on_first(self, final: Path, act: Callable[[], None]) -> None:
-        """On rank 0; what goes wrong there is raised on every rank, or the others would wait."""
+        """On rank 0."""
         trouble = ""
         if dist.get_rank() == 0:
             try:
                 act()
             except (OSError, DistflowError) as error:
                 trouble = f"{final} could not be written: {error}"
-        trouble = gather(trouble.encode(), self.group)[0].decode()
-        if trouble:
-            raise CheckpointError(trouble)
+        self._require_none(trouble)
+
+    def _require_none(self, trouble: str) -> None:
+        """What is wrong on one rank is raised on every rank, or the others would wait."""
+        if found := [each.decode() for each in gather(trouble.encode(), self.group) if each]:
+            raise CheckpointError(found[0])
 
     def load(self, sharded: dict[str, Stateful]) -> dict[str, Any]:
         """Load the newest whole checkpoint into the engines, for any number of ranks, and return its progress.

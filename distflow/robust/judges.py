@@ -53,10 +53,10 @@ Judge = Callable[[Sequence[Step]], Alarm | None]
 
 
 @detector(sees="steps")
-def straggler(steps: Sequence[Step], *, factor: float = 2.0, during: float = 5.0, share: float = 0.1,
-              restart: bool = False) -> Alarm | None:
+def straggler(steps: Sequence[Step], *, factor: float = 2.0, during: float = 5.0, share: float = 0.1) -> Alarm | None:
     """A rank that takes `factor` times as long for a phase as the others do on the median, for as many rows too, in
-    each of the last `during` steps; if that costs at least this share of the step."""
+    each of the last `during` steps; if that costs at least this share of the step. It only warns: a slow machine stays
+    slow when its worker starts again."""
     recent = steps[-max(1, math.ceil(during)):]
     if len(recent) < during:
         return None
@@ -68,7 +68,7 @@ def straggler(steps: Sequence[Step], *, factor: float = 2.0, during: float = 5.0
     return Alarm(f"rank {rank} is slow: {phase} takes it at least {slowest:.1f} times as long as the others, "
                  f"{len(recent)} steps in a row",
                  {"rank": rank, "phase": phase, "factor": round(slowest, 2), "steps": len(recent)},
-                 f"{rank} {phase}", restart)
+                 f"{rank} {phase}")
 
 
 def _slower(step: Step, phase: Phase, rank: int, share: float) -> float:
@@ -88,7 +88,8 @@ def _slower(step: Step, phase: Phase, rank: int, share: float) -> float:
 def loss_spike(steps: Sequence[Step], *, deviations: float = 15.0, window: float = 50.0, least: float = 20.0,
                restart: bool = False) -> Alarm | None:
     """A loss or a gradient norm that is no number, or far from what it was: by more than so many deviations from the
-    median of a window of steps that trained, if there were at least so many."""
+    median of a window of steps that trained, if there were at least so many. With `restart` the step is done again,
+    and the window begins anew: in its first `least` steps, so in this one too, only what is no number is seen."""
     *before, last = steps
     for name, value in last.metrics.items():
         if name.rpartition("/")[2] not in ("loss", "grad_norm"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -38,6 +39,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
         self.map: mmap.mmap | None = None
         self.step: int | None = None
         """Of what this process has written to it."""
@@ -86,10 +88,10 @@ class Slot:
 
 
 class Snapshots:
-    """One rank's slots."""
+    """One rank's slots; one is enough for what is only written to disk."""
 
-    def __init__(self) -> None:
-        self.slots = (Slot(), Slot(), Slot())
+    def __init__(self, slots: int = 3) -> None:
+        self.slots = tuple(Slot() for _ in range(slots))
         self.newest: Slot | None = None
         self.held: Slot | None = None
         """One that must stay as it is."""
@@ -123,9 +125,12 @@ class Snapshots:
         if self.copying is not None:
             self.copying.result()
 
-    def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is in a slot, in the form of the state that it is a copy of; nothing is copied."""
-        header, body = slot.read()
+    def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What is in a slot, in the form of the state that it is a copy of; nothing is copied. None if it is not whole,
+        as when it was changed since."""
+        if (found := slot.read()) is None:
+            return None
+        header, body = found
         places = {tuple(path): place for path, _, _, place in header["tensors"]}
         return _view(state, body, places)
 

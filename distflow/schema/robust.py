@@ -53,10 +53,12 @@ class Robust(Document):
     snapshots: bool = True
     """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
     way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
-    and three times where writing a checkpoint lasts longer than a step. Without it a trainer goes on from the newest
-    checkpoint on disk; in modes async and semi_sync the dock keeps what was trained on since."""
+    and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
+    writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
+    was trained on since."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn, and with
-    {restart: true} have the step done again by workers that start from the state before it."""
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn. With
+    {restart: true} `loss_spike` has the step done again by workers that start from the state before it. Those begin
+    to judge anew: a step that leaps again is taken as it is, unless its loss is no number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -159,6 +160,17 @@ def test_one_that_is_written_to_disk_stays_as_it_is():
     copies.held = None
     save(copies, 6, state(6), {"step": 6})
     assert {5, 6} <= set(copies.steps())
+
+
+def test_memory_that_nobody_has_any_more_is_given_back():
+    before = len(os.listdir("/proc/self/fd"))
+    copies = Snapshots()
+    for step in (1, 2, 3):
+        save(copies, step, state(step), {"step": step})
+    assert len(os.listdir("/proc/self/fd")) > before
+    del copies
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def shards() -> tuple[list[float], list[float], int]:

@@ -165,6 +165,7 @@ class Desk:
         elif update["kind"] == "crowded":
             for name, controller in self.controllers.items():
                 self.retire(name, recall.settle_oldest(controller))
+            return  # who is waked for nothing would ask again, and wake the others
         self.changed.notify_all()
 
     def enter(self, session: str, who: str) -> Person:

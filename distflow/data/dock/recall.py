@@ -46,8 +46,9 @@ def settle(controller: Controller, before: int) -> list[int]:
 
 
 def settle_oldest(controller: Controller) -> list[int]:
-    """The same for the oldest step that is kept, if there is one."""
-    return settle(controller, min(controller.kept) + 1) if controller.kept else []
+    """The same for the oldest step that is kept, but not for the newest two: of the last one's state the copies may be
+    under way, or turn out torn."""
+    return settle(controller, min(controller.kept) + 1) if len(controller.kept) > 2 else []
 
 
 def lose(controller: Controller, listed: Collection[int], warehouse: int, warehouses: int) -> list[int]:

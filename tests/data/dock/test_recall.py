@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,16 +81,45 @@ def test_the_lease_of_before_cannot_commit_what_was_taken_back(dock):
 
 
 def test_a_new_step_finds_room_before_old_ones_are_kept(dock):
-    """Producers wait for room, and what is only kept in case makes it, the oldest first."""
-    at = dock(1, BOTH, max_rows=3 * ROWS)
-    filled(at, 3)
+    """Producers wait for room, and what is only kept in case makes it, the oldest first; never the newest two."""
+    at = dock(1, BOTH, max_rows=4 * ROWS)
+    filled(at, 4)
+    for step in range(3):
+        train(at, step)
+    put(at, 4, "order", wait=5.0)
+    assert held(at) == 4 * ROWS
+    with pytest.raises(Full):
+        put(at, 5, "order", wait=0.1)
+    assert at.take_back("trainer", 1) == 2 * ROWS
+
+
+def test_room_elsewhere_is_asked_for_once_however_often_a_producer_is_waked(dock, monkeypatch):
+    at = dock(1, BOTH, max_rows=ROWS)
+    put(at, 0, "order")
+    desk, asked = at.services[0].desk, []
+    monkeypatch.setattr(desk, "make_room", lambda: asked.append(time.monotonic()))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(put, at, 1, "order", wait=0.3)
+        while not waiting.done():
+            with desk.changed:
+                desk.changed.notify_all()
+            time.sleep(0.005)
+        with pytest.raises(Full):
+            waiting.result()
+    assert len(asked) == 1
+
+
+def test_a_crowd_for_which_nothing_leaves_wakes_nobody(dock, monkeypatch):
+    at = dock(1, BOTH)
+    filled(at, 2)
     for step in range(2):
         train(at, step)
-    put(at, 3, "order", wait=5.0)
-    assert held(at) == 3 * ROWS
-    assert at.take_back("trainer", 1) == ROWS
-    with pytest.raises(Full):
-        put(at, 4, "order")
+    desk, waked = at.services[0].desk, []
+    with desk.changed:
+        monkeypatch.setattr(desk.changed, "notify_all", lambda: waked.append(True))
+        desk.apply({"kind": "crowded"})
+        assert waked == []
+        monkeypatch.undo()
 
 
 def test_peers_that_meet_again_do_not_let_kept_rows_go(dock, token):
