@@ -71,7 +71,7 @@ def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int)
 
 
 def start_beside(action: Callable[[], None]) -> int:
-    """Do what users have written in a process of its own, whose number is returned. What it raises is shown."""
+    """Do something in a process of its own, whose number is returned. What it raises is shown."""
     process = os.fork()
     if process:
         return process

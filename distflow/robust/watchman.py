@@ -5,14 +5,16 @@ It is a process of its own, since a seat may be busy for a while, and has no thr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
-import traceback
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
+from distflow.robust.berth import start_beside
 from distflow.robust.machines import BEAT, Era, Machines, Silence, host_of
 
 
@@ -20,28 +22,24 @@ class Watchman:
     """Of one era. It ends with the process that has set it out, at the latest."""
 
     def __init__(self, machines: Machines, era: Era):
-        master = os.getpid()
-        self.process = os.fork()
-        if not self.process:
-            try:
-                _watch(replace(machines, store=machines.store.clone()), era, os.pidfd_open(master))
-            except dist.DistError:
-                pass  # without the board nothing can be said; the seats find that out too
-            except BaseException:  # noqa: BLE001 - or a sound machine would fall silent without a word
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+        self.process = start_beside(partial(_watch, machines, era, os.getpid()))
 
     def end(self) -> None:
         os.kill(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
 
 
-def _watch(machines: Machines, era: Era, master: int) -> None:
+def _watch(machines: Machines, era: Era, seat: int) -> None:
+    with contextlib.suppress(dist.DistError):  # without the board nothing can be said; the seats find that out too
+        _listen(replace(machines, store=machines.store.clone()), era, os.pidfd_open(seat))
+
+
+def _listen(machines: Machines, era: Era, seat: int) -> None:
+    """Until this process's seat ends, whose descriptor this is, or the machine's part of the era."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ended = select.poll()
-    ended.register(master, select.POLLIN)
+    ended.register(seat, select.POLLIN)
     silences = {block: Silence(machines.silence) for block in range(era.blocks) if block != era.block}
     count, told = 0, set()
     while not ended.poll(BEAT * 1000) and not machines.begun_anew(era.number) \
