@@ -115,10 +115,16 @@ def _write(path: str, text: str) -> None:
 
 
 def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+    from planners.heterogeneous.runnable import ranks_of
     from planners.heterogeneous.written import written
 
-    best, bound = _runnable(spec, costed) if options.runnable else _searched(options, costed)
-    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+    ranks = None
+    if options.runnable:
+        best, bound = _runnable(spec, costed)
+        ranks = ranks_of(costed.problem, best)
+    else:
+        best, bound = _searched(options, costed)
+    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds), ranks)
     return plan.model_copy(update={"rest_seconds": rest})
 
 
