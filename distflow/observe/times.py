@@ -68,10 +68,10 @@ def read(path: Path) -> list[Step]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             said: dict[str, Any] = json.loads(line)
-        except ValueError:
+            nodes = {name: Taken(*each) for name, each in said["nodes"].items()}
+            found[said["step"], said["rank"]] = Step(said["step"], said["rank"], said["seconds"], nodes)
+        except (ValueError, TypeError, KeyError):  # a part of a line may be JSON too
             continue
-        nodes = {name: Taken(*each) for name, each in said["nodes"].items()}
-        found[said["step"], said["rank"]] = Step(said["step"], said["rank"], said["seconds"], nodes)
     return [found[key] for key in sorted(found)]
 
 

@@ -27,7 +27,7 @@ def test_a_step_done_twice_counts_as_it_was_done_last_and_a_torn_line_does_not(t
         times.add("update", Taken(seconds, 1, 1, 1, 1, 1))
         times.write(3, seconds)
     with (tmp_path / "times.jsonl").open("a") as file:
-        file.write('{"step": 4, "ra')
+        file.write('12\n{"step": 4, "ra')
     assert [step.seconds for step in read(tmp_path / "times.jsonl")] == [1.0]
 
 
