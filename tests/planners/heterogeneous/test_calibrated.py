@@ -151,3 +151,13 @@ def test_further_draws_are_seconds_of_the_batch() -> None:
     assert [layout.rows for layout in found] == [(64,)] * 3
     assert [layout.seconds for layout in found] == pytest.approx([6.0] * 3, rel=0.01)
     assert one.problem.works[0].seen == 20
+
+
+def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
+    layouts = {work.name: Layout(1) for work in WORKS}
+    taken = {(work.name, 0): Taken(6.0, 64) for work in WORKS}
+    one = ran(problem(64), layouts, taken, 18.0)
+    assert [(work.whole, work.read, work.longest) for work in one.problem.works] == [(70, 40, 30)] * 3
+    found = Costed(calibrated(problem(64), [one]))
+    assert [layout.seconds for layout in one.placement(found).layouts] == pytest.approx([6.0] * 3, rel=0.01)
+    assert found.layouts.exactly(0, found.problem.hardware.all)[0]
