@@ -104,6 +104,7 @@ def test_a_better_plan_is_proposed_if_it_is_worth_it(run: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "runs/run: an iteration takes" in printed
     assert "A better plan takes" in printed
+    assert "distflow resume runs/run --cluster unlike.yaml --plan plan.yaml" in printed
     for task in yaml.safe_load(Path("plan.yaml").read_text())["tasks"].values():
         rows = {shares["stages"][0]: shares["rows"] for shares in task["shares"]}
         assert rows["here"] > 2 * rows.get("there", 0)

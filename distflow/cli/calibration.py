@@ -148,7 +148,8 @@ def _mistakes(spec: Spec, folder: Path) -> Iterator[Mistake]:
                       "Describe the machines that it runs on, in the order of its ranks.")
     elif (steps := _usual(folder, said).steps) < _LEAST:
         yield Mistake(f"{folder} has measured {steps} whole steps after the first ones by the settings in force, and "
-                      f"at least {_LEAST} are needed", None, "Let it run on, or make a run of more steps:  --set steps=10")
+                      f"at least {_LEAST} are needed", None,
+                      "Let it run on, or make a run of more steps:  --set steps=10")
 
 
 def _usual(folder: Path, plan: dict[str, Any]) -> times.Usual:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,8 +86,16 @@ def main(options: argparse.Namespace) -> int:
     lines += _explained(costed, placement) if options.explain and better else ()
     lines += known.report(options.runs) if options.explain and known else ()
     lines += _running(spec, options.plan) if options.plan else ()
+    lines += _resuming(options) if options.replan and options.out and better else ()
     print("\n".join(lines))
     return 0
+
+
+def _resuming(options: argparse.Namespace) -> Iterator[str]:
+    run = options.runs[-1]
+    elsewhere = ["--cluster", options.cluster] if Path(options.cluster) != Path(run, "cluster.yaml") else []
+    yield from ("", "Stop the run, and let it go on by this plan:",
+                "  " + shlex.join(["distflow", "resume", run, *elsewhere, "--plan", options.out]))
 
 
 def _running(spec: Spec, path: str) -> Iterator[str]:
