@@ -1,4 +1,4 @@
-"""How long each node takes on each rank: `times.jsonl`, which every rank appends to and `distflow plan --from` reads.
+"""How long each node with a model takes on each rank: `times.jsonl`, which all append to, for `distflow plan --from`.
 
 Metrics say what the slowest rank takes; a plan for unlike devices must know each one's own time, and for what.
 """
