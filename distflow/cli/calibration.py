@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planners.heterogeneous.problem import Problem
     from planners.heterogeneous.ran import Ran
 
+THRESHOLD = 0.1
 _LEAST = 3
 """Steps, beside the first ones, of which a median is one."""
 
@@ -31,8 +32,8 @@ def add_arguments(mixed: argparse._ArgumentGroup) -> None:
     mixed.add_argument("--replan", action="store_true",
                        help="with --from: say how long an iteration of the last run takes as it is placed, and propose "
                             "a plan that runs (and write it to --out) if a better one is found")
-    mixed.add_argument("--threshold", type=float, default=0.1, metavar="SHARE",
-                       help="by how much of an iteration a plan must be better to be proposed (default: 0.1)")
+    mixed.add_argument("--threshold", type=float, metavar="SHARE",
+                       help=f"by how much of an iteration a plan must be better to be proposed (default: {THRESHOLD})")
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
