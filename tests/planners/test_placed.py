@@ -187,8 +187,11 @@ def test_a_hand_written_run_may_say_rows_too() -> None:
     assert layouts(found)["update"] == Layout(2, rows=(3, 1))
     assert [move.kind for task in found.tasks for move in task.transfers if task.node == "update"][0] == "all_to_all"
     assert layouts(plan(load("grpo", None, ["layouts.update.rows=[7, 7]"]), 2))["update"] == Layout(2)
-    with pytest.raises(InvalidInput, match="says the rows of 3 shares, and 2 ranks make 2"):
+    with pytest.raises(InvalidInput, match="says the rows of 3 shares, and 2 ranks make 2") as error:
         plan(load("grpo", None, ["layouts.update.rows=[3, 1, 1]"]), 2)
+    assert "or divide rows evenly:  --set layouts={}" in str(error.value)
+    with pytest.raises(InvalidInput, match="in mode async ranks that sample take prompts as they get free"):
+        plan(load("grpo", None, ["mode=async", "layouts.rollout.rows=[3, 1]"]), 3)
     with pytest.raises(InvalidInput, match="no share has rows"):
         plan(load("grpo", None, ["layouts.update.rows=[0, 0]"]), 2)
 
