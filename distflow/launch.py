@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -106,6 +107,7 @@ def together(spec: Spec, options: argparse.Namespace, machines: Apart | None = N
 
 def apart(spec: Spec, options: argparse.Namespace) -> int:
     """This machine's part of a run whose machines come and go: as long as there is one for it."""
+    from distflow.robust.berth import SIGNALS
     from distflow.robust.machines import BegunAnew
     from planners import plan as make_plan
     from workers.apart import Apart
@@ -114,11 +116,15 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
         raise InvalidInput("--board and --machines go together:  --board HOST:PORT --machines 4")
     if options.plan:
         raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
-    machines = Apart(options.board, options.machines, partial(make_plan, spec), spec.run.robust.machine_silence)
+    if options.in_process or options.export:
+        raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
+    machines = Apart(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
     while machines.join():
         try:
             status = together(spec, options, machines)
         except BegunAnew:
+            for number in SIGNALS:  # which the seat has ignored since its end
+                signal.signal(number, signal.SIG_DFL)
             continue
         except DistflowError as error:
             machines.conclude(str(error))

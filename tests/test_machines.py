@@ -172,6 +172,10 @@ MISTAKES = {
     "no board": (("--board", "127.0.0.1:1", "--machines", "2"), {}, "there is no board at 127.0.0.1:1"),
     "no --board": (("--machines", "2"), {}, "--board and --machines go together"),
     "no --machines": (("--board", "127.0.0.1:1"), {}, "--board and --machines go together"),
+    "a port": (("--board", "127.0.0.1:99999", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
+    "in process": (("--board", "HERE", "--machines", "2", "--in-process"), {}, "are for one machine"),
+    "fewer": (("--board", "HERE", "--machines", "1:2", "--set", "layouts={rollout: {rows: [1, 1]}}"), {},
+              "Start 2 ranks"),
     "an address": (("--board", "there", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
     "a span": (("--board", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
     "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "has another token"),
@@ -196,7 +200,7 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
     with monkeypatch.context() as first:  # whoever comes first says what the run is
         first.setenv("LOCAL_WORLD_SIZE", "1")
         first.setenv("DISTFLOW_TOKEN", "the token")
-        Apart(address, "2", partial(plan, spec), 1.0)
+        Apart(address, "2", partial(plan, spec), spec.run.robust)
     assert launch.main([*run, *(address if each == "HERE" else each for each in arguments)]) == 2
     assert expected in capsys.readouterr().err
 

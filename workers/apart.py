@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -20,10 +21,11 @@ from distflow.robust.machines import MACHINES, BegunAnew, Era, Machines
 from distflow.robust.watchman import Watchman
 from distflow.schema.errors import DistflowError, InvalidInput
 from distflow.schema.plan import Plan
+from distflow.schema.robust import Robust
 
 TOKEN = "DISTFLOW_TOKEN"
 _REACHED = datetime.timedelta(seconds=30)
-_LOOK = 0.1
+_LOOK, _PORTS = 0.1, 1 << 16
 
 
 class Apart:
@@ -38,11 +40,14 @@ class Apart:
         InvalidInput: there is no board, it is another run's, or so few machines cannot train and sample.
     """
 
-    def __init__(self, board: str, machines: str, plan_for: Callable[[int], Plan], silence: float):
+    def __init__(self, board: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
         self.host, self.port = _address(board)
         least, most = _span(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
+        if not plan.groups:  # a run that has lost a machine must not find out then that it cannot go on
+            for count in range(least, most):
+                plan_for(count * self.local)
         training = len(plan.groups[0].ranks) if plan.groups else plan.ranks
         vital, enough = -(-training // self.local), training // self.local + 1
         if plan.groups and least < enough:
@@ -50,8 +55,9 @@ class Apart:
                                f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
                                "or have more of them sample:  --set groups.rollout=…")
         self.store = _store(self.host, self.port)
-        self.machines = Machines(dist.PrefixStore(MACHINES, self.store), agent(), self.local, least, most, vital,
-                                 not plan.groups, silence)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
+        self.machines = Machines(dist.PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least, most,
+                                 vital, not plan.groups, robust.machine_silence, robust.restarts)
         self.machines.agree(plan.digest)
         self.joins, self.era, self.watchman = 0, Era(-1, 0, 0), None
 
@@ -92,8 +98,8 @@ class Apart:
                           verdict=STARTS_AGAIN)
 
     def look(self) -> None:
-        """Raises BegunAnew: there is a later era."""
-        if self.machines.begun_anew(self.era.number):
+        """Raises BegunAnew: there is a later era, or another machine has taken this one's place."""
+        if self.machines.begun_anew(self.era.number) or not self.machines.holds(self.era.number, self.era.block):
             raise BegunAnew
 
     def reprieve(self) -> None:
@@ -102,7 +108,10 @@ class Apart:
         Raises:
             BegunAnew: it was so.
         """
-        until = time.monotonic() + 1.5 * self.machines.silence
+        seconds = 1.5 * self.machines.silence
+        until = time.monotonic() + seconds
+        print(f"rank {os.environ['RANK']} has failed; within {seconds:g} s it shows whether a machine is lost",
+              flush=True)
         while time.monotonic() < until:
             self.look()
             time.sleep(_LOOK)
@@ -110,9 +119,10 @@ class Apart:
     def conclude(self, failure: str = "") -> None:
         """This rank has done its work, or failed for good. Where it trains, that is so for all."""
         first = self.era.block == self.rank == 0
-        if first or (failure and self.era.block < self.machines.vital):
-            self.machines.end(self.era.number, failure)
-        self.machines.leave(self.era.number, self.era.block)
+        with contextlib.suppress(dist.DistError):  # without the board all end anyway
+            if first or (failure and self.era.block < self.machines.vital):
+                self.machines.end(self.era.number, failure)
+            self.machines.leave(self.era.number, self.era.block)
 
     @property
     def replaces(self) -> bool:
@@ -121,10 +131,9 @@ class Apart:
 
     @property
     def present(self) -> list[int]:
-        """The ranks that are there when the era begins, and this machine's."""
-        members = len(json.loads(self.machines.store.get(f"{self.era.number}/members")))
+        """The ranks without which nothing begins, and this machine's: others that sample may come later."""
         return [rank for rank in range(self.era.blocks * self.local)
-                if rank // self.local < members or rank // self.local == self.era.block]
+                if rank // self.local < self.machines.vital or rank // self.local == self.era.block]
 
     def folder(self) -> Path | None:
         """That of the run, if an earlier era has made one."""
@@ -149,7 +158,7 @@ class Apart:
 
 def _address(board: str) -> tuple[str, int]:
     host, _, port = board.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < _PORTS:
         raise InvalidInput(f"--board {board}: say where the board is, as  --board 10.0.0.1:29400")
     return host, int(port)
 

@@ -27,7 +27,7 @@ from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
 _HOST = "DISTFLOW_HOST"
-_OVER, _FIRST, _LEFT = "over", "first step", "left"
+_OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
 _PARTING, _MOMENT = 10.0, 0.05
 """Seconds in which all ranks see that the run is over, and between two looks."""
 
@@ -102,8 +102,8 @@ class Channel:
     def part(self) -> None:
         """This rank needs the dock no more; one that keeps a warehouse waits for the others."""
         self.store.add(_LEFT, 1)
-        until = time.monotonic() + _PARTING
-        while self.child is not None and self.store.add(_LEFT, 0) < self.ranks and time.monotonic() < until:
+        until = time.monotonic() + (_PARTING if self.child is not None else 0.0)
+        while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
             time.sleep(_MOMENT)
 
     def close(self) -> None:
@@ -120,6 +120,7 @@ def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
         EngineError: there are several machines, and none says at which address the others reach it.
     """
     token = bytes.fromhex(board.tell("token", secrets.token_hex(32)))
+    board.store.add(_CAME, 1)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
     keeps = board.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     child = start(token, host=host) if keeps else None

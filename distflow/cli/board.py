@@ -29,6 +29,8 @@ def main(options: argparse.Namespace) -> int:
     from workers.apart import TOKEN, digest
 
     token = os.environ.get(TOKEN) or secrets.token_hex(16)
+    if not 0 <= options.port < 1 << 16:
+        raise InvalidInput(f"--port {options.port}: ports are numbered up to {(1 << 16) - 1}; 29400 is the usual one")
     try:
         store = store_on(options.host, options.port)
     except OSError as error:

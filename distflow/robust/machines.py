@@ -31,6 +31,8 @@ MACHINES = "machines"
 """The prefix of all this on the board."""
 BEAT, _LOOK = 1.0, 0.1
 """Seconds between two signs of life, and between two looks at the board."""
+_PATIENCE = 5.0
+"""Seconds after which one that waits for others says so."""
 
 
 class BegunAnew(Exception):
@@ -78,6 +80,7 @@ class Machines:
         grows: whether the ranks are those of the machines that are there (mode sync); else they are those of `most`,
             and some that sample may be missing.
         silence: seconds without a sign of life after which a machine counts as lost.
+        losses: of machines that train, after which the run ends when there is another.
     """
 
     store: dist.Store
@@ -88,6 +91,7 @@ class Machines:
     vital: int
     grows: bool
     silence: float
+    losses: int
 
     def agree(self, run: str) -> None:
         """Make sure that the board is this run's.
@@ -126,10 +130,15 @@ class Machines:
 
     def propose(self, era: int, why: str, lost: int | None = None) -> None:
         """The next era, for all but the machine of block `lost`, and for this one."""
-        expected = [name for block, name in self.holders(era).items() if block != lost and not self.left(era, block)]
+        expected = [name for block, name in self.holders(era).items()
+                    if block != lost and not self.left(era, block, name)]
         expected += [self.me] if self.me not in expected else []
+        losses = self._began(era).get("losses", 0) + (lost is not None)
+        if losses > self.losses:
+            self.end(era, f"{why}. That is machine {losses} that is lost, and robust.restarts is {self.losses}")
+            return
         silent = 0.0 if lost is None else self.silence
-        self._next(era, {"why": why, "silent": silent, "expected": expected})
+        self._next(era, {"why": why, "silent": silent, "expected": expected, "losses": losses})
 
     def end(self, era: int, failure: str = "") -> None:
         """There is nothing more to do for any machine: because of a failure, or because all is done."""
@@ -137,7 +146,7 @@ class Machines:
 
     def leave(self, era: int, block: int) -> None:
         """This machine ends by itself, and is not to be missed."""
-        self.store.set(f"{era}/left/{block}", "")
+        self.store.set(f"{era}/left/{block}", self.me)
 
     def begun_anew(self, era: int) -> bool:
         """Whether there is a later era."""
@@ -149,8 +158,15 @@ class Machines:
         found = {block: self._holder(era, block, members) for block in range(self.most)}
         return {block: name for block, name in found.items() if name}
 
-    def left(self, era: int, block: int) -> bool:
-        return self.store.check([f"{era}/left/{block}"])
+    def holds(self, era: int, block: int) -> bool:
+        """Whether a block is this machine's still: while it gave no sign of life, another may have taken it."""
+        key = f"{era}/holder/{block}"
+        return not self.store.check([key]) or self.store.get(key).decode() == self.me
+
+    def left(self, era: int, block: int, name: str) -> bool:
+        """Whether this machine, which had the block, has ended by itself."""
+        key = f"{era}/left/{block}"
+        return self.store.check([key]) and self.store.get(key).decode() == name
 
     def beat(self, era: int, block: int, count: int) -> None:
         """A sign of life."""
@@ -181,10 +197,14 @@ class Machines:
         if not self.store.check([f"{era}/members"]):
             mine = self.store.add(f"{era}/came", 1)
             self.store.set(f"{era}/name/{mine}", self.me)
-        seen, since = 0, time.monotonic()
+        seen, since, told = 0, time.monotonic(), 0
         while not self.store.check([f"{era}/members"]):
             if self.begun_anew(era):
                 return None
+            if seen != told and time.monotonic() - since > _PATIENCE:
+                told, why = seen, self._began(era).get("why", "")
+                print(f"{f'{why}; ' if why else ''}waiting for machines: {seen} have come, and {self.least} are enough",
+                      flush=True)
             if (came := self.store.add(f"{era}/came", 0)) != seen:
                 seen, since = came, time.monotonic()
             names = [self.store.get(f"{era}/name/{each + 1}").decode() for each in range(seen)]
@@ -201,7 +221,7 @@ class Machines:
         """This machine's block, how many there are, and whether it was another's; waits for one to become free. None if
         a later era has begun."""
         blocks = len(members) if self.grows else self.most
-        if self.me in members:
+        if self.me in members and self.holds(era, members.index(self.me)):
             return members.index(self.me), blocks, False
         if self.grows and len(members) < self.most:
             self.propose(era, f"machine {host_of(self.me)} has come")
@@ -210,7 +230,7 @@ class Machines:
         while not self.begun_anew(era):
             for block in range(self.vital, blocks):
                 before = self._holder(era, block, members)
-                free = not before or self.left(era, block) or silent[block].of(self.heard(era, block))
+                free = not before or self.left(era, block, before) or silent[block].of(self.heard(era, block))
                 if free and not self.begun_anew(era) and self._take(era, block, before):
                     return block, blocks, bool(before)
             time.sleep(_LOOK)

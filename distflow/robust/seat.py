@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
-from distflow.robust.berth import FAILED, GIVES_WAY, SIGNALS, Berth, become_worker, do_beside, last_of
+from distflow.robust.berth import FAILED, GIVES_WAY, INVALID, SIGNALS, Berth, become_worker, do_beside, last_of
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
@@ -105,7 +105,7 @@ class Seat:
                     self._call("on_leave", life)
                     return 0
                 following = self.lives.next(life, end if isinstance(end, Failure) else None)
-                if self.apart and following.end:
+                if self.apart and following.end and following.failures[-1].code != INVALID:
                     self.apart.reprieve()
                 self._tell(life, following)
                 life, self.useful = following, 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import traceback
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -26,6 +27,8 @@ class Watchman:
                 _watch(replace(machines, store=machines.store.clone()), era, os.pidfd_open(master))
             except dist.DistError:
                 pass  # without the board nothing can be said; the seats find that out too
+            except BaseException:  # noqa: BLE001 - or a sound machine would fall silent without a word
+                traceback.print_exc()
             finally:
                 os._exit(0)
 
@@ -41,11 +44,12 @@ def _watch(machines: Machines, era: Era, master: int) -> None:
     ended.register(master, select.POLLIN)
     silences = {block: Silence(machines.silence) for block in range(era.blocks) if block != era.block}
     count, told = 0, set()
-    while not ended.poll(BEAT * 1000) and not machines.begun_anew(era.number):
+    while not ended.poll(BEAT * 1000) and not machines.begun_anew(era.number) \
+            and machines.holds(era.number, era.block):
         machines.beat(era.number, era.block, count := count + 1)
         for block, name in machines.holders(era.number).items():
             if block == era.block or not silences[block].of(machines.heard(era.number, block)) \
-                    or name in told or machines.left(era.number, block):
+                    or name in told or machines.left(era.number, block, name):
                 continue
             told.add(name)
             first = block * machines.local

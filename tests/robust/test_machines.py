@@ -26,9 +26,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def machine(board, name: str, least: int = 2, most: int = 3, grows: bool = False, silence: float = LONG) -> Machines:
+def machine(board, name: str, least: int = 2, most: int = 3, grows: bool = False, silence: float = LONG,
+            losses: int = 20) -> Machines:
     """Of three blocks the first one trains, or all do."""
-    return Machines(board.clone(), name, 1, least, most, most if grows else 1, grows, silence)
+    return Machines(board.clone(), name, 1, least, most, most if grows else 1, grows, silence, losses)
 
 
 def joined(pool: ThreadPoolExecutor, *machines: Machines) -> list[Era | None]:
@@ -115,6 +116,43 @@ def _when_begun(one: Machines) -> Era | None:
     while not one.begun_anew(0):
         pass
     return one.join()
+
+
+def test_one_that_was_replaced_is_a_spare(board, pool):
+    """It gave no sign of life for a while, and is not to work on beside the one that has its ranks."""
+    machines = [machine(board, name, most=2, silence=0.3) for name in "ab"]
+    eras = joined(pool, *machines)
+    still = next(each for era, each in zip(eras, machines) if era.block == 1)
+    other, = joined(pool, machine(board, "c", most=2, silence=0.3))
+    assert other == Era(0, 1, 2, True)
+    assert not still.holds(0, 1)
+    long = machine(board, still.me, most=2)
+    again = pool.submit(long.join)
+    machines[0].end(0)
+    assert again.result(30) is None
+
+
+def test_who_took_the_place_of_one_that_left_keeps_it(board, pool):
+    machines = [machine(board, name, most=2) for name in "ab"]
+    eras = joined(pool, *machines)
+    gone = next(each for era, each in zip(eras, machines) if era.block == 1)
+    gone.leave(0, 1)
+    assert joined(pool, machine(board, "c", most=2)) == [Era(0, 1, 2, True)]
+    late = pool.submit(machine(board, "d", most=2).join)
+    assert machines[0].holders(0)[1] == "c"
+    machines[0].propose(0, "over")
+    machines[0].end(1)
+    assert late.result(30) is None
+    assert machines[0].holders(0)[1] == "c"
+
+
+def test_losses_are_not_without_end(board, pool):
+    machines = [machine(board, name, most=2, losses=1) for name in "ab"]
+    for era, (why, lost) in enumerate([("block 1 is lost", 1), ("one has come", None), ("block 0 is lost", 0)]):
+        joined(pool, *machines)
+        machines[0].propose(era, why, lost)
+    with pytest.raises(DistflowError, match="block 0 is lost. That is machine 2 that is lost, and robust.restarts is"):
+        machines[1].join()
 
 
 def test_an_end_is_everybodys(board, pool):
