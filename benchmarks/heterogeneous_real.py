@@ -97,16 +97,22 @@ class Contest:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with open(self.scratch / "log", "w+") as log:
             process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, env=environment)
-            while process.poll() is None and not meanwhile():
-                time.sleep(_LOOK)
-            if process.wait():
+            try:
+                while process.poll() is None and not meanwhile():
+                    time.sleep(_LOOK)
+                failed = process.wait()
+            finally:
+                process.terminate()  # torchrun ends its ranks; nothing to do for one that has ended
+                process.wait()
+            if failed:
                 log.seek(0)
                 raise SystemExit(f"{log.read()[-6000:]}\nthis command failed: {' '.join(command)}")
 
 
 def _begin(slowed: Slowed, folder: Path, times: int) -> bool:
     """Slow the second rank once the run has done a step."""
-    begun = (folder / "metrics.jsonl").is_file() and bool(steps_of(folder))
+    metrics = folder / "metrics.jsonl"
+    begun = metrics.is_file() and "\n" in metrics.read_text()  # its first line is whole, and there is no validation
     if begun:
         slowed.begin([1.0, 1.0 / times])
     return begun

@@ -47,14 +47,15 @@ def ranks(count: int) -> Iterator[Slowed]:
     """
     first, made = (_ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT), []
     try:
-        for rank in range(count):
-            made.append(first / f"distflow{os.getpid()}-{rank}")
-            made[-1].mkdir()
-            _limit(made[-1], 1.0)
-    except OSError as error:
-        raise NoQuota(f"no control group for processor time can be made here: {error}. It needs root, and cgroups that "
-                      "may be written") from None
-    try:
+        try:
+            for rank in range(count):
+                group = first / f"distflow{os.getpid()}-{rank}"
+                group.mkdir()
+                made.append(group)
+                _limit(group, 1.0)
+        except OSError as error:
+            raise NoQuota(f"no control group for processor time can be made here: {error}. It needs root, and cgroups "
+                          "that may be written") from None
         yield Slowed(made)
     finally:
         for group in made:

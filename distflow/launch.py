@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,7 +183,7 @@ def stay_on_loopback() -> None:
 def load_spec(options: argparse.Namespace) -> Spec:
     """The files that the options name."""
     if options.resume:
-        spec = reopened(Path(options.resume), options.overrides)
+        spec = reopened(Path(options.resume), options.overrides, getattr(options, "cluster", None))
         whole_checkpoint(options.resume)
         return spec
     if not options.dag:
@@ -194,15 +195,16 @@ def obeying(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
     """The run as the plan that the options name places it, if they name one."""
     if not options.plan:
         return spec
-    if options.resume:
-        raise InvalidInput("--resume goes on with the plan of the run. Leave --plan out.")
     from planners import obeyed
 
+    if options.resume:  # what the run says of it is from before
+        spec = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
     return obeyed(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
-def reopened(folder: Path, overrides: list[str] | None = None) -> Spec:
-    """The spec of a run that has begun, whose modules are found where it found them.
+def reopened(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """The spec of a run that has begun, whose modules are found where it found them; on another cluster if one is
+    named.
 
     Raises:
         InvalidInput: it is no run's folder.
@@ -210,7 +212,8 @@ def reopened(folder: Path, overrides: list[str] | None = None) -> Spec:
     if not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
     sys.path += json.loads((folder / "launch.json").read_text())["search"]
-    return reload(folder, overrides)
+    kept = folder / "cluster.yaml"
+    return reload(folder, overrides, cluster or (str(kept) if kept.is_file() else None))
 
 
 def whole_checkpoint(folder: str) -> Path:

@@ -141,7 +141,9 @@ def _rows(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> list[int]
 
 
 def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
-    """Nodes that run no model work on the rows where they are: where the first node that they follow has them."""
+    """Nodes that run no model divide rows as the first node that they follow does, so that rows stay where they are,
+    but for those of a share that splits its model: its ranks have alike parts of them. Not for runs with groups, whose
+    ranks divide what arrives evenly."""
     found = dict(layouts)
     while True:
         more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])

@@ -141,12 +141,16 @@ def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mist
 
 
 def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
-    dp = min(wish.dp or shares, shares)
+    dp, where = min(wish.dp or shares, shares), spec.run_source.spot(("layouts", wish.node, "rows"))
+    if wish.rows and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
+        what = (f"node `{wish.node}` says the rows of its shares, and in mode {spec.run.mode} ranks that sample take "
+                "prompts as they get free")
+        return [Mistake(what, where, "Leave `rows` out of it.")]
     if wish.rows and len(wish.rows) != dp and ranks > 0:
         each = f" of {layout.width} ranks" if layout.width > 1 else ""
         what = f"node `{wish.node}` says the rows of {len(wish.rows)} shares, and {ranks} ranks make {dp}{each}"
-        return [Mistake(what, spec.run_source.spot(("layouts", wish.node, "rows")),
-                        f"Start {len(wish.rows) * layout.width} ranks, or say the rows of {dp}, in proportion.")]
+        return [Mistake(what, where, f"Start {len(wish.rows) * layout.width} ranks, say the rows of {dp}, in "
+                                     "proportion, or divide rows evenly:  --set layouts={}")]
     return _check_dp(spec, wish, layout, ranks, shares)
 
 

@@ -10,6 +10,10 @@ import yaml
 from harness import metrics_of
 
 from distflow.cli import main
+from distflow.launch import reopened
+from distflow.observe.folder import RunFolder
+from distflow.schema.spec import load
+from planners import plan
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}},
            "devices": {name: {"tflops": {"float32": 0.1 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
@@ -58,8 +62,25 @@ def test_it_is_resumed_as_it_was_placed(launch, workspace, planned):
     ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
     assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
     assert len(set(rows_of(workspace / "runs/planned", "update"))) == 2
-    refused = launch(2, "--resume", "runs/planned", "--plan", "plan.yaml", code=1)
-    assert "--resume goes on with the plan of the run" in refused.stderr
+
+
+def test_it_goes_on_by_another_plan(launch, workspace, planned):
+    """Also one that has had layouts of its own."""
+    launch(2, *planned, "--name", "planned", "--set", "steps=2")
+    said = yaml.safe_load(Path("plan.yaml").read_text())
+    for task in said["tasks"].values():
+        task["shares"] = [{"count": 1, "rows": rows, "stages": [machine]}
+                          for rows, machine in ((8, "quick"), (56, "slow"))]
+    Path("other.yaml").write_text(yaml.safe_dump(said))
+    launch(2, "--resume", "runs/planned", "--plan", "other.yaml", "--set", "steps=4")
+    launch(2, *GRPO, "--name", "equal")
+    ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
+    assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
+    lines = [json.loads(line) for line in (workspace / "runs/planned/times.jsonl").read_text().splitlines()]
+    assert {step: [line["nodes"]["rollout"][1] for line in lines if (line["step"], line["rank"]) == (step, 0)]
+            for step in (3, 4)} == {3: [8], 4: [8]}
+    folder = yaml.safe_load((workspace / "runs/planned/run.yaml").read_text())
+    assert folder["layouts"]["rollout"]["rows"] == [8, 56]
 
 
 def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
@@ -84,3 +105,10 @@ def test_validate_and_plan_show_what_a_plan_does(planned, capsys, monkeypatch):
     assert "dp 2, rows " in capsys.readouterr().out
     assert main(["validate", *planned, "--set", "layouts.update.dp=2"]) == 2
     assert "`layouts` says how nodes are split, and so does the plan" in capsys.readouterr().err
+
+
+def test_a_run_is_reopened_on_the_cluster_that_it_was_started_on(workspace, planned):
+    spec = load("grpo.yaml", "tiny.yaml", None, "cluster.yaml")
+    with RunFolder.created(workspace / "run", spec, plan(spec, 2), []):
+        pass
+    assert reopened(workspace / "run").cluster == spec.cluster

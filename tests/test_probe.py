@@ -73,3 +73,9 @@ def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:
 def test_bad_input_is_refused_before_anything_starts(capsys, arguments: tuple[str, ...], says: str) -> None:
     assert main(["probe", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_under_torchrun_there_are_as_many_ranks_as_it_has_started(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert main(["probe", "--ranks", "2"]) == 2
+    assert "--nproc-per-node 2" in capsys.readouterr().err

@@ -231,8 +231,9 @@ class DagWorker:
 
     def _validator(self) -> Validator:
         name = prompted_role(self.spec, self.chain)
-        layout, source = self.plan.layout_of(name, samples=True), self.plan.source
-        rows = source.rows if source.dp == layout.dp else ()
+        layout = self.plan.layout_of(name, samples=True)
+        ours = [task.layout for task in self.plan.tasks if task.samples and task.role == name and not task.arrives]
+        rows = next((each.rows for each in [*ours, self.plan.source] if each.dp == layout.dp), ())
         return Validator(self.spec, self.roles[name], replace(layout, rows=rows))
 
 

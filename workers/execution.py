@@ -53,7 +53,8 @@ class Execution:
         seconds = time.perf_counter() - start
         current().maximum(f"seconds/{task.node}", seconds)
         columns = _as_columns(task, result, len(ids))
-        times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
+        if times.current().path is not None and task.type in ENGINE_TYPES:
+            times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
         return columns, ids
 
     @contextlib.contextmanager
@@ -111,9 +112,14 @@ def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
 
 def _read(prompts: Ragged) -> int:
     """Tokens of prompts, without those that are equal to the one before: engines read them once."""
-    padded, lengths = prompts.padded(0), prompts.lengths
-    again = (padded[1:] == padded[:-1]).all(1) & (lengths[1:] == lengths[:-1])
-    return int(lengths.sum() - lengths[1:][again].sum())
+    lengths = prompts.lengths
+    before = torch.cat([torch.zeros_like(lengths[:1]), lengths[:-1]])
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    unlike = prompts.values != prompts.values[torch.arange(len(rows)) - before[rows]]
+    again = lengths == before
+    again[:1] = False
+    again[rows[unlike]] = False
+    return int(lengths[~again].sum())
 
 
 def _without_graph(column: Any) -> Any:

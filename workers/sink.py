@@ -19,6 +19,7 @@ from distflow.observe.progress import StepProgress
 from distflow.robust.judges import Alarm
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
+from planners import plan as make_plan
 from workers.roles import Role
 from workers.validation import Validator
 
@@ -36,7 +37,8 @@ class Sink:
         self.resumed, self.began = resumed_at is not None, 0.0
         events.current().open(path / "events.jsonl", dist.get_rank())
         if plan.mode == "sync":  # in others, what other groups do meanwhile is in a node's seconds
-            times.current().open(path / times.NAME, dist.get_rank())
+            now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
+            times.current().open(path / times.NAME, dist.get_rank(), now.digest)
 
     def start(self, step: int) -> bool:
         """Before the first step: how good is the model? A run that goes on knows already, or looks again, since it may

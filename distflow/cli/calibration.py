@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow.observe import times
 from distflow.schema.errors import InvalidInput, Mistake
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planners.heterogeneous.problem import Problem
     from planners.heterogeneous.ran import Ran
 
+THRESHOLD = 0.1
 _LEAST = 3
 """Steps, beside the first ones, of which a median is one."""
 
@@ -31,8 +32,8 @@ def add_arguments(mixed: argparse._ArgumentGroup) -> None:
     mixed.add_argument("--replan", action="store_true",
                        help="with --from: say how long an iteration of the last run takes as it is placed, and propose "
                             "a plan that runs (and write it to --out) if a better one is found")
-    mixed.add_argument("--threshold", type=float, default=0.1, metavar="SHARE",
-                       help="by how much of an iteration a plan must be better to be proposed (default: 0.1)")
+    mixed.add_argument("--threshold", type=float, metavar="SHARE",
+                       help=f"by how much of an iteration a plan must be better to be proposed (default: {THRESHOLD})")
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
@@ -146,14 +147,16 @@ def _mistakes(spec: Spec, folder: Path) -> Iterator[Mistake]:
         where = spec.cluster_source.spot(("machines",)) if spec.cluster_source else None
         yield Mistake(f"{folder} has {said['ranks']} ranks, and the cluster has {spec.cluster.size} devices", where,
                       "Describe the machines that it runs on, in the order of its ranks.")
-    elif (steps := _usual(folder, said["ranks"]).steps) < _LEAST:
-        yield Mistake(f"{folder} has measured {steps} whole steps after the first ones, and at least {_LEAST} are "
-                      "needed", None, "Let it run on, or make a run of more steps:  --set steps=10")
+    elif (steps := _usual(folder, said).steps) < _LEAST:
+        yield Mistake(f"{folder} has measured {steps} whole steps after the first ones by the settings in force, and "
+                      f"at least {_LEAST} are needed", None,
+                      "Let it run on, or make a run of more steps:  --set steps=10")
 
 
-def _usual(folder: Path, ranks: int) -> times.Usual:
+def _usual(folder: Path, plan: dict[str, Any]) -> times.Usual:
+    """By the plan that is in force; what the run did by others, before its settings changed, does not count."""
     file = folder / times.NAME
-    return times.usual(times.read(file) if file.is_file() else (), ranks)
+    return times.usual(times.read(file) if file.is_file() else (), plan["ranks"], plan["digest"])
 
 
 def _ran(spec: Spec, folder: Path) -> Ran:
@@ -165,7 +168,7 @@ def _ran(spec: Spec, folder: Path) -> Ran:
     own.cluster, own.cluster_source = spec.cluster, spec.cluster_source
     sizes = ("dp", "first", "tp", "pp", "cp", "ep")
     layouts = {task["node"]: Layout(**{size: task["layout"][size] for size in sizes}) for task in said["tasks"]}
-    found = _usual(folder, said["ranks"])
+    found = _usual(folder, said)
     return ran(problem_of(own), layouts, found.nodes, found.seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,16 +49,37 @@ def asked(options: argparse.Namespace) -> bool:
         raise InvalidInput("a plan that is read is not calibrated. Leave --from or --plan out.")
     if options.replan and not options.runs:
         raise InvalidInput("--replan asks for a better plan of a run. Name it:  --from RUN")
+    if options.threshold is not None and not options.replan:
+        raise InvalidInput("--threshold says what --replan proposes. Add  --replan  or leave it out.")
+    options.threshold = calibration.THRESHOLD if options.threshold is None else options.threshold
     if not 0 <= options.threshold < 1:
         raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
     if options.runs and not options.solver:
         options.solver = "hybrid"
     options.runnable |= options.replan
+    if options.runnable:
+        _check_runnable(options)
     wanted = options.solver or options.plan
     for name in ("runnable", "out", "explain", "svg"):
         if getattr(options, name) and not wanted:
             raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
     return bool(wanted)
+
+
+def _check_runnable(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        InvalidInput: what is asked for beside it is not for the plans that can be run: these are all gone through.
+    """
+    if options.plan:
+        raise InvalidInput("--runnable is for a plan that is found; one that is read says whether it can be run. Leave "
+                           "--runnable or --plan out.")
+    others = {"--solver ilp": options.solver == "ilp", "--seconds": options.seconds is not None,
+              "--within": options.within > 0}
+    if any(others.values()):
+        asked_too = " and ".join(name for name, asked_for in others.items() if asked_for)
+        raise InvalidInput(f"{asked_too} with --runnable (or --replan): plans that can be run are few and all gone "
+                           f"through. Leave {asked_too} out.")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -85,8 +107,16 @@ def main(options: argparse.Namespace) -> int:
     lines += _explained(costed, placement) if options.explain and better else ()
     lines += known.report(options.runs) if options.explain and known else ()
     lines += _running(spec, options.plan) if options.plan else ()
+    lines += _resuming(options) if options.replan and options.out and better else ()
     print("\n".join(lines))
     return 0
+
+
+def _resuming(options: argparse.Namespace) -> Iterator[str]:
+    run = options.runs[-1]
+    elsewhere = ["--cluster", options.cluster] if Path(options.cluster) != Path(run, "cluster.yaml") else []
+    yield from ("", "Stop the run, and let it go on by this plan:",
+                "  " + shlex.join(["distflow", "resume", run, *elsewhere, "--plan", options.out]))
 
 
 def _running(spec: Spec, path: str) -> Iterator[str]:
@@ -115,10 +145,17 @@ def _write(path: str, text: str) -> None:
 
 
 def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+    from planners.heterogeneous.runnable import ranks_of
     from planners.heterogeneous.written import written
 
-    best, bound = _runnable(spec, costed) if options.runnable else _searched(options, costed)
-    plan = written(costed.problem, best, made_for, options.solver, min(bound, best.seconds))
+    ranks, solver = None, options.solver
+    if options.runnable:
+        solver = "runnable"
+        best, bound = _runnable(spec, costed)
+        ranks = ranks_of(costed.problem, best)
+    else:
+        best, bound = _searched(options, costed)
+    plan = written(costed.problem, best, made_for, solver, min(bound, best.seconds), ranks)
     return plan.model_copy(update={"rest_seconds": rest})
 
 

@@ -40,6 +40,9 @@ def main(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise InvalidInput(f"--ranks {options.ranks} probes nothing; give at least 1")
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if options.ranks is not None:
+            raise InvalidInput("under torchrun the ranks are those that it has started. Leave --ranks out, and say it "
+                               f"to torchrun:  --nproc-per-node {options.ranks}")
         return _measured(options)
     ranks = options.ranks or _devices()
     line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe", "--name", options.name]

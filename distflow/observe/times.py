@@ -1,4 +1,4 @@
-"""How long each node takes on each rank: `times.jsonl`, which every rank appends to and `distflow plan --from` reads.
+"""How long each node with a model takes on each rank: `times.jsonl`, which all append to, for `distflow plan --from`.
 
 Metrics say what the slowest rank takes; a plan for unlike devices must know each one's own time, and for what.
 """
@@ -23,8 +23,10 @@ NAME = "times.jsonl"
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank's nodes took in a step, and the step's own seconds, which count what no node does too."""
+    """What a rank's nodes took in a step, and the step's own seconds, which count what no node does too. `plan`: the
+    digest of the plan by which it was done."""
 
+    plan: str
     step: int
     rank: int
     seconds: float
@@ -36,12 +38,12 @@ class Times:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.rank = 0
+        self.rank, self.plan = 0, ""
         self.nodes: dict[str, Taken] = {}
 
-    def open(self, path: Path, rank: int) -> None:
-        """From now on steps are written to this file."""
-        self.path, self.rank, self.nodes = path, rank, {}
+    def open(self, path: Path, rank: int, plan: str) -> None:
+        """From now on steps are written to this file. `plan`: the digest of the one in force."""
+        self.path, self.rank, self.plan, self.nodes = path, rank, plan, {}
 
     def add(self, node: str, taken: Taken) -> None:
         """What a node took, in the step under way."""
@@ -54,7 +56,8 @@ class Times:
         if self.path is None or (step > _ALL and step % _EVERY):
             return
         each = {name: [round(taken.seconds, 5), *astuple(taken)[1:]] for name, taken in nodes.items()}
-        line = json.dumps({"step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}) + "\n"
+        said = {"plan": self.plan, "step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}
+        line = json.dumps(said) + "\n"
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(file, line.encode())
@@ -68,10 +71,11 @@ def read(path: Path) -> list[Step]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             said: dict[str, Any] = json.loads(line)
-        except ValueError:
+            nodes = {name: Taken(*each) for name, each in said["nodes"].items()}
+            step = Step(said["plan"], said["step"], said["rank"], said["seconds"], nodes)
+            found[step.step, step.rank] = step
+        except (ValueError, TypeError, KeyError):  # a part of a line may be JSON too
             continue
-        nodes = {name: Taken(*each) for name, each in said["nodes"].items()}
-        found[said["step"], said["rank"]] = Step(said["step"], said["rank"], said["seconds"], nodes)
     return [found[key] for key in sorted(found)]
 
 
@@ -85,11 +89,11 @@ class Usual:
     """By node and rank."""
 
 
-def usual(steps: Iterable[Step], ranks: int) -> Usual:
-    """Of the latest steps that all ranks, and as many, have written down whole; of the first ones, in which everything
-    is done for the first time, none. `steps` of it is 0 if there are none."""
+def usual(steps: Iterable[Step], ranks: int, plan: str) -> Usual:
+    """Of the latest steps by this plan that all ranks, and as many, have written down whole; of the first ones, in
+    which everything is done for the first time, none. `steps` of it is 0 if there are none."""
     whole: dict[int, list[Step]] = {}
-    for step in steps:
+    for step in (step for step in steps if step.plan == plan):
         whole.setdefault(step.step, []).append(step)
     nodes = {node for parts in whole.values() for part in parts for node in part.nodes}
     chosen = [parts for _, parts in sorted(whole.items()) if [part.rank for part in parts] == [*range(ranks)]

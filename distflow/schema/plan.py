@@ -66,9 +66,9 @@ class Layout:
         return Fraction(self.rows[share], sum(self.rows)) if self.rows else Fraction(1, self.dp)
 
     def cut(self, count: int, share: int) -> range:
-        """Which of `count` rows a share has if they are cut in the order of the shares."""
-        edges = [0, *accumulate(map(self.part, range(share + 1)))]
-        return range(int(count * edges[share]), int(count * edges[share + 1]))
+        """Which of `count` rows a share has if they are cut in the order of the shares, unlike ones to the nearest."""
+        edges, half = [0, *accumulate(map(self.part, range(share + 1)))], Fraction(1, 2) if self.rows else 0
+        return range(int(count * edges[share] + half), int(count * edges[share + 1] + half))
 
     @property
     def last(self) -> int:

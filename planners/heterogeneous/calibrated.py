@@ -27,6 +27,8 @@ _APART = 1.5
 """Shares are of different sizes if, among them, the roofline of a pass differs by this factor."""
 _LEAST = 0.1
 """What a device has at least of a work's seconds, whatever the cost model says of the network."""
+_ROWS = 0.01
+"""Rows are never free: what they have at least of `times`, beside a fit in which starts take nothing."""
 _ROUNDS = 8
 _MOMENT = 1e-4
 """Seconds of a pass, to see how many passes there are."""
@@ -85,7 +87,7 @@ def _paces(runs: Sequence[Ran]) -> dict[str, float]:
             for one in work:
                 ratios[one.kind].append(one.own / (times * one.roofline + launch * one.passes))
         found = {kind: median(each) if each else 1.0 for kind, each in ratios.items()}
-        paces = {kind: pace / found[kinds[0]] for kind, pace in found.items()}
+        paces = {kind: found[kind] / found[kinds[0]] if ratios[kind] else 1.0 for kind in kinds}
     return paces
 
 
@@ -98,7 +100,7 @@ def _seen(run: Ran, number: int) -> list[Seen]:
 
 
 def _terms(run: Ran, number: int, shares: tuple[Share, ...]) -> Seen | None:
-    """None if there were no rows, or the cost model finds no room for the work."""
+    """None if there were no rows or no seconds, or the cost model finds no room for the work."""
     found = []
     for times, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, _MOMENT)):
         works = list(run.problem.works)
@@ -108,9 +110,9 @@ def _terms(run: Ran, number: int, shares: tuple[Share, ...]) -> Seen | None:
             return None
         found.append(layout.seconds)
     once, twice, launched = found
-    if not once:
-        return None
     seconds, network = max(share.taken.seconds for share in shares), 2 * once - twice
+    if not once or not seconds:
+        return None
     return Seen(max(seconds - network, _LEAST * seconds), twice - once, (launched - once) / _MOMENT,
                 run.problem.hardware.sites[shares[0].stages[0]].kind)
 
@@ -122,9 +124,11 @@ def _fit(seen: Sequence[Seen]) -> tuple[float, float]:
     terms = np.array([[one.roofline / one.own, one.passes / one.own] for one in seen])
     first, second = terms.T
     found = [(float(first.sum() / (first @ first)), 0.0)]
+    least = _ROWS * found[0][0]
     sizes = [one.roofline / one.passes for one in seen]
     if max(sizes) > _APART * min(sizes):
         both = np.linalg.lstsq(terms, np.ones(len(seen)), rcond=None)[0]
-        found += [(0.0, float(second.sum() / (second @ second))), (float(both[0]), float(both[1]))]
-    return min((pair for pair in found if min(pair) >= 0),
+        left = 1 - least * first
+        found += [(least, float(left @ second / (second @ second))), (float(both[0]), float(both[1]))]
+    return min((pair for pair in found if pair[0] >= least and pair[1] >= 0),
                key=lambda pair: float(((terms @ np.array(pair) - 1) ** 2).sum()))

@@ -94,16 +94,18 @@ def ran(problem: Problem, layouts: Mapping[str, Ranks], taken: Mapping[tuple[str
 
 def lengthened(work: Work, before: Work, shares: tuple[Share, ...]) -> Work:
     """A work with the lengths of a run in which it was `before`. Prompts are as long as they were; of responses it is
-    taken over how long they were beside the longest allowed."""
+    taken over how long they were beside the longest allowed. Of what showed no tokens nothing is known."""
     rows = sum(share.taken.rows for share in shares)
     if not rows:
         return work
     prompt, read, response = (sum(getattr(share.taken, name) for share in shares) / rows
                               for name in ("prompt", "read", "response"))
     longest, scale = max(share.taken.longest for share in shares), work.response / before.response
-    return replace(work, measured=work.measured._replace(
-        prompt=min(prompt, work.prompt), read=min(read, work.prompt), response=min(response * scale, work.response),
-        longest=max(1.0, min(longest * scale, work.response))))
+    known = {"prompt": min(prompt, work.prompt), "read": min(read, work.prompt)} if prompt else {}
+    if response:
+        known |= {"response": min(response * scale, work.response),
+                  "longest": max(1.0, min(longest * scale, work.response))}
+    return replace(work, measured=work.measured._replace(**known))
 
 
 def _shares(work: Work, layout: Ranks, taken: Mapping[tuple[str, int], Taken], homes: list[int]) -> tuple[Share, ...]:

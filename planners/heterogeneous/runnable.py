@@ -28,6 +28,14 @@ def runnable(spec: Spec, costed: Costed) -> Placement | None:
     return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
 
 
+def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
+    """The ranks of each group of a runnable placement: the first ones train, the others sample."""
+    training = [any(problem.works[work].kind != GENERATE for work in group) for group in placement.grouping]
+    order = sorted(range(len(training)), key=lambda group: not training[group])
+    starts = dict(zip(order, accumulate((sum(placement.pools[group]) for group in order), initial=0)))
+    return [[*range(starts[group], starts[group] + sum(pool))] for group, pool in enumerate(placement.pools)]
+
+
 def _groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[Pool, ...]]]:
     works, hardware = range(len(problem.works)), problem.hardware
     if problem.mode == SYNC:

@@ -37,7 +37,7 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
         where = spec.cluster_source.spot(()) if spec.cluster_source else None
         raise InvalidInput(Mistake("mixed hardware is planned for a cluster with `machines`", where,
                                    "Name one with  --cluster FILE  , as  --cluster h200_a100"))
-    alone = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}}),
+    alone = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []}),
                     cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
     whole = plan(alone, 1)
     tasks = [task for task in whole.tasks if task.type != "COMPUTE"]

@@ -17,16 +17,17 @@ def digests_of(spec: Spec, problem: Problem) -> Digests:
                    work=digest([works, problem.mode]))
 
 
-def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float) -> PlacedPlan:
-    """The placement as a file says it."""
+def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float,
+            ranks: list[list[int]] | None = None) -> PlacedPlan:
+    """The placement as a file says it. `ranks`: of each group, if it matters which they are."""
     sites = problem.hardware.sites
     groups = []
-    for group, pool, ranks in zip(placement.grouping, placement.pools, ranks_of(problem, placement.pools)):
+    for group, pool, own in zip(placement.grouping, placement.pools, ranks or ranks_of(problem, placement.pools)):
         devices: dict[str, int] = {}
         for site, count in zip(sites, pool):
             if count:
                 devices[site.name] = devices.get(site.name, 0) + count
-        groups.append({"tasks": [problem.works[work].name for work in group], "devices": devices, "ranks": ranks})
+        groups.append({"tasks": [problem.works[work].name for work in group], "devices": devices, "ranks": own})
     tasks = {work.name: _task(problem, layout) for work, layout in zip(problem.works, placement.layouts)}
     return PlacedPlan.model_validate({"made_for": made_for.model_dump(), "solver": solver, "groups": groups,
                                       "tasks": tasks, "seconds": placement.seconds, "bound": bound})

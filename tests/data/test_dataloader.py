@@ -66,6 +66,11 @@ def test_unlike_shares_draw_the_same_samples_in_their_proportion(batch, rows):
         assert abs(len(layout.cut(batch, share)) - batch * part / sum(rows)) < 1
 
 
+def test_unlike_shares_are_cut_to_the_nearest_row():
+    layout = Layout(2, rows=(157, 35))  # 19.6 and 4.4 of 24
+    assert [layout.cut(24, share) for share in range(2)] == [range(20), range(20, 24)]
+
+
 @QUIET
 @given(st.integers(1, 12), st.integers(1, 15))
 def test_every_record_comes_once_an_epoch_in_a_new_order(size, batch):

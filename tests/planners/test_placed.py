@@ -15,7 +15,7 @@ from distflow.schema.source import read
 from distflow.schema.spec import Spec, load
 from planners import obeyed, plan
 from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.runnable import runnable
+from planners.heterogeneous.runnable import ranks_of, runnable
 from planners.heterogeneous.workload import problem_of
 from planners.heterogeneous.written import digests_of, written
 
@@ -41,7 +41,8 @@ def obey(spec_of: Callable, tmp_path: Path) -> Callable[..., tuple[Plan, str]]:
         spec = spec_of(*more, dag=dag)
         costed = Costed(problem_of(spec))
         found = runnable(spec, costed)
-        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
+        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
+                       ranks_of(costed.problem, found)).model_dump(mode="json")
         change(said)
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
         own = obeyed(spec_of(*more, *later, dag=dag), read(tmp_path / "plan.yaml", "plan.yaml"), ranks)
@@ -71,6 +72,14 @@ def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable,
     assert [task.node for task in rollout.plan.chain(0) if task.type != "COMPUTE"] == ["rollout"]
     rows = layouts(trainer.plan)["update"].rows
     assert len(rows) in (0, len(trainer.ranks))
+
+
+def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_path: Path) -> None:
+    device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which samples slowly
+    machines = {"one": {"device": "new", "devices": 4}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": {"new": device}, "machines": machines}))
+    trainer, rollout = obey("mode=async").groups
+    assert (trainer.ranks, rollout.ranks) == (range(1), range(1, 4))
 
 
 def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
@@ -178,8 +187,11 @@ def test_a_hand_written_run_may_say_rows_too() -> None:
     assert layouts(found)["update"] == Layout(2, rows=(3, 1))
     assert [move.kind for task in found.tasks for move in task.transfers if task.node == "update"][0] == "all_to_all"
     assert layouts(plan(load("grpo", None, ["layouts.update.rows=[7, 7]"]), 2))["update"] == Layout(2)
-    with pytest.raises(InvalidInput, match="says the rows of 3 shares, and 2 ranks make 2"):
+    with pytest.raises(InvalidInput, match="says the rows of 3 shares, and 2 ranks make 2") as error:
         plan(load("grpo", None, ["layouts.update.rows=[3, 1, 1]"]), 2)
+    assert "or divide rows evenly:  --set layouts={}" in str(error.value)
+    with pytest.raises(InvalidInput, match="in mode async ranks that sample take prompts as they get free"):
+        plan(load("grpo", None, ["mode=async", "layouts.rollout.rows=[3, 1]"]), 3)
     with pytest.raises(InvalidInput, match="no share has rows"):
         plan(load("grpo", None, ["layouts.update.rows=[0, 0]"]), 2)
 
@@ -191,7 +203,8 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     spec = load(dag, None, [f"mode={mode}", "data.batch=512"], name)
     costed = Costed(problem_of(spec))
     found = runnable(spec, costed)
-    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
+    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
+                   ranks_of(costed.problem, found)).model_dump(mode="json")
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
     ranks = spec.cluster.size
     own = obeyed(spec, read(tmp_path / "plan.yaml"), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,9 @@ from distflow.observe.metrics import current
 from distflow.schema.plan import Layout
 from distflow.schema.rewards import shipped_rewards
 from distflow.schema.run import Data, Validation
-from workers import validation
+from distflow.schema.spec import load
+from planners import plan
+from workers import dag_worker, validation
 from workers.validation import Validator
 
 
@@ -72,3 +75,11 @@ def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
     shares = Validator(spec, Echo(), Layout(3)).shares
     assert [len(share.prompts) for share in shares.values()] == [0, 1]
     assert shares["easy"].prompts.values.dtype == torch.int64
+
+
+def test_ranks_answer_as_many_as_the_node_that_samples_gives_them(monkeypatch):
+    monkeypatch.setattr(dag_worker, "Validator", lambda spec, role, layout: layout)
+    spec = load("grpo", None, ["layouts.rollout.rows=[3, 1]"])
+    found = replace(plan(spec, 2), source=Layout(2))
+    worker = SimpleNamespace(spec=spec, plan=found, chain=found.chain(0), roles={"actor": Echo()})
+    assert dag_worker.DagWorker._validator(worker) == Layout(2, rows=(3, 1))

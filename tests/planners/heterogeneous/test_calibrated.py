@@ -151,3 +151,37 @@ def test_further_draws_are_seconds_of_the_batch() -> None:
     assert [layout.rows for layout in found] == [(64,)] * 3
     assert [layout.seconds for layout in found] == pytest.approx([6.0] * 3, rel=0.01)
     assert one.problem.works[0].seen == 20
+
+
+def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
+    layouts = {work.name: Layout(1) for work in WORKS}
+    taken = {(work.name, 0): Taken(6.0, 64) for work in WORKS}
+    one = ran(problem(64), layouts, taken, 18.0)
+    assert [(work.whole, work.read, work.longest) for work in one.problem.works] == [(70, 40, 30)] * 3
+    found = Costed(calibrated(problem(64), [one]))
+    assert [layout.seconds for layout in one.placement(found).layouts] == pytest.approx([6.0] * 3, rel=0.01)
+    assert found.layouts.exactly(0, found.problem.hardware.all)[0]
+
+
+def _as_if(one: Ran, seconds: float) -> Ran:
+    """Each share had taken so long."""
+    return replace(one, shares=tuple(tuple(share._replace(taken=replace(share.taken, seconds=seconds))
+                                           for share in shares) for shares in one.shares))
+
+
+def test_a_type_that_has_sampled_nothing_has_the_pace_of_the_first() -> None:
+    sites = (SITE, SLOW)
+    one = run(64, (64, 0), sites)
+    found = calibrated(problem(64, sites), [_as_if(one, seconds) for seconds in (1.0, 1.0, 3.0)])
+    assert [site.pace for site in found.hardware.sites] == [1.0, 1.0]
+
+
+def test_rows_are_never_free() -> None:
+    found = calibrated(problem(), [_as_if(run(rows), 1.0) for rows in (64, 8)])
+    assert all(work.measured.times > 0 for work in found.works)
+    assert all(work.measured.launch > 0 for work in found.works)
+
+
+def test_what_took_no_time_shows_nothing() -> None:
+    found = calibrated(problem(), [_as_if(run(64), 0.0)])
+    assert all((work.measured.times, work.measured.launch) == (1.0, 0.0) for work in found.works)

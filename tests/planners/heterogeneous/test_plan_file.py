@@ -98,6 +98,10 @@ def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> No
     (("--explain",), "--explain is for plans on mixed hardware. Add  --solver hybrid"),
     (("--out", "x.yaml"), "--out is for plans on mixed hardware"),
     (("--solver", "hybrid", "--plan", "x.yaml"), "either found (--solver) or read (--plan)"),
+    (("--solver", "ilp", "--runnable"), "--solver ilp with --runnable (or --replan): plans that can be run are few"),
+    (("--solver", "hybrid", "--runnable", "--seconds", "3", "--within", "0.1"), "Leave --seconds and --within out"),
+    (("--runnable", "--plan", "x.yaml"), "Leave --runnable or --plan out"),
+    (("--solver", "hybrid", "--threshold", "0.1"), "--threshold says what --replan proposes"),
 ])
 def test_flags_that_do_not_go_together(plan: Callable, arguments: tuple[str, ...], says: str) -> None:
     code, _, error = plan(*arguments)

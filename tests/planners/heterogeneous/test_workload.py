@@ -45,6 +45,11 @@ def test_edges_carry_what_is_read(mixed_spec: Callable) -> None:
     assert problem.syncs[0].nbytes == 2 * problem.works[0].parameters
 
 
+def test_faults_of_a_run_are_no_matter_of_its_works(mixed_spec: Callable) -> None:
+    fault = "faults=[{kind: kill, group: rollout, rank: 1, step: 1}]"
+    assert problem_of(mixed_spec("grpo", "h200_a100", "mode=async", fault)).works == problem_of(mixed_spec()).works
+
+
 @pytest.mark.parametrize("dag", ["dpo", "sft", "remax", "dapo", "online_dpo", "distill", "solver_reviser"])
 def test_any_dag_becomes_a_problem(dag: str) -> None:
     problem = problem_of(load(dag, cluster="single_zone"))
