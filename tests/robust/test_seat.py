@@ -287,8 +287,11 @@ def work(berth):
     # one only misses the other, and says so first
     ("""if not berth.life.number:
         if Board.rank == 0:
+            while not (folder / '1 in 0').exists():
+                time.sleep(0.01)
             raise RankMissing('rank 1 does not come')
-        time.sleep(0.4)
+        while not store.clone().check(['lives/the run/0/failed/0']):
+            time.sleep(0.01)
         raise ValueError('the cause')""", 2),
 ], ids=["done and dead", "both", "symptom"])
 def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
