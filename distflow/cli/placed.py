@@ -62,7 +62,8 @@ def asked(options: argparse.Namespace) -> bool:
     wanted = options.solver or options.plan
     for name in ("runnable", "out", "explain", "svg"):
         if getattr(options, name) and not wanted:
-            raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid  or  --plan FILE")
+            other = "" if name == "runnable" else "  or  --plan FILE"
+            raise InvalidInput(f"--{name} is for plans on mixed hardware. Add  --solver hybrid{other}")
     return bool(wanted)
 
 

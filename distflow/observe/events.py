@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from distflow.observe import lines
+
 _LONGEST = 3000
-"""Characters of one value. A line is written at once, so that those of several ranks do not mix."""
+"""Characters of one value."""
 
 
 class Events:
@@ -29,12 +30,7 @@ class Events:
             return
         short = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in facts.items()}
         event = {"time": round(time.time(), 3), "step": self.step, "rank": self.rank, "event": kind, **short}
-        line = json.dumps(event, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)
-        finally:
-            os.close(file)
+        lines.add(self.path, json.dumps(event, ensure_ascii=False))
 
 
 _current = Events()

@@ -6,13 +6,13 @@ Metrics say what the slowest rank takes; a plan for unlike devices must know eac
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from distflow.observe import lines
 from distflow.schema.measured import Taken
 
 _ALL, _EVERY = 32, 8
@@ -51,18 +51,13 @@ class Times:
             self.nodes.setdefault(node, Taken()).add(taken)
 
     def write(self, step: int, seconds: float) -> None:
-        """The step is done; counted from 1. The line is written at once, so that those of several ranks do not mix."""
+        """The step is done; counted from 1."""
         nodes, self.nodes = self.nodes, {}
         if self.path is None or (step > _ALL and step % _EVERY):
             return
         each = {name: [round(taken.seconds, 5), *astuple(taken)[1:]] for name, taken in nodes.items()}
         said = {"plan": self.plan, "step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}
-        line = json.dumps(said) + "\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        lines.add(self.path, json.dumps(said))
 
 
 def read(path: Path) -> list[Step]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from distflow.observe import lines
 
 _FILE = "changes.jsonl"
 _LOOK = 1.0
@@ -59,9 +60,4 @@ class Changes:
 
 def write(folder: Path, groups: Sequence[str], settings: dict[str, list[Any]]) -> None:
     """The run's files say it already; from now on its groups may know."""
-    line = json.dumps(asdict(Change([*groups], settings)), ensure_ascii=False).encode() + b"\n"
-    file = os.open(folder / _FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line)
-    finally:
-        os.close(file)
+    lines.add(folder / _FILE, json.dumps(asdict(Change([*groups], settings)), ensure_ascii=False))
