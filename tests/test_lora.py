@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 LORA = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "roles.actor.lora={rank: 4}",
-        "--set", "roles.actor.learning_rate=1e-2", "--set", "nodes.update.with.kl=0.1")
+        "--set", "roles.actor.learning_rate=1e-3", "--set", "nodes.update.with.kl=0.1")
 ADAPTERS = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
 
 
