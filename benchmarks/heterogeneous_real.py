@@ -1,14 +1,16 @@
 """Real runs on unlike ranks: the planned shares against equal ones, end to end, and beside them what was predicted.
 
-Two ranks on two cores, of which the second is slowed to a half or a quarter of the first: the kernel gives the
+Two machines of one core, of which the second is slowed to a half or a quarter of the first: the kernel gives the
 processes of each rank a quota of processor time (control groups; see slowed.py), so whatever they compute takes so much
-longer. `grpo.yaml` on the embedded task, mode sync. The flow is a user's: short runs with equal shares, `distflow plan
---from` them with a cluster file that says which rank is slowed, and runs that obey the plan. Planned and equal runs
-take turns. The cost model knows the two short runs, of two batch sizes, and no planned one.
+longer. Machines are network namespaces whose links are shaped to a rate (machines.py), so what ranks exchange takes the
+time that it takes on a network; each has a torchrun of its own. `grpo.yaml` on the embedded task, mode sync. The flow
+is a user's: short runs with equal shares, `distflow plan --from` them with a cluster file that says which rank is
+slowed, and runs that obey the plan. Planned and equal runs take turns. The cost model knows the two short runs, of two
+batch sizes, and no planned one.
 
 Of a run all steps but the first ones count: seconds of a step are those of the slowest rank, everything in it. With
 equal shares a step of ranks 1:2 takes 1.5 times as long as it could, one of ranks 1:4 2.5 times, if all that it does
-could be divided. The links between the ranks are not slowed.
+could be divided.
 Run by hand, on a machine that does nothing else:  python -m benchmarks.heterogeneous_real
 """
 
@@ -28,6 +30,7 @@ from statistics import median
 
 import yaml
 
+from benchmarks.machines import address, machines, within
 from benchmarks.modes import steps_of
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
 from benchmarks.slowed import Slowed, ranks
@@ -44,15 +47,17 @@ NEAR = 0.15
 _WARM = 2
 """Steps of a run that do not count."""
 _LOOK = 0.05
+_PORT = 29400
+"""On the first machine, where nothing else listens."""
 
 
 class Contest:
     """Runs on a rank and one that is `times` slower."""
 
-    def __init__(self, given: Namespace, scratch: Path, times: int):
-        self.given, self.scratch, self.times = given, scratch, times
+    def __init__(self, given: Namespace, scratch: Path, names: Sequence[str], times: int):
+        self.given, self.scratch, self.names, self.times = given, scratch, names, times
         self.cluster, self.plan = scratch / f"cluster-{times}.yaml", scratch / f"plan-{times}.yaml"
-        self.cluster.write_text(yaml.safe_dump(cluster(times)))
+        self.cluster.write_text(yaml.safe_dump(cluster(times, given.megabit)))
         model = f"{{architecture: qwen3, layers: {given.layers}, hidden: {given.hidden}, heads: 4, kv_heads: 2}}"
         self.settings = ["validation=null", "checkpoint.every=0", f"output={scratch}", f"roles.actor.model={model}",
                          f"data.batch={given.prompts}", f"roles.actor.generation.max_new_tokens={given.tokens}"]
@@ -62,8 +67,9 @@ class Contest:
         for name, prompts in (("half", self.given.prompts // 2), ("whole", self.given.prompts)):
             self._launch(name, ["--set", f"data.batch={prompts}"])
         runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
-        self._said(["-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster), *_set(self.settings),
-                    "--from", *runs, "--solver", "hybrid", "--runnable", "--out", str(self.plan)])
+        self._said([[sys.executable, "-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster),
+                     *_set(self.settings), "--from", *runs, "--solver", "hybrid", "--runnable",
+                     "--out", str(self.plan)]])
         spec = load("grpo", None, self.settings, str(self.cluster))
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
         equal = runnable(spec, Costed(replace(known.problem, freedom=Freedom(balance=False))))
@@ -82,31 +88,38 @@ class Contest:
         """Ranks are slowed as soon as the first step is done: to start costs as much as several steps."""
         folder = self.scratch / f"{name}-{self.times}"
         with ranks(2) as slowed:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *slowed.join]
-            run = [sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
+            run = [*slowed.join, sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
                    *_set([*self.settings, f"steps={self.given.steps}"]), *more]
-            self._said(["-m", *torchrun, *run], lambda: _begin(slowed, folder, self.times))
+            self._said([within(name, *_torchrun(number), *run) for number, name in enumerate(self.names)],
+                       lambda: _begin(slowed, folder, self.times))
         return median(step["seconds"] for step in steps_of(folder)[_WARM:])
 
-    def _said(self, command: Sequence[str], meanwhile: Callable[[], bool] = lambda: True) -> None:
-        """Run Python, and ask `meanwhile` until it is true.
+    def _said(self, commands: Sequence[Sequence[str]], meanwhile: Callable[[], bool] = lambda: True) -> None:
+        """Run these beside each other, and ask `meanwhile` until it is true.
 
         Raises:
-            SystemExit: it failed; shows its last lines.
+            SystemExit: one failed; shows their last lines.
         """
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with open(self.scratch / "log", "w+") as log:
-            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, env=environment)
+            started = [subprocess.Popen(each, cwd=ROOT, stdout=log, stderr=log, env=environment) for each in commands]
             try:
-                while process.poll() is None and not meanwhile():
+                while all(process.poll() is None for process in started) and not meanwhile():
                     time.sleep(_LOOK)
-                failed = process.wait()
+                failed = [process.args for process in started if process.wait()]
             finally:
-                process.terminate()  # torchrun ends its ranks; nothing to do for one that has ended
-                process.wait()
+                for process in started:
+                    process.terminate()  # torchrun ends its ranks; nothing to do for one that has ended
+                    process.wait()
             if failed:
                 log.seek(0)
-                raise SystemExit(f"{log.read()[-6000:]}\nthis command failed: {' '.join(command)}")
+                raise SystemExit(f"{log.read()[-6000:]}\nthis command failed: {' '.join(failed[0])}")
+
+
+def _torchrun(number: int) -> list[str]:
+    """Of the machine with this number; the first one holds the store."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1",
+            f"--master-addr={address(0)}", f"--master-port={_PORT}", "--no-python"]
 
 
 def _begin(slowed: Slowed, folder: Path, times: int) -> bool:
@@ -122,13 +135,13 @@ def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def cluster(times: int) -> dict:
-    """Two machines of one core; what it does in a second is found out from the first run."""
+def cluster(times: int, megabit: float) -> dict:
+    """Two machines of one core, linked at so many Mbit/s; what a core does in a second is found out from the runs."""
     devices = {name: {"tflops": {"float32": 0.05 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
                for name, speed in (("core", 1.0), ("slowed_core", 1.0 / times))}
     machines = {name: {"device": device, "devices": 1} for name, device in zip(("fast", "slow"), devices)}
     return {"name": f"1:{times}", "devices": devices, "machines": machines,
-            "links": {"zone": {"gb_s": 2.0, "latency_us": 100.0}}}
+            "links": {"zone": {"gb_s": megabit / 8000, "latency_us": 100.0}}}
 
 
 def near(times: int, pairs: Sequence[dict[str, float]], predicted: dict[str, float]) -> None:
@@ -152,11 +165,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of a response, at most")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--megabit", type=float, default=1000.0, help="rate of each machine's link, in Mbit/s")
     given = parsed(parser, arguments)
     given.hidden = 128 if given.quick else given.hidden
-    with tempfile.TemporaryDirectory(prefix="heterogeneous-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="heterogeneous-") as scratch, machines(2, given.megabit) as names:
         for times in list(GOALS)[: 1 if given.quick else None]:
-            contest = Contest(given, Path(scratch), times)
+            contest = Contest(given, Path(scratch), names, times)
             predicted = contest.prepare()
             pairs = interleaved({side: partial(contest.seconds, side) for side in ("equal", "planned")}, given.repeats)
             speed = ratios(pairs, "equal", "planned", lambda seconds: seconds)

@@ -53,15 +53,30 @@ def enter(name: str) -> None:
     with open(f"/run/netns/{name}", "rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
-    os.environ["GLOO_SOCKET_IFNAME"] = _DEVICE
-    os.environ["DISTFLOW_MACHINE"] = name
+    os.environ |= _seen(name)
+
+
+def within(name: str, *command: str) -> list[str]:
+    """The same command, started in a machine. All but its network, control groups too, is that of this process."""
+    settings = [f"{key}={value}" for key, value in _seen(name).items()]
+    return ["nsenter", f"--net=/run/netns/{name}", "env", *settings, *command]
+
+
+def address(number: int) -> str:
+    """Of the machine with this number, from 0 on."""
+    return f"10.77.0.{number + 1}"
+
+
+def _seen(name: str) -> dict[str, str]:
+    """What tells a process of distflow which machine it is on, and which device collectives use."""
+    return {"GLOO_SOCKET_IFNAME": _DEVICE, "DISTFLOW_MACHINE": name}
 
 
 def _plug(switch: str, name: str, number: int, megabit: float) -> None:
     """Link a machine to the switch by a pair of devices."""
     _within(switch, "ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", _DEVICE, "netns", name)
     _within(switch, "ip", "link", "set", f"port{number}", "master", "bridge", "up")
-    _within(name, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", _DEVICE)
+    _within(name, "ip", "addr", "add", f"{address(number)}/24", "dev", _DEVICE)
     _within(name, "ip", "link", "set", _DEVICE, "up")
     _within(name, "ip", "link", "set", "lo", "up")
     shape = ("root", "tbf", "rate", f"{megabit}mbit", "burst", "128kb", "latency", "100ms")
