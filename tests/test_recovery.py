@@ -16,6 +16,8 @@ import pytest
 from harness import TINY, command, environment
 from test_conversations import DAG, TOOLS
 
+from distflow.robust.out_of_memory import limit
+
 STEPS = 12
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
 SYNC = [
@@ -302,3 +304,44 @@ def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, wr
     assert all("could not be written" in why for why in failed)
     assert "warning: runs/stormy/checkpoints/step-" in done.stderr
     assert "the next checkpoint is tried when it is due" in done.stderr
+
+
+@pytest.fixture
+def bounded():
+    """A control group that may take 3 GiB; gone at the end. Its file of members."""
+    root = Path("/sys/fs/cgroup")
+    first = root / "memory" if (root / "memory").is_dir() else root
+    group = first / f"distflow-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if first != root else "memory.max")).write_text(str(3 << 30))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield group / "cgroup.procs"
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.05)
+    group.rmdir()
+
+
+def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch, workspace, write, left, bounded):
+    faults = [{"kind": "oom", "step": 3, "phase": "training"},
+              {"kind": "oom", "step": 4, "phase": "generating", "group": "rollout"}]
+    launch(1, *GRPO, *write("calm", [], "steps=6"))
+    line = command(2, *GRPO, *write("stormy", faults, "steps=6", "staleness=0", "mode=async", "groups.rollout=1"))
+    enter = ["sh", "-c", f'echo $$ > {bounded} && exec "$@"', "sh"]
+    done = subprocess.run([*enter, *line], cwd=workspace, env=environment(), capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert left() == []
+    stormy = workspace / "runs/stormy"
+    require_same_samples(require_each_step_once(stormy, 6), require_each_step_once(workspace / "runs/calm", 6))
+    said = [event["what"] for event in lines_of(stormy, "events") if event["event"] == "failure"]
+    assert said == ["it was ended by SIGKILL. The kernel ended it because memory was full."] * 2
+
+
+def test_without_a_limit_no_fault_takes_the_memory_of_the_machine(launch, write, left):
+    if limit():
+        pytest.skip("this process has a limit")
+    done = launch(1, *GRPO, *write("ended", [{"kind": "oom", "step": 2, "phase": "training"}], "robust.restarts=0"),
+                  code=None)
+    require_ended(done, left, "start the run in a control group with a limit", "fault `oom`")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distflow.robust.lives import Life
+from distflow.robust.out_of_memory import go_first
 from distflow.robust.pulse import Pulse
 from distflow.robust.rows import KeptRows
 from distflow.robust.snapshots import Snapshots
@@ -47,6 +48,7 @@ def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int)
     """In the new process, which this never leaves. What it starts belongs to its process group. `work` returns False if
     another worker is to go on with it."""
     os.setpgid(0, 0)
+    go_first()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -10,9 +10,16 @@ import stat
 import threading
 from pathlib import Path
 
+from distflow.robust.out_of_memory import limit
+from distflow.schema.errors import DistflowError
+
 ROOM = 64 << 10
 """Bytes up to which a file can grow on a disk that is `fill`ed: lines still fit, checkpoints do not."""
 _SPARE, _PIECE = 64 << 20, 16 << 20
+
+
+class NoLimit(DistflowError):
+    """Nothing protects the rest of the machine."""
 
 
 def fill(process: int, room: int = ROOM) -> None:
@@ -48,6 +55,21 @@ def exhaust_memory() -> None:
     taken = []
     while True:
         taken.append(bytearray(_PIECE))
+
+
+def take_memory() -> None:
+    """Take memory, really, until the kernel ends this process. Does not return.
+
+    Raises:
+        NoLimit: no control group bounds what this process can take, so that it would be the memory of all others too.
+    """
+    if limit() is None:
+        raise NoLimit("the fault `oom` takes memory until the kernel ends the worker, which would be all that the "
+                      "machine has: start the run in a control group with a limit (systemd-run -p MemoryMax=8G, or a "
+                      "container with one), or take  kind: memory")
+    taken = []
+    while True:
+        taken.append(b"\1" * _PIECE)
 
 
 def cut() -> int:

@@ -34,7 +34,7 @@ class Faults:
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
         self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0
-        self.due: Injected | MemoryError | None = None
+        self.due: Exception | None = None
 
     def __call__(self, phase: Phase, step: int) -> None:
         if self.due:
@@ -65,7 +65,7 @@ class Faults:
     def _break_later(self, number: int, fault: Fault, step: int) -> None:
         try:
             self._break(number, fault, step)
-        except (Injected, MemoryError) as error:
+        except (Injected, MemoryError, breaking.NoLimit) as error:
             self.due = error  # of the worker, not of this thread
 
     def _break(self, number: int, fault: Fault, step: int) -> None:
@@ -87,5 +87,7 @@ class Faults:
             breaking.fill_for(fault.seconds)
         elif fault.kind == "memory":
             breaking.exhaust_memory()
+        elif fault.kind == "oom":
+            breaking.take_memory()
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

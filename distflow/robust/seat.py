@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
+from distflow.robust import out_of_memory
 from distflow.robust.berth import FAILED, GIVES_WAY, INVALID, SIGNALS, Berth, become_worker, do_beside, last_of
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
@@ -160,7 +161,7 @@ class Seat:
         self.pulse.clear(life.number)
         self._take_up_changes(life)
         words, said = os.pipe()
-        began = time.monotonic()
+        began, self.ended_before = time.monotonic(), out_of_memory.ended()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
         self.worker = os.fork()
         if not self.worker:
@@ -249,9 +250,8 @@ class Seat:
             said = json.loads(words)
             return self._failure(said.pop("what"), **said)
         if status < 0:
-            name = signal.Signals(-status).name
-            why = " The kernel may have ended it because the machine's memory was full." if name == "SIGKILL" else ""
-            return self._failure(f"it was ended by {name}.{why}")
+            why = f" {out_of_memory.cause(self.ended_before)}" if status == -signal.SIGKILL else ""
+            return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}")
         return self._failure(f"it ended with exit status {status} and without a word")
 
     def _failure(self, what: str, **more: Any) -> Failure:

@@ -1,0 +1,50 @@
+"""When the kernel has no more memory to give: a worker goes before its seat, and its seat knows why it went."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_SOONER = 500
+"""Half of the scale on which the kernel compares processes (proc(5), oom_score_adj)."""
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def go_first() -> None:
+    """From now on this process, and what it starts, is ended before others that have the same memory: before its seat,
+    which holds the copies of its state."""
+    own = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # another system, or a container that forbids it
+        own.write_text(str(max(_SOONER, int(own.read_text()))))
+
+
+def ended() -> int | None:
+    """How many processes of this machine the kernel has ended for lack of memory; None where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def cause(before: int | None) -> str:
+    """What stands behind a SIGKILL that a process has got since `ended` was `before`."""
+    now = ended()
+    if before is None or now is None:
+        return "The kernel may have ended it because memory was full."
+    return "The kernel ended it because memory was full." if now > before else \
+        "Somebody sent it: the kernel has ended nothing for lack of memory meanwhile."
+
+
+def limit() -> int | None:
+    """Bytes that the control groups of this process let it take; None if they do not say, or no less than there are."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        root, name = (_GROUPS, "memory.max") if not controllers else (_GROUPS / "memory", "memory.limit_in_bytes")
+        if not controllers or "memory" in controllers.split(","):
+            for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    found.append(int((folder / name).read_text()))
+    machine = 1024 * int(Path("/proc/meminfo").read_text().split()[1])
+    return min((each for each in found if each < machine), default=None)
