@@ -6,12 +6,12 @@ from the first one's by what was learnt and by little else.
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import ROOT, command, environment, metrics_of
+from harness import ROOT, environment, metrics_of
+from ready import Ready
 
 PROBLEMS, ENDS = 24, 3
 """How many problems there are; and the steps at each end of a run whose means are compared."""
@@ -69,27 +69,26 @@ CASES = [
 ]
 
 
-def run(folder: Path, *arguments: str) -> None:
-    done = subprocess.run(command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True,
-                          timeout=300, check=False)
+def run(ready: Ready, folder: Path, *arguments: str) -> None:
+    done = ready.run(1, arguments, folder, environment(), timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 @pytest.fixture(scope="session")
-def weak_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weak_start(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that solves some of the problems: three quarters of the demonstration's weak start."""
     folder = tmp_path_factory.mktemp("weak")
-    run(folder, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "sft", "--set", "validation=null",
-        "--set", "steps=180")
+    run(ready, folder, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "sft", "--set",
+        "validation=null", "--set", "steps=180")
     return folder / "runs/sft/model"
 
 
 @pytest.fixture(scope="session")
-def teacher(weak_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(ready: Ready, weak_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weak start after it has seen the answers."""
     folder = tmp_path_factory.mktemp("teacher")
     prepare(folder, weak_start)
-    run(folder, "--dag", "sft.yaml", "--run-file", "few.yaml", "--name", "sft")
+    run(ready, folder, "--dag", "sft.yaml", "--run-file", "few.yaml", "--name", "sft")
     return folder / "runs/sft/model"
 
 
@@ -101,10 +100,10 @@ def prepare(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_learns(case: Case, weak_start: Path, teacher: Path, tmp_path: Path) -> None:
+def test_learns(case: Case, ready: Ready, weak_start: Path, teacher: Path, tmp_path: Path) -> None:
     prepare(tmp_path, weak_start)
     settings = [setting.replace("WEAK", str(weak_start)).replace("TEACHER", str(teacher)) for setting in case.settings]
-    run(tmp_path, "--dag", f"{case.dag}.yaml", "--run-file", "few.yaml", "--name", "run",
+    run(ready, tmp_path, "--dag", f"{case.dag}.yaml", "--run-file", "few.yaml", "--name", "run",
         *(word for setting in settings for word in ("--set", setting)))
     values = [step[case.metric] for step in metrics_of(tmp_path / "runs/run").values()]
     change = (sum(values[-ENDS:]) - sum(values[:ENDS])) / ENDS

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
-from harness import ROOT, command, environment, metrics_of
+from harness import ROOT, metrics_of
 
 FEW = """
 seed: 0
@@ -17,21 +14,14 @@ checkpoint: {every: 0}
 """
 
 
-def run(folder: Path, *arguments: str) -> None:
-    done = subprocess.run(command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True,
-                          timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-
-
-def test_learns_to_use_a_tool(tmp_path):
-    run(tmp_path, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "start", "--set", "validation=null",
-        "--set", "data.train=arithmetic/tool_demonstrations.jsonl", "--set", "steps=90",
-        "--set", "data.batch=48")
+def test_learns_to_use_a_tool(launch, workspace):
+    launch(1, "--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", "start", "--set", "validation=null",
+           "--set", "data.train=arithmetic/tool_demonstrations.jsonl", "--set", "steps=90", "--set", "data.batch=48")
     problems = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:24]
-    (tmp_path / "few.jsonl").write_text("\n".join(problems) + "\n")
-    (tmp_path / "few.yaml").write_text(FEW)
-    run(tmp_path, "--dag", "grpo_tools.yaml", "--run-file", "few.yaml", "--name", "run")
-    steps = list(metrics_of(tmp_path / "runs/run").values())
+    (workspace / "few.jsonl").write_text("\n".join(problems) + "\n")
+    (workspace / "few.yaml").write_text(FEW)
+    launch(1, "--dag", "grpo_tools.yaml", "--run-file", "few.yaml", "--name", "run")
+    steps = list(metrics_of(workspace / "runs/run").values())
     rewards = [step["environment/reward"] for step in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(step["environment/turns"] > 1.5 for step in steps)  # the calculator is asked
