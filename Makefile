@@ -23,9 +23,10 @@ $(VENV)/installed: setup.cfg constraints.txt
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
+# Two at a time: most wait for processes half of the time.
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-engines: $(ENGINES)/installed sglang-env
 	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
