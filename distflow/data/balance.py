@@ -125,7 +125,11 @@ def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, b
 
 
 def _heaviest_first(sizes: np.ndarray) -> np.ndarray:
-    return np.argsort(-sizes, kind="stable")
+    """[units]; of equal ones the lower first. Plain numbers sort in a third of the time of a stable order; each is made
+    of a size and a unit, for which the sizes must stay below 2^63 by the units."""
+    numbers = (sizes.max(initial=0) - sizes) * len(sizes) + np.arange(len(sizes))
+    numbers.sort()
+    return numbers % max(len(sizes), 1)
 
 
 def _settled(sizes: np.ndarray, settled: Tensor | None) -> np.ndarray:

@@ -116,9 +116,10 @@ class Census:
         tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in census]
         machine = np.repeat(machine_of, [table.shape[1] for table in tables])
         table = _merged(np.vstack([np.concatenate(tables, axis=1), machine]))
-        _, units, weights, owners, at = table[:, table[0] == len(self.unit)]
+        begins = np.searchsorted(table[0], np.arange(len(self.unit) + 1)).tolist()
+        _, units, weights, owners, at = table[:, begins[-1] :]
         for level in range(len(self.unit)):
-            _, ids, tokens, *_ = table[:, table[0] == level]
+            _, ids, tokens, *_ = table[:, begins[level] : begins[level + 1]]
             parent = units // self.fans.times(self.unit[level:])
             index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
             weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights

@@ -22,7 +22,10 @@ Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Notice(NamedTuple):
-    """What a rank announces: its rows' ids [rows], and per column its form and its rows' counts, one [rows] a strip."""
+    """What a rank announces: its rows' ids [rows], and per column its form and its rows' counts, one [rows] a strip.
+
+    Columns whose rows have as many elements each, as all that a policy writes of its tokens, share one array.
+    """
 
     ids: np.ndarray
     forms: dict[str, Form]
@@ -33,13 +36,14 @@ class Notice(NamedTuple):
 def announce(batch: Batch, stock: Stock) -> tuple[bytes, dict[str, list[Strip]]]:
     """A rank's notice as bytes, and the strips that it speaks of."""
     strips = {name: strips_of(column) for name, column in batch.columns.items()}
-    forms, numbers = [], [batch.ids.numpy()]
+    forms, numbers = [], {}
     for name, column in batch.columns.items():
-        forms.append((name, *(form := form_of(column))))
-        numbers += [strip.counts for strip in strips[name]] if form.depth else []  # each dense row has one element
+        form = form_of(column)
+        counts = [strip.counts.tobytes() for strip in strips[name]] if form.depth else []  # a dense row has one element
+        forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts]))
     header = msgpack.packb([len(batch), forms, stock])
     header += b"\0" * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, *(part.tobytes() for part in numbers)]), strips
+    return b"".join([len(header).to_bytes(8, "little"), header, batch.ids.numpy().tobytes(), *numbers]), strips
 
 
 def read_notice(raw: bytes) -> Notice:
@@ -48,12 +52,13 @@ def read_notice(raw: bytes) -> Notice:
     reader = msgpack.Unpacker()
     reader.feed(raw[8 : 8 + size])
     rows, forms, stock = reader.unpack()
-    numbers = iter(np.frombuffer(raw, dtype=np.int64, offset=8 + size).reshape(-1, rows) if rows else ())
-    nothing = np.empty(0, dtype=np.int64)
-    ids, counts = next(numbers, nothing), {}
-    described = {name: Form(depth, dtype, tuple(shape)) for name, depth, dtype, shape in forms}
-    for name, form in described.items():
-        counts[name] = [next(numbers, nothing) if form.depth else np.ones(rows, dtype=np.int64) for _ in form.widths]
+    numbers = np.frombuffer(raw, dtype=np.int64, offset=8 + size)
+    ids, *distinct = [numbers[start : start + rows] for start in range(0, len(numbers), rows)] if rows else [numbers]
+    once = np.ones(rows, dtype=np.int64)
+    described, counts = {}, {}
+    for name, depth, dtype, shape, strips in forms:
+        described[name] = Form(depth, dtype, tuple(shape))
+        counts[name] = [distinct[strip] if rows else ids for strip in strips] if depth else [once]
     return Notice(ids, described, counts, Stock.unpack(stock))
 
 
@@ -74,6 +79,8 @@ def agree(notices: Sequence[Notice]) -> dict[str, Form]:
 
 def _agree(name: str, notices: Sequence[Notice], holders: list[int]) -> Form:
     said = {rank: notices[rank].forms[name] for rank in holders}
+    if len(set(said.values())) == 1:
+        return said[holders[0]]
     full = [rank for rank in holders if notices[rank].counts[name][-1].any()] or holders[:1]
     first = said[full[0]]
     for rank in holders:
@@ -110,7 +117,7 @@ class Route:
         ids = np.concatenate([notice.ids for notice in notices])
         rows = np.array([len(notice.ids) for notice in notices])
         row, share = destinations(ids)
-        order = np.lexsort((ids[row], share))
+        order = _by_share(ids[row], share, shares)
         row, share = row[order], share[order]
         self.holder = np.repeat(np.arange(len(notices)), rows)[row]
         self.position = row - (rows.cumsum() - rows)[self.holder]
@@ -123,17 +130,24 @@ class Route:
                               f"twice, on rank {one} and rank {other}")
         self.totals = np.zeros(shares, dtype=np.int64)
         holders = [notice for notice in notices if len(notice.ids)]
-        self.parts = {name: [self._part(np.concatenate([notice.counts[name][level] for notice in holders])[row], width)
+        known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.parts = {name: [self._part([notice.counts[name][level] for notice in holders], row, width, known)
                              for level, width in enumerate(form.widths)] if holders else []
                       for name, form in forms.items()}
 
-    def _part(self, counts: np.ndarray, width: int) -> Part:
-        ends = np.zeros(len(counts) + 1, dtype=np.int64)
-        counts.cumsum(out=ends[1:])
-        edges = ends[self.bounds]
-        sizes, starts = (edges[1:] - edges[:-1]) * width, self.totals
+    def _part(self, said: list[np.ndarray], row: np.ndarray, width: int, known: dict) -> Part:
+        """`said`: each holder's counts. Strips for which all said the same share their arrays, which are `known`."""
+        key = tuple(map(id, said))
+        if key not in known:
+            counts = np.concatenate(said)[row]
+            ends = np.zeros(len(counts) + 1, dtype=np.int64)
+            counts.cumsum(out=ends[1:])
+            edges = ends[self.bounds]
+            known[key] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
+        counts, at, elements = known[key]
+        sizes, starts = elements * width, self.totals
         self.totals = starts + -(-sizes // _ALIGNED) * _ALIGNED
-        return Part(width, counts, ends[:-1] - edges[self.share], starts, sizes)
+        return Part(width, counts, at, starts, sizes)
 
     def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
         """The pairs of a share, or those of them whose rows a rank has; by id."""
@@ -143,11 +157,21 @@ class Route:
     @functools.cached_property
     def sizes(self) -> np.ndarray:
         """[pairs]: bytes of each row."""
-        parts = (part.counts * part.width for parts in self.parts.values() for part in parts)
-        return sum(parts, np.zeros(len(self.ids), dtype=np.int64))
+        alike: dict[int, list[Part]] = {}
+        for part in (part for parts in self.parts.values() for part in parts):
+            alike.setdefault(id(part.counts), []).append(part)
+        return sum((parts[0].counts * sum(part.width for part in parts) for parts in alike.values()),
+                   np.zeros(len(self.ids), dtype=np.int64))
 
     def traffic(self, ranks: int) -> np.ndarray:
         """[ranks, shares]: bytes of rows that a rank has and a share gets."""
         shares = len(self.totals)
         sums = np.bincount(self.holder * shares + self.share, self.sizes, ranks * shares)
         return sums.astype(np.int64).reshape(ranks, shares)
+
+
+def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
+    """[pairs]: their order by share and then by id."""
+    if (ids[1:] >= ids[:-1]).all():  # the usual case; numbers as small as these are sorted in one pass
+        return np.argsort(share.astype(np.min_scalar_type(shares)), kind="stable")
+    return np.lexsort((ids, share))

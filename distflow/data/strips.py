@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import ColumnData, dtype_name, levels, of_levels
+from distflow.data.batch import ColumnData, Ragged, dtype_name, levels, of_levels
 
 _FEW_BYTES = 256
 """Up to this, rows of one element are copied by index, all at once; longer ones run by run."""
@@ -72,6 +72,8 @@ def bounds_of(column: ColumnData) -> list[np.ndarray]:
 
 def elements_of(column: ColumnData) -> np.ndarray:
     """[rows]: the elements of each row, at the innermost level."""
+    if isinstance(column, Ragged) and not isinstance(column.values, Ragged):
+        return column.lengths.cpu().numpy()
     bounds = bounds_of(column)[-1]
     return bounds[1:] - bounds[:-1]
 
