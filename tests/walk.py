@@ -156,8 +156,6 @@ def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> tuple[li
     """
     if machines:
         os.environ["DISTFLOW_MACHINE"] = machines[dist.get_rank()].strip("-")
-    else:
-        os.environ.pop("DISTFLOW_MACHINE", None)
     counted, walker, metrics, moves = [], Walk(plan, batch), [], []
     move = walker.buffer.redistributor.move
     walker.buffer.redistributor.move = lambda *arguments: counted.append(1) or move(*arguments)
@@ -165,6 +163,7 @@ def walk(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> tuple[li
         walker.run_step()
         moves.append(len(counted) - sum(moves))
         metrics.append(walker.metrics.collect(gather))
+    os.environ.pop("DISTFLOW_MACHINE", None)  # the next test has this process too
     return walker.seen, metrics, moves
 
 

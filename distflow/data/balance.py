@@ -163,19 +163,34 @@ def imbalance(weights: Tensor, shares_of: Tensor, shares: int, parts: Sequence[i
 def _uneven(sizes: np.ndarray, machines: np.ndarray, places: np.ndarray, near: np.ndarray, parts: np.ndarray) -> \
         np.ndarray:
     """`assign_near` for unlike shares: each unit to the share that is then the first to be done with its load
-    (Gonzalez, Ibarra and Sahni 1977), and before that to one on its machine that is done before the last one anyway."""
-    order = [unit for unit in _heaviest_first(sizes) if near[unit] < 0]
-    anywhere = near.copy()
+    (Gonzalez, Ibarra and Sahni 1977), and before that to one on its machine that is done before the last one anyway.
+    Many free units on a single machine are dealt out."""
+    alone, by_size = (machines == machines[0]).all(), _heaviest_first(sizes)
+    dealt = _deal_uneven(sizes, by_size, parts) if alone and not (near >= 0).any() else None
+    if dealt is not None:
+        return dealt
+    order, anywhere = by_size[near[by_size] < 0], near.copy()
     latest = _soonest(sizes, order, anywhere, parts)
-    if (machines == machines[0]).all():
+    if alone:
         return anywhere
     for machine in np.unique(machines):
         there = np.where(machines == machine, parts, 0)
-        own = [unit for unit in order if places[unit] == machine]
+        own = order[places[order] == machine]
         if there.any():
             _soonest(sizes, own, near, there, latest * _TOLERANCE)
-    rest = [unit for unit in order if near[unit] < 0]
+    rest = order[near[order] < 0]
     return near if _soonest(sizes, rest, near, parts) <= latest * _TOLERANCE else anywhere
+
+
+def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
+    """`_deal` to as many hands as there are parts, of which each share has its own; None if that leaves a share heavier
+    than it may be."""
+    dealt = _deal(sizes, order, int(parts.sum()))
+    if dealt is None:
+        return None
+    result = np.repeat(np.arange(len(parts)), parts)[dealt]
+    due = parts * (int(sizes.sum()) / int(parts.sum()) * _TOLERANCE)
+    return result if (_loads(sizes, result, len(parts)) <= due).all() else None
 
 
 def _soonest(sizes: np.ndarray, units: Sequence[int], result: np.ndarray, parts: np.ndarray,

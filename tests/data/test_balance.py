@@ -118,6 +118,15 @@ def test_many_rows_have_the_parts_that_were_planned_and_mostly_stay():
     assert float(weights[stays].sum() / weights.sum()) > 0.68, "of the second machine's half, a fifth of all fits"
 
 
+@pytest.mark.parametrize("parts", [(4, 4, 1, 1), (5, 0, 3), (37, 41, 20, 11)])
+@pytest.mark.parametrize("spread", [1, 1000])
+def test_many_rows_of_one_machine_are_dealt_out_to_unlike_shares(parts, spread):
+    weights = torch.randint(1000, 1000 + spread, (3000,), generator=torch.Generator().manual_seed(1))
+    chosen = assign_near(weights, [0] * len(parts), torch.zeros_like(weights), parts=parts)
+    assert imbalance(weights, chosen, len(parts), parts) < 1.01
+    assert all(parts[share] for share in chosen.unique().tolist())
+
+
 @pytest.mark.parametrize(("weights", "shares_of", "expected"), [([3, 1], [0, 0], 2.0), ([2, 2], [0, 1], 1.0),
                                                                 ([0, 0], [0, 0], 1.0), ([], [], 1.0)])
 def test_imbalance_is_the_heaviest_over_the_mean(weights, shares_of, expected):
