@@ -24,7 +24,7 @@ from distflow.robust.board import store_on
 from planners import plan
 from workers.apart import Apart, digest
 
-STEPS = 90
+STEPS, FEW = 90, 20
 STEADY = """
 import time
 
@@ -143,16 +143,27 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     assert run.board.wait(60) == 0
 
 
-def test_a_machine_that_trains_is_lost_and_one_that_sampled_fills_its_place(cluster):
-    run = cluster(*ASYNC)
+@pytest.mark.parametrize(("training", "machines"), [(1, "2:3"), (2, "3")], ids=["one trains", "two train"])
+def test_a_machine_that_trains_is_lost_and_one_that_sampled_fills_its_place(cluster, training, machines):
+    """It goes on from the copies in another machine's memory: there is no checkpoint."""
+    run = cluster("--set", "mode=async", "--set", f"groups.rollout={3 - training}", "--machines", machines, "--set",
+                  "checkpoint={every: 0}", "--set", f"steps={FEW}")
     for name in ("one", "two", "three"):
         run.start(name)
     run.reach(6)
     run.lose(*run.tells("step 6/"))
+    if training == 2:
+        run.start("four")
     assert set(run.ends().values()) == {0}, run.said()
-    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
-    assert [event["unit"] for event in run.events("failure")] == ["the machines"]
-    assert "has given no sign of life for 4 s" in run.events("failure")[0]["what"]
+    assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
+    assert [event["unit"] for event in run.events("failure")][-1] == "the machines"
+    assert "has given no sign of life for 4 s" in run.events("failure")[-1]["what"]
+    restored = run.events("state restored")
+    assert len(restored) == training
+    assert {event["source"] for event in restored} == {"neighbour"}
+    assert len({event["of_step"] for event in restored}) == 1
+    assert restored[0]["of_step"] >= 4
+
 
 def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cluster):
     """Mode sync: the ranks are those of the machines that are there."""
@@ -166,6 +177,7 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     said = [event["what"] for event in run.events("failure") if event["unit"] == "the machines"]
     assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]
+    assert {event["source"] for event in run.events("state restored")} == {"disk"}, "the pieces were of other ranks"
 
 
 MISTAKES = {

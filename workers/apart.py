@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
 import json
 import os
 import time
@@ -17,11 +18,16 @@ import torch.distributed as dist
 from distflow.observe.events import Events
 from distflow.observe.folder import agent
 from distflow.observe.recovery import STARTS_AGAIN
+from distflow.robust.berth import Berth
+from distflow.robust.keeper import Keeper
 from distflow.robust.machines import MACHINES, BegunAnew, Era, Machines
+from distflow.robust.neighbour import Neighbour, ring
+from distflow.robust.snapshots import Snapshots
 from distflow.robust.watchman import Watchman
 from distflow.schema.errors import DistflowError, InvalidInput
 from distflow.schema.plan import Plan
 from distflow.schema.robust import Robust
+from workers.channel import HOST
 
 TOKEN = "DISTFLOW_TOKEN"
 _REACHED = datetime.timedelta(seconds=30)
@@ -60,14 +66,17 @@ class Apart:
                                  vital, not plan.groups, robust.machine_silence, robust.restarts)
         self.machines.agree(plan.digest)
         self.joins, self.era, self.watchman = 0, Era(-1, 0, 0), None
+        self.snapshots, self.kept, self.keeper = Snapshots(), Snapshots(slots=2), None
+        self.training = training if plan.groups else None
+        self.neighbourly = robust.snapshots and robust.neighbour
 
     def join(self) -> Era | None:
         """Take this rank's place in the present era, as torchrun would have given it; None if the run is over."""
         key = f"place/{self.machines.me}/{self.joins}"
         self.joins += 1
-        if self.watchman:
-            self.watchman.end()
-            self.watchman = None
+        for beside in filter(None, (self.watchman, self.keeper)):
+            beside.end()
+        self.watchman = self.keeper = None
         try:
             if self.rank == 0:
                 self.machines.store.set(key, self._found())
@@ -85,7 +94,37 @@ class Apart:
         if self.rank == 0:
             self.watchman = Watchman(self.machines, self.era)
         self._show()
+        host = os.environ.get(HOST)
+        if host and self.era_rank in self.ring.values():
+            self.keeper = Keeper(self.kept, self.secret, host, self.machines.store, self._keeper(self.era_rank))
         return self.era
+
+    @property
+    def era_rank(self) -> int:
+        """Of the run, in the present era."""
+        return self.era.block * self.local + self.rank
+
+    @property
+    def ring(self) -> dict[int, int]:
+        """For each rank that trains the one whose seat keeps copies of its state."""
+        training = self.training or self.era.blocks * self.local
+        return ring(training, self.local, self.era.blocks) if self.neighbourly else {}
+
+    @property
+    def berth(self) -> Berth:
+        """What a worker finds in this era, with memory that was there before."""
+        keeper = self.ring.get(self.era_rank)
+        neighbour = None if keeper is None else Neighbour(self.machines.store, self._keeper(keeper), self.secret)
+        return Berth(snapshots=self.snapshots, era=self.era.number, kept=self.kept, neighbour=neighbour)
+
+    @property
+    def secret(self) -> bytes:
+        """By which its machines know each other."""
+        return hmac.digest(os.environ[TOKEN].encode(), b"distflow neighbour", "sha256")
+
+    def _keeper(self, rank: int) -> str:
+        """Where on the board a rank's seat says where copies are taken."""
+        return f"{self.era.number}/keeper/{rank}"
 
     def announce(self, folder: Path) -> None:
         """Say why this era began, in its first rank's output and in the run's events, as a failure of all ranks."""
@@ -151,7 +190,7 @@ class Apart:
     def _show(self) -> None:
         era = self.era
         os.environ |= {name: str(value) for name, value in {
-            "RANK": era.block * self.local + self.rank, "WORLD_SIZE": era.blocks * self.local,
+            "RANK": self.era_rank, "WORLD_SIZE": era.blocks * self.local,
             "GROUP_RANK": era.block, "GROUP_WORLD_SIZE": era.blocks, "MASTER_ADDR": self.host, "MASTER_PORT": self.port,
             "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": era.number}.items()}
 

@@ -26,7 +26,7 @@ from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
 
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
-_HOST = "DISTFLOW_HOST"
+HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
 _PARTING, _MOMENT = 10.0, 0.05
 """Seconds in which all ranks see that the run is over, and between two looks."""
@@ -145,9 +145,9 @@ def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
 
 def _host(machines: int) -> str:
     if machines == 1:
-        return os.environ.get(_HOST, "127.0.0.1")
-    if _HOST not in os.environ:
+        return os.environ.get(HOST, "127.0.0.1")
+    if HOST not in os.environ:
         raise EngineError(f"this run has {machines} machines, whose groups talk to each other over the network; say on "
-                          f"each at which address the others reach it:  export {_HOST}=10.0.0.N  (of a private "
+                          f"each at which address the others reach it:  export {HOST}=10.0.0.N  (of a private "
                           "network: rows and weights travel there in the clear)")
-    return os.environ[_HOST]
+    return os.environ[HOST]

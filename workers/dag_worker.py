@@ -17,6 +17,7 @@ from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import ONE, Dataloader
 from distflow.data.exchange import attended
 from distflow.data.records import open_records
+from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
@@ -71,8 +72,10 @@ class DagWorker:
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
-        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint, berth and berth.snapshots,
-                                 self.trained, self.source, spec.run.wait_limit)
+        if writes:
+            events.current().open(folder / "events.jsonl", self.rank)
+        self.standing = Standing(folder / "checkpoints", spec.run.checkpoint, berth, self.trained, self.source,
+                                 spec.run.wait_limit)
         self.first = self.standing.restore() if resume else 0
         self.judges = Judges(spec.run.robust.detectors)
         self.changes, self.known, self.stale = changes, known, False
@@ -133,6 +136,7 @@ class DagWorker:
         two of these lines does none of it twice. True after the last step."""
         if self.changes is not None:
             current().apart("changes", self.changes.newest(), self.known)
+        self.standing.report()
         self._judge(step + 1, self.sink.record(step + 1, self.buffer))
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)

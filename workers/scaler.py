@@ -10,7 +10,7 @@ from functools import partial
 
 from distflow.observe import events
 from distflow.robust import scaling
-from distflow.robust.berth import start_beside
+from distflow.robust.berth import end_beside, start_beside
 from distflow.schema.contract import module_file
 from distflow.schema.plan import ROLLOUT
 from distflow.schema.registry import load_module
@@ -29,8 +29,7 @@ def scaled(place: Place) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        end_beside(process)
 
 
 def _attend(place: Place, rollouts: int, seat: int) -> None:

@@ -35,7 +35,6 @@ class Sink:
         self.folder = RunFolder(path, resumed_at, again) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
-        events.current().open(path / "events.jsonl", dist.get_rank())
         if plan.mode == "sync":  # in others, what other groups do meanwhile is in a node's seconds
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             times.current().open(path / times.NAME, dist.get_rank(), now.digest)

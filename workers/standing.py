@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import sys
 import time
 from collections import deque
@@ -15,11 +14,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from distflow.data.exchange import gather
 from distflow.observe.events import record
 from distflow.observe.metrics import current
+from distflow.robust.berth import Berth
 from distflow.robust.checkpoint import Checkpoints
-from distflow.robust.snapshots import Slot, Snapshots
+from distflow.robust.pieces import bring
+from distflow.robust.snapshots import Piece, Slot, Snapshots
 from distflow.robust.whole import step_of, whole
 from distflow.schema.errors import CheckpointError
 from distflow.schema.run import Checkpoint
@@ -41,18 +41,21 @@ class Standing:
 
     Args:
         settings: of the checkpoints on disk.
-        snapshots: this rank's; None if no copies are to be made in memory.
+        berth: with the memory for copies; None if none are to be made there.
         trained: the roles whose engines have state.
         limit: seconds that a rank waits for the others' parts of a checkpoint.
     """
 
-    def __init__(self, folder: Path, settings: Checkpoint, snapshots: Snapshots | None,
+    def __init__(self, folder: Path, settings: Checkpoint, berth: Berth | None,
                  trained: Mapping[str, Role], source: Source, limit: float):
         self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
         patience = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
         self.checkpoints = Checkpoints(folder, settings.keep, group)
-        self.remembers, self.copies = snapshots is not None, snapshots or Snapshots(slots=1)
+        self.remembers, self.berth = berth is not None, berth or Berth(snapshots=Snapshots(slots=1))
+        self.copies, self.neighbour = self.berth.snapshots, self.berth.neighbour
+        self.written: Slot | None = None
+        """From which it is written to disk."""
         self.swaps = any(role.handover is not None and role.handover.swap for role in trained.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future[dict[str, Any]] | None = None
@@ -60,6 +63,11 @@ class Standing:
         """Of the source, after the last two steps; all ranks have the older one whole."""
         self.from_memory = False
         """Whether it went on from a copy in memory, which is older than what concludes its step."""
+
+    def report(self) -> None:
+        """Before the metrics of a step are gathered."""
+        if self.neighbour is not None:
+            self.neighbour.report()
 
     def remember(self, step: int) -> None:
         """Begin to copy the state after `step` steps into the seat's memory. The next metrics say how long the work
@@ -70,7 +78,10 @@ class Standing:
             self.source.settle(self.before[0])
             self.before.append(self.source.state_dict())
         if self.remembers:
+            goes_on = self.neighbour is not None and self.neighbour.settle(step, self.copies)
             self._copy(step)
+            if goes_on:
+                self.neighbour.send(self.copies)
 
     def before_update(self) -> None:
         """The weights are about to change: what is being copied must be whole."""
@@ -81,10 +92,11 @@ class Standing:
         """Begin to write it to disk. One that is still being written is waited for."""
         with _blocked("checkpoint/seconds"):
             self.finish()
-            if self.copies.newest is None or self.copies.newest.step != step:
+            if self.copies.newest is None or self.copies.newest.piece.step != step:
                 self._copy(step)
-            self.copies.held = self.copies.newest
-            self.writing = self.pool.submit(self._write, step, self.copies.held, self._state(), self._progress())
+            self.written = self.copies.newest
+            self.copies.held.append(self.written)
+            self.writing = self.pool.submit(self._write, step, self.written, self._state(), self._progress())
 
     def finish(self) -> None:
         """Wait until what was begun is on disk. A write that fails, as on a full disk, costs no more than itself: the
@@ -99,7 +111,7 @@ class Standing:
             if dist.get_rank() == 0:
                 print(f"warning: {error}\nThe run goes on; the next checkpoint is tried when it is due.",
                       file=sys.stderr, flush=True)
-        self.copies.held = None
+        self.copies.held.remove(self.written)
 
     def restore(self) -> int:
         """Go on from the newest step that all ranks have whole, in memory or on disk; returns how many steps are done,
@@ -109,19 +121,22 @@ class Standing:
             CheckpointError: what is there is of something else.
             Disagreement: the ranks do not see the same files.
         """
-        found = whole(self.folder)
-        on_disk = step_of(found[-1]) if found else -1
-        remembered = self._remembered()
-        if not found and remembered < 0:
+        on_disk = whole(self.folder)
+        remembered = bring(self.copies, self.berth.kept, step_of(on_disk[-1]) if on_disk else -1)
+        if not on_disk and remembered is None:
             return 0
-        self.from_memory = remembered >= on_disk
-        if self.from_memory:
+        self.from_memory = remembered is not None
+        if remembered is not None:
             state = self._state()
-            progress = self.copies.load(remembered, state)
+            progress = self.copies.load(remembered.slot, state)
             for name, role in self.trained.items():
                 role.engine.load_state_dict(state[name])
+            if self.neighbour is not None:
+                self.neighbour.begin(self.copies)
+            record("state restored", of_step=progress["step"], source=remembered.source, holder=remembered.holder)
         else:
             progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
+            record("state restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             self.trained[name].engine.version = version
@@ -130,7 +145,8 @@ class Standing:
 
     def _copy(self, step: int) -> None:
         with _blocked("snapshot/seconds"):
-            copied = self.copies.begin(step, self._state(), {"step": step, **self._progress()})
+            piece = Piece(self.berth.era, self.berth.life.number, step, dist.get_rank(), dist.get_world_size())
+            copied = self.copies.begin(piece, self._state(), {"step": step, **self._progress()})
             if self.swaps:  # what is copied would move
                 self.copies.wait()
         current().add("snapshot/bytes", copied)
@@ -149,12 +165,6 @@ class Standing:
     def _progress(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(),
                 "versions": {name: role.version for name, role in self.trained.items()}}
-
-    def _remembered(self) -> int:
-        """The newest step of which every rank has its copy; -1 if there is none."""
-        mine = self.copies.steps()
-        steps = [set(json.loads(each)) for each in gather(json.dumps(mine).encode())]
-        return max(set.intersection(*steps), default=-1)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from distflow.robust.lives import Life
+from distflow.robust.neighbour import Neighbour
 from distflow.robust.out_of_memory import go_first
 from distflow.robust.pulse import Pulse
 from distflow.robust.rows import KeptRows
@@ -42,6 +44,12 @@ class Berth:
     """The seat's process; 0 if there is none."""
     changes: int = 0
     """The number of the newest change of settings that it knows."""
+    era: int = 0
+    """Of machines that come and go."""
+    kept: Snapshots = field(default_factory=partial(Snapshots, slots=0))
+    """Copies of another machine's rank."""
+    neighbour: Neighbour | None = None
+    """Where this rank's copies are kept in turn."""
 
 
 def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int) -> None:
@@ -85,6 +93,12 @@ def start_beside(action: Callable[[], None]) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def end_beside(process: int) -> None:
+    """End at once what `start_beside` has started."""
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 def do_beside(action: Callable[[], None], seconds: float) -> int:

@@ -13,6 +13,7 @@ No process decides: whoever sees a loss proposes an era, and the board takes the
     N/came, N/name/K       how many machines have come to it, and each of them
     N/members              JSON: those that it began with, by block
     N/holder/B             who has taken block B over since; N/beat/B, N/left/B: its signs of life, and that it has left
+    N/keeper/R             where rank R's seat takes copies of another machine's state (`keeper.py`)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from distflow.robust.berth import Berth
 from distflow.schema.errors import DistflowError, InvalidInput
 
 MACHINES = "machines"
@@ -40,9 +42,11 @@ class BegunAnew(Exception):
 
 
 class Apart(Protocol):
-    """What a seat knows of all this. `replaces`: its machine has another's place."""
+    """What a seat knows of all this. `replaces`: its machine has another's place. `berth`: with memory that outlives an
+    era."""
 
     replaces: bool
+    berth: Berth
 
     def look(self) -> None:
         """Raises BegunAnew: all machines begin a later era."""

@@ -80,7 +80,7 @@ class Seat:
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
-        self.berth = Berth(seat=os.getpid())
+        self.berth = replace(apart.berth if apart else Berth(), seat=os.getpid())
         self.pulse = self.berth.pulse
         self.worker = self.useful = 0
 

@@ -2,14 +2,14 @@
 
 Each rank copies its own shards, in a thread: weights do not change before the next update, and only that waits for the
 copy. The memory belongs to the seat, so that a worker that dies leaves it behind, and the next one reads it where no
-disk is asked. Two slots take turns: while one is written the other is whole. A third takes part where a write to disk
-from one of them lasts longer than a step.
+disk is asked. Two slots take turns: while one is written the other is whole. Others take part where a write to disk
+from one of them, or its way to another machine (`neighbour.py`), lasts longer than a step.
 
     bytes
     8     n, the length of the header; 0 while the slot is written
     8     where all of it ends
     16    xxh3 of what follows, with n as its seed
-    n     msgpack: step, progress, tensors: [path, dtype, shape, offset]
+    n     msgpack: piece, progress, tensors: [path, dtype, shape, offset]
     …     the tensors' bytes, from the next multiple of 64 on
 """
 
@@ -18,9 +18,9 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -30,8 +30,27 @@ from torch.distributed.tensor import DTensor
 
 from distflow.schema.errors import CheckpointError
 
-_LENGTH, _SUM, _HEAD, _ALIGNED = 8, 16, 32, 64
+_LENGTH, _SUM, _ALIGNED = 8, 16, 64
+HEAD = 32
+"""Bytes before the header."""
 Path = tuple[str, ...]
+Moment = tuple[int, int, int]
+"""Of a state: the era and the life that made it, and the steps that were done. A later one is greater."""
+
+
+class Piece(NamedTuple):
+    """What a copy is of: one of `ranks` ranks' part of the state of a moment. Steps that are done again by another life
+    are other moments: their pieces do not fit together."""
+
+    era: int
+    life: int
+    step: int
+    rank: int
+    ranks: int
+
+    @property
+    def moment(self) -> Moment:
+        return self[:3]
 
 
 class Slot:
@@ -41,8 +60,8 @@ class Slot:
         self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
         self.map: mmap.mmap | None = None
-        self.step: int | None = None
-        """Of what this process has written to it."""
+        self.piece: Piece | None = None
+        """What this process has last written to it, or found there."""
 
     def memory(self, size: int = 0) -> mmap.mmap | None:
         """At least `size` bytes; None if nothing was ever written."""
@@ -64,8 +83,8 @@ class Slot:
         body = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         for place, tensor in tensors:
             body[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        memory[_HEAD : _HEAD + len(packed)] = packed
-        memory[_LENGTH:_HEAD] = end.to_bytes(_LENGTH, "little") + _sum(memory, len(packed), end)
+        memory[HEAD : HEAD + len(packed)] = packed
+        memory[_LENGTH:HEAD] = end.to_bytes(_LENGTH, "little") + _sum(memory, len(packed), end)
         memory[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")  # from here on it counts
 
     def read(self) -> tuple[dict[str, Any], Tensor] | None:
@@ -74,32 +93,44 @@ class Slot:
         if memory is None:
             return None
         length, end = (int.from_bytes(memory[at : at + _LENGTH], "little") for at in (0, _LENGTH))
-        if not length or not _start(length) <= end <= len(memory) or _sum(memory, length, end) != memory[_SUM:_HEAD]:
+        if not length or not _start(length) <= end <= len(memory) or _sum(memory, length, end) != memory[_SUM:HEAD]:
             return None
-        header = msgpack.unpackb(memory[_HEAD : _HEAD + length])
+        header = msgpack.unpackb(memory[HEAD : HEAD + length])
+        self.piece = Piece(*header["piece"])
         return header, torch.frombuffer(memory, dtype=torch.uint8)[_start(length) : end]
 
-    @property
-    def age(self) -> int:
-        """The step of what is in it; -1 if nothing whole is."""
-        if self.step is None:
-            self.step = found[0]["step"] if (found := self.read()) else -1
-        return self.step
+    def image(self) -> tuple[bytes, memoryview]:
+        """All that is in it, as `paste` takes it: the first bytes, and the others. Only of what is whole."""
+        memory = self.memory()
+        head = memory[:HEAD]
+        return head, memoryview(memory)[HEAD : _end(head)]
+
+    def paste(self, head: bytes, fill: Callable[[memoryview], Any]) -> bool:
+        """Take what another slot has: its first bytes, and the others by `fill`, which writes them where it is told to.
+        Whether it came whole; while it comes, and if it does not, nothing is here."""
+        end = _end(head)
+        memory = self.memory(end)
+        self.piece = None
+        memory[:_LENGTH] = bytes(_LENGTH)
+        fill(memoryview(memory)[HEAD:end])
+        memory[_LENGTH:HEAD] = head[_LENGTH:]
+        memory[:_LENGTH] = head[:_LENGTH]
+        return self.read() is not None
 
 
 class Snapshots:
-    """One rank's slots; one is enough for what is only written to disk."""
+    """One rank's slots; one is enough for what is only written to disk. Those that are never used take no memory."""
 
-    def __init__(self, slots: int = 3) -> None:
+    def __init__(self, slots: int = 5) -> None:
         self.slots = tuple(Slot() for _ in range(slots))
         self.newest: Slot | None = None
-        self.held: Slot | None = None
-        """One that must stay as it is."""
+        self.held: list[Slot] = []
+        """Those that must stay as they are, beside the newest."""
         self.copying: Future[None] | None = None
 
-    def begin(self, step: int, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
-        """Begin to copy this rank's part of the state after `step` steps, which must not change before `wait` has
-        returned; returns the bytes.
+    def begin(self, piece: Piece, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
+        """Begin to copy this rank's part of the state of a moment, which must not change before `wait` has returned;
+        returns the bytes.
 
         Args:
             state: nested mappings of DTensors and tensors.
@@ -111,10 +142,10 @@ class Snapshots:
             if local.nbytes:
                 tensors.append((size, local))
             size += -(-local.nbytes // _ALIGNED) * _ALIGNED
-        header = {"step": step, "progress": progress, "tensors": leaves}
+        header = {"piece": list(piece), "progress": progress, "tensors": leaves}
         self.wait()
-        self.newest = min([slot for slot in self.slots if slot is not self.held][:2], key=lambda slot: slot.age)
-        self.newest.step = step
+        self.newest = self._free()
+        self.newest.piece = piece
         thread = ThreadPoolExecutor(1, "snapshot")
         self.copying = thread.submit(self.newest.write, header, tensors, size)
         thread.shutdown(wait=False)
@@ -134,27 +165,33 @@ class Snapshots:
         places = {tuple(path): place for path, _, _, place in header["tensors"]}
         return _view(state, body, places)
 
-    def steps(self) -> list[int]:
-        """Of the whole copies, oldest first. One that was changed since it was made is passed over."""
-        return sorted(found[0]["step"] for slot in self.slots if (found := slot.read()) is not None)
+    def whole(self) -> dict[Piece, Slot]:
+        """What is there, oldest first. A copy that was changed since it was made is passed over."""
+        found = {slot.piece: slot for slot in self.slots if slot.read() is not None}
+        return {piece: found[piece] for piece in sorted(found)}
 
     def corrupt(self) -> None:
         """Change a byte of the newest copy, to see that this is noticed."""
         self.wait()
-        found = {read[0]["step"]: slot for slot in self.slots if (read := slot.read()) is not None}
-        if found:
-            newest = found[max(found)]
-            newest.memory()[_HEAD] ^= 0xFF
-            newest.step = -1
+        if found := self.whole():
+            found[max(found)].memory()[HEAD] ^= 0xFF
+            self.newest = None
+
+    def _free(self) -> Slot:
+        """One that may be written to."""
+        newest = self.newest or max(self.whole().items(), default=(None, None))[1]
+        return next((slot for slot in self.slots if slot is not newest and slot not in self.held), self.slots[0])
 
     @torch.no_grad()
-    def load(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy back into the tensors of `state`, which has the form that was saved, and return the progress.
+    def load(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy what is in a slot back into the tensors of `state`, which has the form that was saved, and return the
+        progress.
 
         Raises:
             CheckpointError: the copy is of something else.
         """
-        header, body = next(found for slot in self.slots if (found := slot.read()) and found[0]["step"] == step)
+        header, body = slot.read()
+        step = slot.piece.step
         there = {tuple(path): (dtype, shape, place) for path, dtype, shape, place in header["tensors"]}
         asked = dict(_leaves(state))
         if there.keys() != asked.keys():
@@ -189,8 +226,12 @@ def _view(state: Mapping[str, Any] | Tensor, body: Tensor, places: Mapping[Path,
 
 
 def _start(length: int) -> int:
-    return -(-(_HEAD + length) // _ALIGNED) * _ALIGNED
+    return -(-(HEAD + length) // _ALIGNED) * _ALIGNED
+
+
+def _end(head: bytes) -> int:
+    return int.from_bytes(head[_LENGTH : 2 * _LENGTH], "little")
 
 
 def _sum(memory: mmap.mmap, length: int, end: int) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(memory)[_HEAD:end], seed=length)
+    return xxhash.xxh3_128_digest(memoryview(memory)[HEAD:end], seed=length)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from distflow.robust.berth import start_beside
+from distflow.robust.berth import end_beside, start_beside
 from distflow.robust.machines import BEAT, Era, Machines, Silence, host_of
 
 
@@ -25,8 +25,7 @@ class Watchman:
         self.process = start_beside(partial(_watch, machines, era, os.getpid()))
 
     def end(self) -> None:
-        os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
+        end_beside(self.process)
 
 
 def _watch(machines: Machines, era: Era, seat: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from distflow.robust.faults import Faults, Injected
-from distflow.robust.snapshots import Snapshots
+from distflow.robust.snapshots import Piece, Snapshots
 from distflow.schema.robust import Fault
 from distflow.schema.run import Run
 
@@ -109,13 +109,13 @@ def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
 def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
     copies = Snapshots()
     for step in (1, 2):
-        copies.begin(step, {"weight": torch.ones(3)}, {"step": step})
+        copies.begin(Piece(0, 0, step, 0, 1), {"weight": torch.ones(3)}, {"step": step})
     made = faults(tmp_path, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
                   {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=copies)
     began = time.monotonic()
     made("saving", 2)
     assert time.monotonic() - began >= 0.3
-    assert copies.steps() == [1]
+    assert [piece.step for piece in copies.whole()] == [1]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"step": 2, "share": 0.5}])

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 from distflow.robust.lives import Unit
 from distflow.robust.seat import Seat
+from distflow.robust.snapshots import Piece
 from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
 from distflow.schema.robust import Robust
 
@@ -160,7 +161,8 @@ def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
 def test_restarts_leave_nothing_behind(run, tmp_path):
     """Thirty lives: descriptors, threads and processes of the seat are as many as before."""
     code, _ = run("robust = {'restarts': 100}\n\ndef work(berth):\n    lived(berth, berth.life.number + 2)\n"
-                  "    berth.snapshots.begin(berth.life.number, {}, {})\n    berth.snapshots.wait()\n"
+                  "    berth.snapshots.begin(Piece(0, berth.life.number, 1, 0, 1), {}, {})\n"
+                  "    berth.snapshots.wait()\n"
                   "    if berth.life.number < 30:\n"
                   "        os.kill(os.getpid(), signal.SIGKILL)\n")
     assert code == 0

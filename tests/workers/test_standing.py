@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distflow.robust.snapshots import Snapshots
+from distflow.robust.berth import Berth
 from distflow.robust.whole import step_of, whole
 from distflow.schema.run import Checkpoint
 from workers.standing import Standing
@@ -34,14 +34,14 @@ class Source:
     def settle(self, state: dict[str, int]) -> None: ...
 
 
-def standing(folder: Path, snapshots: Snapshots | None) -> Standing:
+def standing(folder: Path, berth: Berth | None) -> Standing:
     role = SimpleNamespace(engine=Engine(init_device_mesh("cpu", (2,))), handover=None, version=0)
-    return Standing(folder, Checkpoint(every=1, keep=2), snapshots, {"actor": role}, Source(), 20.0)
+    return Standing(folder, Checkpoint(every=1, keep=2), berth, {"actor": role}, Source(), 20.0)
 
 
 def lose_a_copy(folder: Path) -> list[list[int]]:
     """The whole checkpoints after a save of which rank 1 has lost its copy, and after the next."""
-    at, seen = standing(folder, Snapshots()), []
+    at, seen = standing(folder, Berth()), []
     for step in (1, 2):
         at.remember(step)
         at.before_update()

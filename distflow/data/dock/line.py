@@ -115,8 +115,12 @@ class Line:
             self.lying = 0
             return self.memory.payload(size)
         result = torch.empty(size, dtype=torch.uint8)
-        self._into(memoryview(result.numpy()))
+        self.take(memoryview(result.numpy()))
         return result
+
+    def take(self, room: memoryview) -> None:
+        """The payload, into memory that is there; nothing of it may lie in shared memory."""
+        self._into(room)
 
     def skip(self, size: int) -> None:
         """Take a payload and throw it away."""

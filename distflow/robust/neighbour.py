@@ -1,0 +1,138 @@
+"""Copies of a rank's pieces in the memory of another machine's seat, which outlive its own machine (RobustRL §2.3).
+
+From its own seat's memory a piece goes on in a thread, to the seat that `ring` names, where `keeper.py` takes it. No
+step waits for it. All ranks send pieces of one state; when each has said that it is done, they begin with the newest by
+then. So of the last state that has arrived from all, each rank's piece stays in both memories until another has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from distflow.data.dock.errors import DockError, Unreachable
+from distflow.data.dock.line import Closed, dial
+from distflow.observe.events import record
+from distflow.observe.metrics import current
+from distflow.robust.snapshots import Slot, Snapshots
+
+_PATIENCE = 30.0
+"""Seconds without a byte after which the other machine counts as lost."""
+_LATE = 3
+"""Steps after which one that is still under way is late."""
+
+
+def ring(training: int, local: int, blocks: int) -> dict[int, int]:
+    """For each rank that trains the one in whose seat its copies are kept: that of the same place on the next machine,
+    in a ring of those that train; where only one does, on one that samples. Empty where that is not possible.
+
+    Args:
+        training: ranks that train, the first ones.
+        local: ranks of each machine, of which there are `blocks`.
+    """
+    machines = max(2, training // local)
+    if machines > blocks or (training > local and training % local):
+        return {}
+    return {rank: (rank + local) % (machines * local) for rank in range(training)}
+
+
+class Neighbour:
+    """A rank's way to the seat that keeps its copies. Before it is used nothing is opened: a seat can make it for its
+    workers.
+
+    Args:
+        store: where the other seat has said at `key` where it listens.
+        token: the run's.
+    """
+
+    def __init__(self, store: dist.Store, key: str, token: bytes):
+        self.store, self.key, self.token = store, key, token
+        self.job: Future[None] | None = None
+        self.sending: Slot | None = None
+        self.stays: Slot | None = None
+        """The newest that has arrived, as those of all ranks have."""
+        self.arrived = -1
+        """The step of this rank's newest that has."""
+        self.seconds, self.late, self.trouble = 0.0, 0, ""
+
+    def begin(self, copies: Snapshots) -> None:
+        """The worker goes on from the newest copy, which may be at the other machine from before."""
+        self.stays = copies.newest
+        copies.held.append(self.stays)
+
+    def report(self) -> None:
+        """Tell all ranks, with the metrics of a step, whether this one's is under way, and which has arrived."""
+        idle = self.job is None or self.job.done()
+        current().apart("neighbour", idle, self.arrived)
+        if idle and self.sending is not None:
+            current().maximum("neighbour/seconds", self.seconds)
+        self.late = 0 if idle else self.late + 1
+        if self.late == _LATE:
+            self._warn("neighbour late", f"the copy of step {self.sending.piece.step} has been on its way to another "
+                                         f"machine's memory for {_LATE} steps")
+
+    def settle(self, step: int, copies: Snapshots) -> bool:
+        """When `step` steps are done and all have told: whether the next may be sent, on all ranks alike. What need not
+        stay any more is let go."""
+        told = [rank.get("neighbour") for rank in current().of_ranks]
+        if None in told:
+            return False
+        if (arrived := min(there for _, there in told)) >= 0:
+            current().maximum("neighbour/steps_behind", step - arrived)
+        if not all(idle for idle, _ in told):
+            return False
+        if self.sending is not None:
+            if all(there == self.sending.piece.step for _, there in told):
+                self.sending, self.stays = self.stays, self.sending
+            if self.sending is not None:
+                copies.held.remove(self.sending)
+            self.sending = None
+        return True
+
+    def send(self, copies: Snapshots) -> None:
+        """Begin to send the newest, which may still be copied itself."""
+        self.sending = copies.newest
+        copies.held.append(self.sending)
+        thread = ThreadPoolExecutor(1, "neighbour")
+        stays = None if self.stays is None else self.stays.piece.moment
+        self.job = thread.submit(self._send, copies.copying, self.sending, stays)
+        thread.shutdown(wait=False)
+
+    def _send(self, copying: Future[None], slot: Slot, stays: Any) -> None:
+        copying.result()
+        began, step = time.monotonic(), slot.piece.step
+        try:
+            with contextlib.closing(dial(self._address(), self.token, _PATIENCE)) as line:
+                head, rest = slot.image()
+                line.send({"head": head, "stays": stays})
+                line.send({}, [rest])
+                reply, _ = line.receive()
+            if not reply["whole"]:
+                raise DockError("it came there with another checksum")
+        except (OSError, DockError, Closed, dist.DistError) as error:
+            before, self.trouble = self.trouble, str(error) or type(error).__name__
+            if not before:
+                self._warn("neighbour lost", f"the copy of step {step} has not come into another machine's memory: "
+                                             f"{self.trouble}")
+            return
+        if self.trouble:
+            record("neighbour back", of_step=step)
+        self.arrived, self.seconds, self.trouble = step, time.monotonic() - began, ""
+
+    def _address(self) -> tuple[str, int]:
+        board = self.store.clone()
+        if not board.check([self.key]):
+            raise Unreachable("no seat there has said where it listens. Is DISTFLOW_HOST set on all machines?")
+        host, port = json.loads(board.get(self.key))
+        return host, port
+
+    def _warn(self, event: str, what: str) -> None:
+        record(event, what=what)
+        print(f"warning: rank {dist.get_rank()}: {what}\nThe run goes on; should its machine be lost, it goes on from "
+              "an older state.", file=sys.stderr, flush=True)
