@@ -3,8 +3,8 @@
 Each machine's torchrun knows of no other. They meet on a board that somebody keeps (`distflow board`), in eras. An era
 begins when enough machines have come; each then has a block of ranks, those that train first. A machine that only
 samples may be lost, and another may take its block, while all others go on. When one that trains is lost, the machines
-that are left begin the next era: those that sampled fill its place, and the run goes on from its newest checkpoint.
-No process decides: whoever sees a loss proposes an era, and the board takes the first proposal.
+that are left begin the next era: those that sampled fill its place, and the run goes on from the newest state that is
+whole. No process decides: whoever sees a loss proposes an era, and the board takes the first proposal.
 
     on the board
     local, run             what all machines must agree on, as the first one said
