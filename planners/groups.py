@@ -4,6 +4,9 @@ The rollout group runs the nodes that sample, what these need, and all functions
 there: rewards are computed while others are still sampled, of whole prompts, but not of all of a step together. What
 works on rows that may have been dropped, what `layouts` names, and everything else runs in the trainer. Between the
 two, columns pass through the dock.
+
+Of the trainer's nodes, those in which a model looks at each row by itself, and at nothing but what others have made of
+it, need not wait for the whole step: they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ class Halves:
 
     nodes: frozenset[str]
     crossing: dict[str, tuple[str, ...]]
+    fused: frozenset[str]
+    """The trainer's nodes that run on prompts as they come."""
     chain: tuple[str, ...]
     trainer: int
     """Ranks that train."""
@@ -63,13 +68,15 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows)
     trainer, found = _sizes(spec, sampling, ranks)
-    return Halves(frozenset(nodes), crossing, tuple(chain), trainer, max(ranks - trainer, 1)), [*mistakes, *found]
+    fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
+    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, max(ranks - trainer, 1))
+    return halves, [*mistakes, *found]
 
 
 def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
     """Both halves as one plan: every task where it runs."""
     first = halves.trainer
-    own = {task.node: task for task in trainer.tasks if not task.arrives}
+    own = {task.node: task for task in trainer.chain(0)}
     for task in rollout.tasks:
         layout = replace(task.layout, first=first, dp=halves.replicas)
         own[task.node] = replace(task, layout=layout)
@@ -82,10 +89,22 @@ def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
 
 
 def of_trainer(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
-    """The trainer's tasks; those of the other half only bring what crosses."""
-    return tuple(task if task.node not in halves.nodes else
-                 replace(task, writes=halves.crossing.get(task.node, ()), transfers=(), arrives=True)
-                 for task in tasks if task.node not in halves.nodes or task.node in halves.crossing or task.samples)
+    """The trainer's tasks. Those of the other half only bring what crosses, and fused ones what they have written."""
+    own = {task.node: task.writes for task in tasks if task.node not in halves.nodes}
+    bring = halves.crossing | {node: own[node] for node in halves.fused}
+    return tuple(task if task.node in own and task.node not in halves.fused else _bringing(task, bring)
+                 for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
+
+
+def of_early(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+    """The tasks that are fused; those of the other half bring what these read."""
+    wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
+              for task in tasks if task.node in halves.fused}
+    read = set().union(*wanted.values())
+    bring = {node: tuple(name for name in names if (node, name) in read) for node, names in halves.crossing.items()}
+    return tuple(task if task.node in halves.fused else _bringing(task, bring)
+                 for task in tasks if task.node in wanted or task.node in halves.crossing
+                 or (task.node in halves.nodes and task.samples))
 
 
 def of_rollout(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
@@ -102,6 +121,29 @@ def crossings(spec: Spec, halves: Halves, flows: dict[str, Flow], bound: dict[st
         size = rows * sum(row_bytes(spec, name, forms.get(name, "Tensor")) for name in names)
         result.append(Transfer(node, names, "dock", size, size // halves.trainer))
     return tuple(result)
+
+
+def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
+    return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True)
+
+
+def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, Flow],
+           nodes: set[str]) -> frozenset[str]:
+    """Of the nodes beside `nodes`, which the other half runs, those that need not wait for a whole step. What a filter
+    comes before is computed of the rows that it leaves, and weights that a step has changed are not those before it."""
+    ahead = {node for node in nodes if bound[node].samples or KEEP not in flows[node].writes}
+    fused: set[str] = set()
+    trained: set[str] = set()
+    for node in (node for node in chain if node in bound and node not in nodes):
+        item = spec.dag.nodes[node]
+        if draws_of(spec, node, bound[node]) > 1:
+            break
+        needs = {column.producer for column in flows[node].reads}.union(item.dependencies) - {SOURCE}
+        if bound[node].row_wise and needs and needs <= ahead | fused and item.role not in trained:
+            fused.add(node)
+        if item.type == "MODEL_TRAIN":
+            trained.add(item.role)
+    return frozenset(fused)
 
 
 def _crossing(node: str, nodes: set[str], flows: dict[str, Flow]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from planners.bind import model_roles
 from planners.columns import Flow
 from planners.settings import setting_value
 
-_APART = ("groups", "staleness", "on_new_weights", "transport", "switch_at")
+_APART = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fuse")
 """What the run file says of ranks that sample while others train."""
 
 

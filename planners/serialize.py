@@ -15,7 +15,7 @@ from planners.bind import bind, model_roles
 from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
 from planners.faults import check_faults
-from planners.groups import Halves, crossings, cut, of_rollout, of_trainer, picture
+from planners.groups import Halves, crossings, cut, of_early, of_rollout, of_trainer, picture
 from planners.notes import notes_of
 from planners.temperatures import check_temperatures
 
@@ -80,15 +80,26 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
     source = _source_layout(draft.chain, flows, layouts)
-    moved: transfers.Moved = set()
-    tasks = tuple(_task(spec, node, bound[node], flows, layouts, source, moved) for node in draft.chain)
-    tasks = transfers.replicated(tasks, source)
+    tasks = _tasks(spec, draft, layouts, source)
     dock: tuple[Transfer, ...] = ()
+    early = None
+    if halves:
+        dock = crossings(spec, halves, flows, bound)
+    if halves and training and halves.fused:
+        early = Plan(spec.dag.name, spec.run.mode, ranks, of_early(tasks, halves), source, dock=dock)
+        early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
+        tasks = _tasks(spec, draft, layouts | early_layouts, source)
     if halves:
         tasks = (of_trainer if training else of_rollout)(tasks, halves)
-        dock = crossings(spec, halves, flows, bound)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock)
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock,
+                early)
+
+
+def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout) -> tuple[Task, ...]:
+    moved: transfers.Moved = set()
+    tasks = tuple(_task(spec, node, draft.bound[node], draft.flows, layouts, source, moved) for node in draft.chain)
+    return transfers.replicated(tasks, source)
 
 
 def _samples_too(spec: Spec, halves: Halves | None, training: bool) -> bool:

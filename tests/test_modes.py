@@ -48,6 +48,25 @@ def test_those_that_train_may_sample_too(launch, workspace):
     assert all(step["staleness/max"] <= 2 for step in steps.values())
 
 
+def test_models_look_at_prompts_that_are_done_while_others_are_sampled(launch, workspace):
+    """With rows for one prompt at a time: reference and critic have all but the last one behind them by then."""
+    shipped = (ROOT / "dags/ppo.yaml").read_text()
+    (workspace / "ppo.yaml").write_text(
+        shipped.replace("function: score, ", "function: score, with: {reward: brevity}, ") + "imports: [brevity]\n")
+    ppo = ("--dag", "ppo.yaml", *ASYNC, *STRICT, "--set", "roles.actor.generation.batch_rows=8",
+           "--set", "groups.rollout=1", "--set", "steps=3", "--set", "layouts.update.tp=2", "--set",
+           "roles.actor.model.kv_heads=2")
+    launch(3, *ppo, "--name", "fused")
+    launch(3, *ppo, "--name", "waits", "--set", "fuse=false")
+    fused, waits = (metrics_of(workspace / f"runs/{name}") for name in ("fused", "waits"))
+    require_equal(fused, waits, steps=(1, 2, 3))
+    for node in ("reference", "values"):
+        hidden = [step[f"seconds/{node}/hidden"] for step in fused.values()]
+        assert sum(hidden) > 0, "no prompt was done before the last one"
+        assert all(part < step[f"seconds/{node}"] for part, step in zip(hidden, fused.values()))
+        assert not any(f"seconds/{node}/hidden" in step for step in waits.values())
+
+
 def test_draws_of_a_filter_and_samples_of_two_kinds_cross_too(launch, workspace):
     """DAPO draws again until enough groups are left, of which some teach nothing; ReMax has an answer for each prompt
     beside its samples."""

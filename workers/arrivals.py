@@ -15,10 +15,11 @@ from distflow.data.dock import Dock, DockError
 from distflow.data.dock.lease import Lease
 from distflow.observe import events
 from distflow.observe.metrics import current
-from distflow.schema.plan import TRAINER, Fans, Plan, Task
-from workers.channel import REPORT, Channel
+from distflow.schema.plan import TRAINER, Plan, Task
+from workers.channel import REPORT, Brought, Channel
 from workers.crew import Crew
 from workers.engines.stream import Stream
+from workers.fusion import Fusion
 from workers.publication import Publication
 
 
@@ -30,20 +31,21 @@ class Arrivals:
     """
 
     def __init__(self, loader: Dataloader, channel: Channel, plan: Plan, rank: int, staleness: int, draws: int | None,
-                 limit: float, publish: Publication, crew: Crew | None = None, switch_at: float = 1.0):
+                 limit: float, publish: Publication, crew: Crew | None = None, switch_at: float = 1.0,
+                 fusion: Fusion | None = None):
         """
         Args:
             draws: of the whole run; None if that depends on what filters leave.
             limit: seconds to wait for a draw's rows.
             publish: makes the newest weights known to the rollouts.
             crew: samples on this rank too, until `switch_at` of a draw's prompts are done.
+            fusion: computes what it can of a draw's rows while others are still to come.
         """
         self.loader, self.channel, self.plan, self.publish = loader, channel, plan, publish
         self.crew, self.enough = crew, math.ceil(switch_at * loader.batch) * channel.rows
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
         self.dock = channel.dock(f"trainer {rank}")
-        self.arriving = [task for task in plan.tasks if task.arrives]
-        self.fans = Fans(plan.tasks, plan.source)
+        self.brought, self.fusion = Brought(plan, channel.rows), fusion
         self.leases: list[Lease] = []
         """Of the step, on the rank that commits them."""
         self.rows: Batch | None = None
@@ -75,6 +77,8 @@ class Arrivals:
             self._sample()
         self.loader.position += self.loader.batch
         self.dock.doing(f"waiting for the samples of step {number}")
+        if self.fusion is not None:
+            self.fusion.run(self.dock, number)
         count = self.loader.batch * channel.rows
         lease = self.dock.lease(TRAINER, count, wait=self.limit, step=number, share=self.rank, shares=self.plan.ranks)
         self.rows = self.dock.fetch(lease)
@@ -87,12 +91,10 @@ class Arrivals:
         return self.loader.at(torch.unique(lease.ids // channel.rows))
 
     def arrivals(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
-        """What each node of the other group wrote for these prompts. Of rows that were repeated later on, the first of
-        each repetition brings it."""
-        for task in self.arriving:
-            times = self.channel.rows // self.fans.times(task.out_fan)
-            rows = self.rows if times == 1 else self.rows.select(torch.arange(0, len(self.rows), times))
-            yield task, {name: rows[f"{task.node}/{name}"] for name in task.writes}, rows.ids // times
+        """What each node of the other group wrote for these prompts, and what was computed while they came."""
+        yield from self.brought.of(self.rows)
+        if self.fusion is not None:
+            yield from self.fusion.results()
 
     def finish(self) -> None:
         """The step is trained on: its rows are consumed, and its weights go out. While copies of its state are still
@@ -126,6 +128,11 @@ class Arrivals:
         """Another rank of the trainer may have seen it before, and taken its share."""
         consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
         return any(each["leases"] or each["ready"] >= self.enough for each in consumers)
+
+    @property
+    def busy(self) -> float:
+        """Seconds that this rank has computed while it waited for the last draw's rows."""
+        return self.fusion.seconds if self.fusion else 0.0
 
     @property
     def ready(self) -> int:

@@ -10,19 +10,20 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, ColumnData
 from distflow.data.dock import Consumer, Dock
 from distflow.data.dock.child import Child, start
 from distflow.data.dock.layout import Address
 from distflow.robust.board import Board
 from distflow.schema.errors import EngineError
-from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan
+from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan, Task
 
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled; what was measured while it was made."""
@@ -110,6 +111,22 @@ class Channel:
         """End this machine's warehouse."""
         if self.child is not None:
             self.child.stop()
+
+
+class Brought:
+    """What the other group's nodes wrote, as rows of the dock bring it to a plan's tasks. `rows`: of a prompt."""
+
+    def __init__(self, plan: Plan, rows: int):
+        fans = Fans(plan.tasks, plan.source)
+        self.tasks = [(task, rows // fans.times(task.out_fan)) for task in plan.tasks
+                      if task.arrives and not task.layout.early]
+        self.columns = [f"{task.node}/{name}" for task, _ in self.tasks for name in task.writes]
+
+    def of(self, rows: Batch) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
+        """What each node wrote. Of rows that were repeated later on, the first of each repetition brings it."""
+        for task, times in self.tasks:
+            part = rows if times == 1 else rows.select(torch.arange(0, len(rows), times))
+            yield task, {name: part[f"{task.node}/{name}"] for name in task.writes}, part.ids // times
 
 
 def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:

@@ -37,6 +37,7 @@ from workers.encode import encoder
 from workers.engines.sampling import key_of
 from workers.execution import Execution
 from workers.eyes import eyes_of
+from workers.fusion import Fusion
 from workers.pace import Pace, step_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
@@ -71,6 +72,7 @@ class DagWorker:
         self.execution = Execution(self.chain, functions, self.roles, self.rank)
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
         self.source = self._dataloader() if channel is None else self._arrivals(channel, functions, rollout)
+        self.step = 0
         self.trained = {name: role for name, role in self.roles.items() if spec.dag.roles[name].trained}
         if writes:
             events.current().open(folder / "events.jsonl", self.rank)
@@ -131,6 +133,14 @@ class DagWorker:
         with pace.measured():
             return self.sampled.run(task, step, self.buffer.draws, partial(self.execution.run, task, inputs))
 
+    def _compute_early(self, task: Task, inputs: Batch) -> Written:
+        """On prompts that are there while others are still sampled. What later nodes draw does not depend on that."""
+        with torch.random.fork_rng(devices=[]), self._watch(task, self.step):
+            torch.manual_seed(key_of(self.spec.run.seed, self.step, *inputs.ids[:1].tolist()))
+            written = self._compute(task, self.step, inputs)
+        self.presence.now(f"is in step {self.step}, waiting for the samples of further prompts", "waiting")
+        return written
+
     def _finish(self, step: int) -> bool:
         """What is done is first written down and remembered, and only then told to others: a worker that dies between
         two of these lines does none of it twice. True after the last step."""
@@ -179,6 +189,8 @@ class DagWorker:
             return
         for step in range(self.first, self.spec.run.steps):
             pulse.current().begin(step + 1)
+            self.step = step
+            self.execution.seconds.clear()
             torch.manual_seed(key_of(self.spec.run.seed, step))
             for role in self.roles.values():
                 role.step = step
@@ -188,12 +200,13 @@ class DagWorker:
         """The chain over the step's prompts; its beginning over further ones while a filter leaves too few."""
         self.buffer.start(self._next(), self.source.drawn)
         self._receive()
-        for index, task in enumerate(self.chain):
+        chain = self.chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
+        for index, task in enumerate(chain):
             yield task
             while task.draws > 1 and not self.buffer.full(task, self.source.batch):
                 self.buffer.draw_again(self._next(), self.source.drawn)
                 self._receive()
-                yield from self.chain[: index + 1]
+                yield from chain[: index + 1]
 
     def _next(self) -> Batch:
         """The prompts of the next draw."""
@@ -204,15 +217,14 @@ class DagWorker:
             began = time.perf_counter()
             prompts = self.source.next()
         if isinstance(self.source, Arrivals):
-            current().maximum("waiting/samples", time.perf_counter() - began)
+            current().maximum("waiting/samples", time.perf_counter() - began - self.source.busy)
             if self.rank == 0:
                 current().add("dock/ready", self.source.ready)
         return prompts
 
     def _receive(self) -> None:
         """What another group has computed on the prompts of a draw."""
-        for task, columns, ids in self.source.arrivals():
-            self.buffer.put(task, columns, ids)
+        self.buffer.receive(self.source.arrivals())
 
     def _arrivals(self, channel: Channel, functions: dict[str, Callable[..., Any]], rollout: Plan | None) -> Arrivals:
         spec, crew = self.spec, None
@@ -220,9 +232,11 @@ class DagWorker:
             crew = Crew(spec, rollout, functions, self.roles, self._dataloader(), channel,
                         f"trainer {self.rank}, which samples", channel.ranks)
         draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
+        fusion = Fusion(self.plan, self.rank, self._dataloader(), channel, spec.run.wait_limit,
+                        self._compute_early) if self.plan.early else None
         return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
                         spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport), crew,
-                        spec.run.switch_at)
+                        spec.run.switch_at, fusion)
 
     def _dataloader(self) -> Dataloader:
         role = self.roles[prompted_role(self.spec, self.chain)]

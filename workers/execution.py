@@ -32,6 +32,8 @@ class Execution:
         count = Counter(task.function for task in chain)
         self.shared = {function for function, nodes in count.items() if nodes > 1}
         """Functions of several nodes; what they report is told apart."""
+        self.seconds: Counter[str] = Counter()
+        """Of each node since they were cleared, which is when a step begins."""
         self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
 
     def run(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
@@ -51,7 +53,8 @@ class Execution:
             raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
                               f"to a copy:  {name} = {name}.clone()")
         seconds = time.perf_counter() - start
-        current().maximum(f"seconds/{task.node}", seconds)
+        self.seconds[task.node] += seconds
+        current().maximum(f"seconds/{task.node}", self.seconds[task.node])
         columns = _as_columns(task, result, len(ids))
         if times.current().path is not None and task.type in ENGINE_TYPES:
             times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))

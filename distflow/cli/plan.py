@@ -63,6 +63,9 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         nodes = {task.node for task in group.plan.chain(0)}
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
                           f" ({group.name}{beside})")
+        if group.plan.early:
+            ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))
+            yield f"{ahead}: of each prompt as it comes, while others are still sampled (fuse)"
     if not plan.groups:
         yield from _tasks(plan, list(plan.chain(0)), batch, 0, plan.ranks - 1)
 

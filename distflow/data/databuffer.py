@@ -93,6 +93,14 @@ class Databuffer:
         if KEEP in task.writes:
             self._drop(task)
 
+    def receive(self, written: Iterable[tuple[Task, dict[str, ColumnData], Tensor]]) -> None:
+        """`put` what several tasks wrote elsewhere, and drop rows only when all of it is there."""
+        arrived = list(written)
+        for task, columns, ids in arrived:
+            self.shelves[task.node, task.layout] = Batch(ids, columns)
+        for task in (task for task, *_ in arrived if KEEP in task.writes):
+            self._drop(task)
+
     def full(self, task: Task, prompts: int) -> bool:
         """Whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
 

@@ -86,6 +86,13 @@ class Contract:
         repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
         return repeats and self.marks.type in ENGINE_TYPES
 
+    @property
+    def row_wise(self) -> bool:
+        """Whether a model computes something of each row that depends on no other row."""
+        marks = self.marks
+        of_others = self.samples or marks.repeats or marks.keep_together or KEEP in marks.writes
+        return marks.type == "MODEL_INFERENCE" and not of_others
+
 
 def built_in() -> dict[str, Contract]:
     """The contracts of all shipped functions, by name."""

@@ -36,6 +36,7 @@ class Layout:
     matrices `tp` ways (tensor parallelism; neighbours), each row's tokens `cp` ways (context parallelism) and the
     layers `pp` ways (pipeline parallelism; furthest apart). `ep` cuts the experts of a layer across ranks that are
     there anyway: those of `dp` and `cp`. `rows` says how many rows each share has, in proportion; empty: all alike.
+    `early`: rows are dealt to the shares as they come, so that they have others than in a layout of the whole step.
     """
 
     dp: int
@@ -45,6 +46,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     rows: tuple[int, ...] = ()
+    early: bool = False
 
     @property
     def width(self) -> int:
@@ -134,7 +136,8 @@ class Task:
     samples: bool = False
     """Whether its role must be ready to sample."""
     arrives: bool = False
-    """Another group runs it: what it wrote comes through the dock."""
+    """The step begins with what it wrote: another group has run it, and it comes through the dock; or it was run ahead
+    of the step, by this group (`Plan.early`)."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ class Plan:
     that ranks with other settings are noticed too."""
     dock: tuple[Transfer, ...] = ()
     """What the rollout group puts into the dock and the trainer fetches, by producer."""
+    early: Plan | None = None
+    """Of the trainer: what it runs on the prompts of a step as they come, while others are still sampled."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode, where all ranks run one chain together. Else this plan is a picture of the whole: each rank
     runs that of its group."""
@@ -182,7 +187,8 @@ class Plan:
         group, _ = self.group_of(rank)
         if group is not None:
             return group.plan.chain(0)
-        return tuple(task for task in self.tasks if not task.arrives) if self.dock else self.tasks
+        ahead = self.early.chain(rank) if self.early else ()
+        return (*ahead, *(task for task in self.tasks if not task.arrives)) if self.dock else self.tasks
 
     def group_of(self, rank: int) -> tuple[Group | None, int]:
         """The group of a rank and which of its replicas it is in; (None, 0) in sync mode."""

@@ -224,6 +224,9 @@ class Run(Document):
     the turn that is under way begins anew."""
     switch_at: float = Field(default=0.5, gt=0, le=1)
     """The share of a step's prompts after which ranks that do both go over to training (mode semi_sync)."""
+    fuse: bool = True
+    """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
+    prompts that are done while others are still sampled (modes async and semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
     (`distflow[ucx]`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""

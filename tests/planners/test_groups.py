@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness import ROOT
 
 from distflow.cli.plan import describe
 from distflow.schema.errors import InvalidInput
@@ -48,7 +49,7 @@ def test_only_what_the_trainer_reads_crosses_and_what_people_look_at():
 
 def test_a_function_of_the_whole_batch_can_be_kept_in_the_trainer():
     _, made = planned("grpo.yaml", 4, "layouts.reward.dp=1")
-    assert nodes(made, 0)[0] == "reward"
+    assert nodes(made, 0)[:2] == ["reference", "reward"], "what need not wait for a whole step comes first"
     assert nodes(made, 3) == ["rollout"]
 
 
@@ -73,9 +74,43 @@ def test_a_rank_that_does_both_needs_memory_for_both():
     assert not any("rollout" in each.name for each in made.groups[0].plan.memory)
 
 
+FUSED = {"grpo": ["reference"], "ppo": ["reference", "values"], "gspo": ["old"], "distill": ["teacher"],
+         "pf_ppo": [], "online_dpo": [], "dapo": []}
+"""What waits for a filter, or for pairs, waits for the whole step."""
+
+
+@pytest.mark.parametrize("dag", FUSED)
+def test_what_looks_at_each_row_alone_need_not_wait_for_the_step(dag):
+    _, made = planned(f"{dag}.yaml")
+    trainer = made.groups[0].plan
+    ahead = [task.node for task in trainer.early.chain(0)] if trainer.early else []
+    assert ahead == FUSED[dag]
+    assert nodes(made, 0)[: len(ahead)] == ahead
+    later = [task for task in trainer.tasks if not task.arrives]
+    assert {move.kind for task in later for move in task.transfers if move.producer in ahead} <= {"all_to_all"}, \
+        "its rows are dealt as they come, and are where they are needed only after a transfer"
+    assert planned(f"{dag}.yaml", 4, "fuse=false")[1].groups[0].plan.early is None
+
+
+def test_a_model_waits_for_the_step_that_trains_it_and_for_all_of_a_prompt(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from distflow import node\n\n@node(type='MODEL_INFERENCE', writes='spread', keep_together='group')\n"
+        "def spread(engine, responses, group): ...\n")
+    dag = (ROOT / "dags/grpo.yaml").read_text().replace("function: logprobs, ", "function: mine:spread, ")
+    (tmp_path / "together.yaml").write_text(dag.replace("kl: 0.001", "kl: 0.0"))
+    assert planned(tmp_path / "together.yaml")[1].groups[0].plan.early is None
+    trained = "  a_first: {role: reference, type: MODEL_TRAIN, function: supervised_update, dependencies: [rollout]}\n"
+    dag = (ROOT / "dags/grpo.yaml").read_text().replace("{copy_of: actor}", "{copy_of: actor, trained: true}")
+    (tmp_path / "trained.yaml").write_text(dag + trained)
+    _, made = planned(tmp_path / "trained.yaml")
+    assert nodes(made, 0)[:2] == ["a_first", "reference"]
+    assert made.groups[0].plan.early is None
+
+
 def test_the_plan_shows_both_chains():
     spec, made = planned("grpo.yaml", 5, "groups.rollout=3")
     text = "\n".join(describe(made, spec))
+    assert "`reference`: of each prompt as it comes, while others are still sampled" in text
     assert "chain of ranks 0–1 (trainer)" in text
     assert "chain of ranks 2–4 (rollout, 3 beside each other)" in text
     assert "dock" in text

@@ -98,7 +98,7 @@ class Dock:
         return sum(reply["kept"] for reply, _ in self.reach.ask_all(requests, wait))
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
-              share: int = 0, shares: int = 1, version: int | None = None) -> Lease:
+              share: int = 0, shares: int = 1, version: int | None = None, look: bool = False) -> Lease:
         """Up to `count` ready rows, at least `least` (all of them unless said otherwise), for this process alone.
 
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
@@ -107,12 +107,13 @@ class Dock:
         Args:
             wait: seconds to wait for rows.
             version: of the asker's weights, for rules that bound staleness.
+            look: only see which rows these are; they are not leased.
 
         Raises:
             Overdue: not enough rows came in time; says which columns of which rows are missing, and who owes them.
         """
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
-                   "wait": wait, "step": step, "share": share, "shares": shares, "version": version,
+                   "wait": wait, "step": step, "share": share, "shares": shares, "version": version, "look": look,
                    "request": secrets.randbits(62) + 1}
         try:
             reply, _ = self.reach.ask(self._home(consumer), request, wait=wait)

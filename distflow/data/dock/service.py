@@ -190,8 +190,9 @@ class Service:
         with desk.changed:
             while True:
                 ask = Ask(header["count"], header["version"], header["step"])
-                granted = controller.lease(ask, now, session, least=header["least"], step=header["step"],
-                                           share=header["share"], shares=header["shares"], request=header["request"])
+                granted = desk.look(controller, ask, now, header["least"]) if header.get("look") else controller.lease(
+                    ask, now, session, least=header["least"], step=header["step"], share=header["share"],
+                    shares=header["shares"], request=header["request"])
                 if ask.discarded:
                     desk.retire(controller.consumer.name, [row.id for row in ask.discarded])
                 if granted is not None:

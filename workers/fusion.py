@@ -1,0 +1,105 @@
+"""Nodes that need no whole step, computed of its prompts as they come, while others are still sampled.
+
+Stage fusion (Zhong et al. 2024, inter-stage fusion; MindSpeed RL, Table 2): the tail of a step's generation hides the
+forward passes of all prompts but the last ones. Which nodes these are is the planner's to say (`Plan.early`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgpack
+import torch
+from torch import Tensor
+
+from distflow.data.balance import assign
+from distflow.data.batch import Batch, ColumnData
+from distflow.data.databuffer import Databuffer
+from distflow.data.dataloader import Dataloader
+from distflow.data.dock import Dock
+from distflow.data.exchange import gather
+from distflow.data.selecting import joined
+from distflow.observe.metrics import current
+from distflow.schema.plan import TRAINER, Plan, Task
+from workers.channel import Brought, Channel
+from workers.sampled import Written
+
+
+class Fusion:
+    """One rank's part; every rank of the trainer has one and calls it alike.
+
+    A draw is cut into parts: a part is all prompts that have come while the one before was computed. Its rows are dealt
+    to the ranks by tokens, and what is written of them stays there until the step's rows are dealt.
+    """
+
+    def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: Channel, limit: float,
+                 compute: Callable[[Task, Batch], Written]):
+        """
+        Args:
+            plan: that of the trainer, which has an `early` one.
+            limit: seconds to wait for another prompt.
+            compute: runs a task's function.
+        """
+        self.plan, self.rank, self.loader, self.channel, self.limit = plan.early, rank, loader, channel, limit
+        self.compute = compute
+        self.tasks = self.plan.chain(rank)
+        self.kept = [task for task in plan.tasks if task.layout.early]
+        """The same tasks as the step sees them."""
+        self.brought = Brought(self.plan, channel.rows)
+        self.buffer = Databuffer(self.plan, rank, current(), limit=limit)
+        self.written: dict[str, Batch] = {}
+        """What each node has written of the draw, in the order of ids."""
+        self.seconds = 0.0
+        """That the draw has computed."""
+
+    def run(self, dock: Dock, draw: int) -> None:
+        """Compute all rows of a draw, until the last one has come."""
+        count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
+        hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
+        while len(known) < count:
+            ids, tokens = self._look(dock, draw, count, len(known))
+            new = ~torch.isin(ids, known)
+            known = ids
+            for node, seconds in self._compute(dock, *self._deal(ids[new], tokens[new])):
+                self.seconds += seconds
+                hidden[node] += seconds if len(known) < count else 0.0
+        for node, seconds in hidden.items():
+            current().maximum(f"seconds/{node}/hidden", seconds)
+
+    def results(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
+        """What was written of the draw's rows on this rank, which need not be those that the step has here."""
+        for task in self.kept:
+            yield task, self.written[task.node].columns, self.written[task.node].ids
+
+    def _look(self, dock: Dock, draw: int, count: int, known: int) -> tuple[Tensor, Tensor]:
+        """The ids of all rows that have come, and their tokens; waits for more than are known. All ranks see what the
+        first one saw."""
+        told = b""
+        if self.rank == 0:
+            lease = dock.lease(TRAINER, count, least=known + self.channel.rows, wait=self.limit, step=draw, look=True)
+            told = msgpack.packb([lease.ids.tolist(), lease.tokens.tolist()])
+        ids, tokens = msgpack.unpackb(gather(told)[0])
+        return torch.tensor(ids), torch.tensor(tokens)
+
+    def _deal(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's rows, and one that is there in any case."""
+        prompts, place = torch.unique(ids // self.channel.rows, return_inverse=True)
+        weights = torch.zeros_like(prompts).index_add(0, place, tokens.clamp(min=1))
+        layout = self.plan.source
+        share = layout.share(self.rank)
+        return ids[assign(weights, layout.dp)[place] == (-1 if share is None else share)], ids[:1]
+
+    def _compute(self, dock: Dock, ids: Tensor, some: Tensor) -> Iterator[tuple[str, float]]:
+        """The nodes on these rows, with the seconds that each has taken."""
+        rows = dock.fetch(ids if len(ids) else some, self.brought.columns).slice(0, len(ids))
+        self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))
+        self.buffer.receive(self.brought.of(rows))
+        for task in self.tasks:
+            inputs, began = self.buffer.take(task), time.perf_counter()
+            columns, ids = self.compute(task, inputs)
+            yield task.node, time.perf_counter() - began
+            self.buffer.put(task, columns, ids)
+            batch = Batch(ids, columns)
+            batch = joined(self.written[task.node], batch) if task.node in self.written else batch
+            self.written[task.node] = batch.select(batch.ids.argsort())
