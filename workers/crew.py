@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer, Shelves
@@ -38,7 +39,9 @@ from workers.engines.sampling import key_of
 from workers.engines.stream import Stopped, Stream
 from workers.execution import Execution
 from workers.roles import Role
+from workers.unfinished import Unfinished
 
+_NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _MOMENT = 0.2
 """Seconds that a thread waits for work before it looks whether the run is over."""
 
@@ -51,6 +54,14 @@ class _Sampled:
     step: int
     shelves: Shelves
     metrics: Metrics
+
+
+@dataclass
+class _Begun:
+    """A prompt whose rows are sampled, and the turn as which they are saved if they are left unfinished."""
+
+    rows: Unfinished
+    turn: int
 
 
 class Crew:
@@ -73,6 +84,9 @@ class Crew:
         self.held: dict[int, tuple[Lease, float]] = {}
         """Leases by number, and when each was last renewed."""
         self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
+        self.unfinished: list[_Begun] = []
+        self.hands_over = spec.run.mode == "semi_sync"
+        """Whether crews end while others go on, and leave them what they have begun."""
         self.loading = threading.Lock()
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
@@ -83,9 +97,9 @@ class Crew:
         """No prompt is sampled any more; all that were are in the dock."""
 
     def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
-        """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then, and
-        those that are sampled are put into the dock."""
-        self.streams, self.ended, self.failure, self.held = streams, False, None, {}
+        """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then, with
+        what there is of them, and those that are sampled are put into the dock."""
+        self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, []
         self.taken.clear()
         self.put.clear()
         for name, stream in streams.items():
@@ -132,7 +146,11 @@ class Crew:
                         room.release()
                         continue
                     self.held[lease.number] = (lease, time.monotonic())
-                    pool.submit(self._sample, lease, room).add_done_callback(self._notice)
+                    saved = dock.saved(lease) if self.hands_over else (_NOTHING, lease.turns[:0])
+                    pool.submit(self._sample, lease, *saved, room).add_done_callback(self._notice)
+            for each in self.unfinished if not self.leads else ():
+                if len(begun := each.rows.begun()):
+                    dock.put(begun, turn=each.turn)
             self.taken.set()
             while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
                 self._renew_leases(dock)
@@ -148,8 +166,8 @@ class Crew:
                     self.held.pop(number)
                     self.held[number] = (lease, time.monotonic())
 
-    def _sample(self, lease: Lease, room: threading.Semaphore) -> None:
-        """One prompt up to the last node that samples."""
+    def _sample(self, lease: Lease, saved: Batch, turns: Tensor, room: threading.Semaphore) -> None:
+        """One prompt up to the last node that samples, of which others may have saved some turns."""
         prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
         step = int(prompt) // self.channel.prompts
         if self.leads:
@@ -162,7 +180,10 @@ class Crew:
                     batch = self.loader.at(prompt)
                 buffer = self._buffer(metrics)
                 buffer.start(batch)
-                self._run(self.head, buffer, step)
+                rows = Unfinished(self.streams[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
+                self.unfinished.append(begun := _Begun(rows, int(turns.max()) + 1 if len(turns) else 0))
+                self._run(self.head, buffer, step, rows)
+                self.unfinished.remove(begun)
         finally:
             room.release()
         self.sampled.put(_Sampled(lease, step, buffer.shelves, metrics))
@@ -200,11 +221,13 @@ class Crew:
             except LeaseLost as error:  # the rows are there all the same; who has them now finds that they came before
                 events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
 
-    def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int) -> None:
+    def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int, begun: Unfinished | None = None) -> None:
         roles = {name: role.of_draw(step) for name, role in self.roles.items()}
         execution = Execution(self.plan.tasks, self.functions, roles, rank=0)
         for task in tasks:
             inputs = buffer.take(task)
+            if begun and task is self.head[-1]:
+                roles[task.role].many = begun
             if task.type in ENGINE_TYPES:
                 written, ids = execution.run(task, inputs)
             else:

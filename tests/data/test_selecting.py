@@ -123,6 +123,20 @@ def test_any_plan_that_drops_and_draws(plan, batch, machines):
     check(plan, batch, machines=machines)
 
 
+@pytest.mark.usefixtures("alone")
+def test_rows_that_others_have_computed_are_dropped_when_all_are_there():
+    """Two nodes of another group say each which rows stay; a third knows nothing of it."""
+    plan = (Builder(1, ONE).node("a", "r_prompt", "d_a keep", ONE).node("b", "r_prompt", "d_b keep", ONE)
+            .node("c", "r_prompt", "d_c", ONE).node("all", "d_a d_b d_c", "", ONE)).plan()
+    buffer, ids = Databuffer(plan, 0, Metrics()), torch.arange(6)
+    buffer.start(Batch(ids, {"r_prompt": ids}))
+    *others, last = plan.tasks
+    keeps_of = {"a": ids % 2 == 0, "b": ids % 3 == 0}
+    buffer.receive((task, {name: keeps_of[task.node] if name == KEEP else ids for name in task.writes}, ids)
+                   for task in others)
+    assert buffer.take(last).ids.tolist() == [0]
+
+
 def dropped_without_drawing(layout: Layout) -> tuple[list, list]:
     plan = (Builder(2, TWO).node("a", "r_prompt", "d_a keep", layout).node("b", "r_prompt d_a", "", TWO)).plan()
     walker = Walk(plan, 6)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from engines.rollouts import ENDS, LIMIT, build, tiny
 
-from distflow.data.batch import Ragged
+from distflow.data.batch import Batch, Ragged
 from distflow.schema.errors import EngineError
+from workers.unfinished import Unfinished
 
 BOUND = {"float32": 2e-5, "bfloat16": 0.1}
 
@@ -211,6 +212,32 @@ def test_an_aborted_row_draws_what_it_would_have_drawn(engine, prompts):
     while session.busy:
         session.step()
     assert [said[row] + row.tokens.tolist() for row in rows] == [row.tolist() for row in whole.tokens.rows]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
+    """Under weights of another version, which here are the same, or anew if that is wished."""
+    ids = torch.arange(2 * len(prompts)) + 9
+    whole = engine.generate(prompts, 2, ids, key=6)
+    first = Unfinished(engine, Batch(ids[:0]), restart)
+    rows, session = engine.rows(prompts, 2, ids), engine.session(key=6)
+    first.take_over(rows)
+    for row in rows[1:]:  # of one, nothing is there
+        session.add([row])
+    for _ in range(4):
+        session.step()
+    session.abort()
+    begun = first.begun()
+    assert 0 < len(begun["begun/tokens"].values) < len(whole.tokens.values)
+    engine.load(weights(model), version=7)
+    samples = Unfinished(engine, begun, restart).generate(prompts, 2, ids, key=6)
+    assert [row.tolist() for row in samples.tokens.rows] == [row.tolist() for row in whole.tokens.rows]
+    assert torch.allclose(samples.logprobs.values, whole.logprobs.values, rtol=0, atol=BOUND["float32"])
+    assert torch.equal(samples.finished, whole.finished)
+    kept = torch.zeros(len(ids), dtype=torch.int64)
+    kept[1:] = begun["begun/tokens"].lengths if not restart else 0
+    for row, count in zip(samples.versions.rows, kept.tolist()):
+        assert row.tolist() == [0] * count + [7] * (len(row) - count)
 
 
 def test_an_abort_of_all_ends_rows_that_wait_too(engine, prompts):

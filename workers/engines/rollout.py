@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -42,6 +43,19 @@ class Row:
     """Instead of the session's."""
     past: Any = None
     """What its engine keeps of it between turns."""
+    begun: tuple[Tensor, Tensor, Tensor] | None = None
+    """Tokens of the turn that another engine has sampled, their log-probabilities and versions."""
+    over: bool = False
+    """That other engine has ended the turn."""
+
+    def resume(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
+        """It goes on, in this turn, behind these tokens [1 or more], that another engine has sampled."""
+        self.over = finished or len(tokens) >= self.limit
+        if self.over:
+            self.end(tokens, logprobs, versions, finished)
+        else:
+            self.sequence, self.limit = torch.cat([self.sequence, tokens]), self.limit - len(tokens)
+            self.begun = tokens, logprobs, versions
 
     def extend(self, observation: Tensor, limit: int) -> None:
         """It gets another turn, after `observation`."""
@@ -49,6 +63,11 @@ class Row:
 
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
         """Its turn is over: what it got in it."""
+        if self.begun is not None:
+            before = len(self.begun[0])
+            self.sequence, self.limit = self.sequence[: len(self.sequence) - before], self.limit + before
+            tokens, logprobs, versions = map(torch.cat, zip(self.begun, (tokens, logprobs, versions)))
+            self.begun = None
         self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
 
 
@@ -145,11 +164,15 @@ class Sampler(ABC):
         """
         session = self.session(key, temperature)
         rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
-        for start in range(0, len(rows), repeats):
-            session.add(rows[start : start + repeats])
+        self.take_over(rows)
+        for _, together in groupby((row for row in rows if not row.over), key=lambda row: id(row.sequence)):
+            session.add(list(together))
         while session.busy:
             session.step()
         return Samples.of(rows)
+
+    def take_over(self, rows: list[Row]) -> None:  # noqa: B027 - most begin what they end
+        """Have rows go on where others have left them."""
 
     def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
              images: Ragged | None = None) -> list[Row]:

@@ -64,6 +64,8 @@ class Stream(Sampler):
                 for session in self.sessions.values():
                     for row in session.step():
                         self.owners.pop(row).ended.put(row)
+            for session in self.sessions.values():
+                session.abort()  # its rows have what they got
         except DistflowError as error:
             self._fail(error)
             raise

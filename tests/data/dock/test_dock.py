@@ -109,6 +109,20 @@ def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
         at.fetch(torch.tensor([8]), ["rewards"])
 
 
+def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
+    at = dock(1, (Consumer("update", ("tokens",)),))
+    at.put(tokens([3, 1]))
+    with pytest.raises(Overdue):
+        at.lease("update", 4, least=3, step=0, look=True)
+    at.put(tokens([2]))
+    seen = at.lease("update", 4, least=3, step=0, look=True, wait=5)
+    assert (seen.ids.tolist(), seen.tokens.tolist()) == ([1, 2, 3], [1, 2, 3])
+    shares = [at.lease("update", 3, step=0, share=rank, shares=2) for rank in range(2)]
+    assert sorted(torch.cat([share.ids for share in shares]).tolist()) == [1, 2, 3]
+    assert at.lease("update", 4, least=3, step=0, look=True).ids.tolist() == [1, 2, 3], "so does one who comes again"
+    assert at.commit(shares[0])
+
+
 def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
     at = dock(2, (Consumer("update", ("tokens",)),))
     at.put(tokens([3]))
