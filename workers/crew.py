@@ -56,14 +56,6 @@ class _Sampled:
     metrics: Metrics
 
 
-@dataclass
-class _Begun:
-    """A prompt whose rows are sampled, and the turn as which they are saved if they are left unfinished."""
-
-    rows: Unfinished
-    turn: int
-
-
 class Crew:
     """Runs the rollout group's chain on prompts that were ordered, as long as it is told to."""
 
@@ -84,9 +76,10 @@ class Crew:
         self.held: dict[int, tuple[Lease, float]] = {}
         """Leases by number, and when each was last renewed."""
         self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
-        self.unfinished: list[_Begun] = []
-        self.hands_over = spec.run.mode == "semi_sync"
-        """Whether crews end while others go on, and leave them what they have begun."""
+        self.unfinished: dict[int, tuple[Unfinished, int]] = {}
+        """By lease, the rows that are sampled, and the turn as which they are saved if they are left so."""
+        self.shared = spec.run.mode == "semi_sync"
+        """Whether some crews end while others go on, which get what is begun by then."""
         self.loading = threading.Lock()
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
@@ -97,9 +90,9 @@ class Crew:
         """No prompt is sampled any more; all that were are in the dock."""
 
     def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
-        """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then, with
-        what there is of them, and those that are sampled are put into the dock."""
-        self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, []
+        """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then,
+        with what there is of them, and those that are sampled are put into the dock."""
+        self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, {}
         self.taken.clear()
         self.put.clear()
         for name, stream in streams.items():
@@ -146,15 +139,22 @@ class Crew:
                         room.release()
                         continue
                     self.held[lease.number] = (lease, time.monotonic())
-                    saved = dock.saved(lease) if self.hands_over else (_NOTHING, lease.turns[:0])
+                    saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
                     pool.submit(self._sample, lease, *saved, room).add_done_callback(self._notice)
-            for each in self.unfinished if not self.leads else ():
-                if len(begun := each.rows.begun()):
-                    dock.put(begun, turn=each.turn)
-            self.taken.set()
+            try:
+                self._hand_over(dock)
+            finally:
+                self.taken.set()
             while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
                 self._renew_leases(dock)
         # With the connection go the leases of prompts that were under way: others take them at once.
+
+    def _hand_over(self, dock: Dock) -> None:
+        """Save what there is of prompts under way, for those who go on."""
+        if self.shared and not self.leads and self.failure is None:
+            for rows, turn in self.unfinished.values():
+                if len(begun := rows.begun()):
+                    dock.put(begun, turn=turn)
 
     def _renew_leases(self, dock: Dock) -> None:
         dock.doing(self.doing)
@@ -181,9 +181,9 @@ class Crew:
                 buffer = self._buffer(metrics)
                 buffer.start(batch)
                 rows = Unfinished(self.streams[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
-                self.unfinished.append(begun := _Begun(rows, int(turns.max()) + 1 if len(turns) else 0))
+                self.unfinished[lease.number] = rows, int(turns.max()) + 1 if len(turns) else 0
                 self._run(self.head, buffer, step, rows)
-                self.unfinished.remove(begun)
+                del self.unfinished[lease.number]
         finally:
             room.release()
         self.sampled.put(_Sampled(lease, step, buffer.shelves, metrics))

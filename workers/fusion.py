@@ -29,8 +29,9 @@ from workers.sampled import Written
 class Fusion:
     """One rank's part; every rank of the trainer has one and calls it alike.
 
-    A draw is cut into parts: a part is all prompts that have come while the one before was computed. Its rows are dealt
-    to the ranks by tokens, and what is written of them stays there until the step's rows are dealt.
+    A draw is cut into parts. Each is what has come, and at least half of the prompts that were missing: so they are
+    few, as small forward passes waste a device, and the last one, which nothing hides, is small. A part's rows are
+    dealt to the ranks by tokens, and what is written of them stays there until the step's rows are dealt.
     """
 
     def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: Channel, limit: float,
@@ -58,7 +59,8 @@ class Fusion:
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
         while len(known) < count:
-            ids, tokens = self._look(dock, draw, count, len(known))
+            missing = self.loader.batch - len(known) // self.channel.rows
+            ids, tokens = self._look(dock, draw, count, len(known) + -(-missing // 2) * self.channel.rows)
             new = ~torch.isin(ids, known)
             known = ids
             for node, seconds in self._compute(dock, *self._deal(ids[new], tokens[new])):
@@ -72,12 +74,11 @@ class Fusion:
         for task in self.kept:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
-    def _look(self, dock: Dock, draw: int, count: int, known: int) -> tuple[Tensor, Tensor]:
-        """The ids of all rows that have come, and their tokens; waits for more than are known. All ranks see what the
-        first one saw."""
+    def _look(self, dock: Dock, draw: int, count: int, least: int) -> tuple[Tensor, Tensor]:
+        """The ids of all rows that have come, at least so many, and their tokens. All ranks see what the first saw."""
         told = b""
         if self.rank == 0:
-            lease = dock.lease(TRAINER, count, least=known + self.channel.rows, wait=self.limit, step=draw, look=True)
+            lease = dock.lease(TRAINER, count, least=least, wait=self.limit, step=draw, look=True)
             told = msgpack.packb([lease.ids.tolist(), lease.tokens.tolist()])
         ids, tokens = msgpack.unpackb(gather(told)[0])
         return torch.tensor(ids), torch.tensor(tokens)

@@ -103,6 +103,8 @@ class Desk:
     def look(self, controller: Controller, ask: Ask, now: float, least: int) -> Granted | None:
         """What a lease would hand out, which nobody holds for that; None if there are fewer than `least` rows."""
         controller.expire(now)
+        if ask.step is not None:
+            recall.check(controller, ask.step)
         held = [granted.rows for granted in controller.leases.values() if granted.step == ask.step is not None]
         units = held or choose(controller.ready.values(), controller.consumer.rules, ask)
         rows = [row for unit in units for row in unit]
