@@ -32,7 +32,7 @@ from distflow.observe.metrics import Metrics, recording
 from distflow.robust import pulse
 from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import DistflowError
-from distflow.schema.plan import KEEP, ROLLOUT, Plan, Task
+from distflow.schema.plan import KEEP, ROLLOUT, Fans, Plan, Task
 from distflow.schema.spec import Spec
 from workers.channel import REPORT, Channel
 from workers.engines.sampling import key_of
@@ -78,8 +78,9 @@ class Crew:
         self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
         self.unfinished: dict[int, tuple[Unfinished, int]] = {}
         """By lease, the rows that are sampled, and the turn as which they are saved if they are left so."""
-        self.shared = spec.run.mode == "semi_sync"
-        """Whether some crews end while others go on, which get what is begun by then."""
+        samples = Fans(plan.tasks, plan.source).times(self.head[-1].out_fan)
+        self.shared = spec.run.mode == "semi_sync" and samples == channel.rows
+        """Whether some crews end while others go on, which get what is begun by then: rows, as the dock knows them."""
         self.loading = threading.Lock()
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
