@@ -104,9 +104,11 @@ class Contest:
         with open(self.scratch / "log", "w+") as log:
             started = [subprocess.Popen(each, cwd=ROOT, stdout=log, stderr=log, env=environment) for each in commands]
             try:
-                while all(process.poll() is None for process in started) and not meanwhile():
+                done = False
+                while None in (codes := [process.poll() for process in started]) and not any(codes):
+                    done = done or meanwhile()
                     time.sleep(_LOOK)
-                failed = [process.args for process in started if process.wait()]
+                failed = [process.args for process in started if process.poll()]
             finally:
                 for process in started:
                     process.terminate()  # torchrun ends its ranks; nothing to do for one that has ended

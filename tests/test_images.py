@@ -60,7 +60,7 @@ def test_looking_is_learned(launch, workspace):
            "roles.actor.model=runs/blind/model", "--set", "roles.actor.learning_rate=5e-4")
     summary = json.loads((workspace / "runs/seeing/summary.json").read_text())
     assert summary["accuracy_before"] < 0.4
-    assert summary["accuracy_after"] > max(0.4, summary["accuracy_before"] + 0.15)
+    assert summary["accuracy_after"] > max(0.45, summary["accuracy_before"] + 0.2)
     rewards = [values["reward/mean"] for values in metrics_of(workspace / "runs/seeing").values()]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -316,9 +317,14 @@ def bounded():
         group.mkdir()
         (group / ("memory.limit_in_bytes" if first != root else "memory.max")).write_text(str(3 << 30))
     except OSError as error:
+        if group.is_dir():
+            group.rmdir()
         pytest.skip(f"no control group for memory can be made here: {error}")
     yield group / "cgroup.procs"
-    while (group / "cgroup.procs").read_text():
+    deadline = time.monotonic() + 10
+    while members := (group / "cgroup.procs").read_text().split():
+        for member in members if time.monotonic() > deadline else ():
+            os.kill(int(member), signal.SIGKILL)
         time.sleep(0.05)
     group.rmdir()
 
@@ -336,7 +342,8 @@ def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch,
     stormy = workspace / "runs/stormy"
     require_same_samples(require_each_step_once(stormy, 6), require_each_step_once(workspace / "runs/calm", 6))
     said = [event["what"] for event in lines_of(stormy, "events") if event["event"] == "failure"]
-    assert said == ["it was ended by SIGKILL. The kernel ended it because memory was full."] * 2
+    assert len(said) == 2
+    assert all("The kernel probably ended it because memory was full" in each for each in said)
 
 
 def test_without_a_limit_no_fault_takes_the_memory_of_the_machine(launch, write, left):

@@ -28,16 +28,17 @@ def ended() -> int | None:
 
 
 def cause(before: int | None) -> str:
-    """What stands behind a SIGKILL that a process has got since `ended` was `before`."""
+    """What probably stands behind a SIGKILL that a process has got since `ended` was `before`. It may have been another
+    process of the machine that the kernel ended."""
     now = ended()
     if before is None or now is None:
         return "The kernel may have ended it because memory was full."
-    return "The kernel ended it because memory was full." if now > before else \
-        "Somebody sent it: the kernel has ended nothing for lack of memory meanwhile."
+    return f"The kernel probably ended it because memory was full: it has ended {now - before} since this one began." \
+        if now > before else "Somebody sent it: the kernel has ended nothing for lack of memory meanwhile."
 
 
 def limit() -> int | None:
-    """Bytes that the control groups of this process let it take; None if they do not say, or no less than there are."""
+    """Bytes that the control groups of this process let it take; None if they do not say, or no less than are free."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,5 +47,6 @@ def limit() -> int | None:
             for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                     found.append(int((folder / name).read_text()))
-    machine = 1024 * int(Path("/proc/meminfo").read_text().split()[1])
-    return min((each for each in found if each < machine), default=None)
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = 1024 * int(facts["MemAvailable"].split()[0])
+    return min((each for each in found if each < free), default=None)
