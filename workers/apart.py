@@ -67,7 +67,7 @@ class Apart:
         self.machines.agree(plan.digest)
         self.joins, self.era, self.watchman = 0, Era(-1, 0, 0), None
         self.snapshots, self.kept, self.keeper = Snapshots(), Snapshots(slots=2), None
-        self.training = training if plan.groups else None
+        self.training, self.kept_for = training if plan.groups else None, 0
         self.neighbourly = robust.snapshots and robust.neighbour
 
     def join(self) -> Era | None:
@@ -94,10 +94,22 @@ class Apart:
         if self.rank == 0:
             self.watchman = Watchman(self.machines, self.era)
         self._show()
+        self._keep()
+        return self.era
+
+    def _keep(self) -> None:
+        """Take copies, if this seat is to. What it has from before stays while it may be of use in this era."""
         host = os.environ.get(HOST)
         if host and self.era_rank in self.ring.values():
-            self.keeper = Keeper(self.kept, self.secret, host, self.machines.store, self._keeper(self.era_rank))
-        return self.era
+            self.keeper, self.kept_for = Keeper(self.kept, self.secret, host, self.machines.store,
+                                                self._keeper(self.era_rank)), self.trains
+        elif self.era_rank >= self.trains or self.trains != self.kept_for:
+            self.kept.clear()
+
+    @property
+    def trains(self) -> int:
+        """How many ranks train in the present era, the first ones."""
+        return self.training or self.era.blocks * self.local
 
     @property
     def era_rank(self) -> int:
@@ -107,8 +119,7 @@ class Apart:
     @property
     def ring(self) -> dict[int, int]:
         """For each rank that trains the one whose seat keeps copies of its state."""
-        training = self.training or self.era.blocks * self.local
-        return ring(training, self.local, self.era.blocks) if self.neighbourly else {}
+        return ring(self.trains, self.local, self.era.blocks) if self.neighbourly else {}
 
     @property
     def berth(self) -> Berth:
@@ -137,9 +148,12 @@ class Apart:
                           verdict=STARTS_AGAIN)
 
     def look(self) -> None:
-        """Raises BegunAnew: there is a later era, or another machine has taken this one's place."""
+        """See to the process that takes copies. Raises BegunAnew: there is a later era, or another machine has taken
+        this one's place."""
         if self.machines.begun_anew(self.era.number) or not self.machines.holds(self.era.number, self.era.block):
             raise BegunAnew
+        if self.keeper is not None:
+            self.keeper.look()
 
     def reprieve(self) -> None:
         """What has failed may have failed because a machine is lost, which is known after a while.

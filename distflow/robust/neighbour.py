@@ -12,15 +12,14 @@ import json
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch.distributed as dist
 
 from distflow.data.dock.errors import DockError, Unreachable
-from distflow.data.dock.line import Closed, dial
+from distflow.data.dock.line import dial
 from distflow.observe.events import record
 from distflow.observe.metrics import current
-from distflow.robust.snapshots import Slot, Snapshots
+from distflow.robust.snapshots import Piece, Slot, Snapshots
 
 _PATIENCE = 30.0
 """Seconds without a byte after which the other machine counts as lost."""
@@ -53,22 +52,24 @@ class Neighbour:
 
     def __init__(self, store: dist.Store, key: str, token: bytes):
         self.store, self.key, self.token = store, key, token
-        self.job: Future[None] | None = None
+        self.job: Future[float] | None = None
         self.sending: Slot | None = None
         self.stays: Slot | None = None
         """The newest that has arrived, as those of all ranks have."""
         self.arrived = -1
-        """The step of this rank's newest that has."""
+        """The step of this rank's newest that has; -1 if there is none, or what there is cannot be reached."""
         self.seconds, self.late, self.trouble = 0.0, 0, ""
 
     def begin(self, copies: Snapshots) -> None:
-        """The worker goes on from the newest copy, which may be at the other machine from before."""
+        """The worker goes on from the newest copy, and no other machine may have it any more: it is sent at once,
+        which takes no time if it is there from before."""
         self.stays = copies.newest
         copies.held.append(self.stays)
+        self.send(copies)
 
     def report(self) -> None:
         """Tell all ranks, with the metrics of a step, whether this one's is under way, and which has arrived."""
-        idle = self.job is None or self.job.done()
+        idle = self.look()
         current().apart("neighbour", idle, self.arrived)
         if idle and self.sending is not None:
             current().maximum("neighbour/seconds", self.seconds)
@@ -76,6 +77,23 @@ class Neighbour:
         if self.late == _LATE:
             self._warn("neighbour late", f"the copy of step {self.sending.piece.step} has been on its way to another "
                                          f"machine's memory for {_LATE} steps")
+
+    def look(self) -> bool:
+        """Whether none is under way. What has become of the last one is told."""
+        if self.job is None or not self.job.done():
+            return self.job is None
+        job, self.job = self.job, None
+        step, before = self.sending.piece.step, self.trouble
+        self.trouble = "" if (error := job.exception()) is None else _why(error)
+        self.arrived = -1 if self.trouble else step
+        if not self.trouble:
+            self.seconds = job.result()
+        if self.trouble and not before:
+            self._warn("neighbour lost", f"the copy of step {step} has not come into another machine's memory: "
+                                         f"{self.trouble}")
+        elif before and not self.trouble:
+            record("neighbour back", of_step=step)
+        return True
 
     def settle(self, step: int, copies: Snapshots) -> bool:
         """When `step` steps are done and all have told: whether the next may be sent, on all ranks alike. What need not
@@ -100,39 +118,42 @@ class Neighbour:
         self.sending = copies.newest
         copies.held.append(self.sending)
         thread = ThreadPoolExecutor(1, "neighbour")
-        stays = None if self.stays is None else self.stays.piece.moment
+        stays = None if self.stays is None else self.stays.piece
         self.job = thread.submit(self._send, copies.copying, self.sending, stays)
         thread.shutdown(wait=False)
 
-    def _send(self, copying: Future[None], slot: Slot, stays: Any) -> None:
-        copying.result()
-        began, step = time.monotonic(), slot.piece.step
-        try:
-            with contextlib.closing(dial(self._address(), self.token, _PATIENCE)) as line:
-                head, rest = slot.image()
-                line.send({"head": head, "stays": stays})
+    def _send(self, copying: Future[None] | None, slot: Slot, stays: Piece | None) -> float:
+        """Returns the seconds that it took."""
+        if copying is not None:
+            copying.result()
+        began = time.monotonic()
+        with contextlib.closing(dial(self._address(), self.token, _PATIENCE)) as line:
+            head, rest = slot.image()
+            line.send({"piece": slot.piece, "head": head, "stays": stays})
+            reply, _ = line.receive()
+            if not reply:
                 line.send({}, [rest])
                 reply, _ = line.receive()
-            if not reply["whole"]:
-                raise DockError("it came there with another checksum")
-        except (OSError, DockError, Closed, dist.DistError) as error:
-            before, self.trouble = self.trouble, str(error) or type(error).__name__
-            if not before:
-                self._warn("neighbour lost", f"the copy of step {step} has not come into another machine's memory: "
-                                             f"{self.trouble}")
-            return
-        if self.trouble:
-            record("neighbour back", of_step=step)
-        self.arrived, self.seconds, self.trouble = step, time.monotonic() - began, ""
+        if not reply["whole"]:
+            raise DockError(reply["why"])
+        return time.monotonic() - began
 
     def _address(self) -> tuple[str, int]:
         board = self.store.clone()
         if not board.check([self.key]):
-            raise Unreachable("no seat there has said where it listens. Is DISTFLOW_HOST set on all machines?")
-        host, port = json.loads(board.get(self.key))
-        return host, port
+            raise Unreachable("no seat has said where it takes it. The machine that is to keep it is not there, or "
+                              "DISTFLOW_HOST is not set on it: write  export DISTFLOW_HOST=…  with its own address")
+        said = json.loads(board.get(self.key))
+        if isinstance(said, str):
+            raise Unreachable(said)
+        return tuple(said)
 
     def _warn(self, event: str, what: str) -> None:
         record(event, what=what)
         print(f"warning: rank {dist.get_rank()}: {what}\nThe run goes on; should its machine be lost, it goes on from "
               "an older state.", file=sys.stderr, flush=True)
+
+
+def _why(error: BaseException) -> str:
+    known = isinstance(error, (OSError, DockError, dist.DistError)) and str(error)
+    return known or f"{type(error).__name__} {error}".strip()

@@ -12,11 +12,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgpack
 import torch
 import torch.distributed as dist
 
-from distflow.data.exchange import attended, gather
-from distflow.robust.snapshots import HEAD, Moment, Piece, Slot, Snapshots
+from distflow.data.exchange import attended, gather, meet
+from distflow.robust.snapshots import HEAD, Moment, Piece, Slot, Snapshots, end_of
+
+_PART = 64 << 20
+"""Bytes of a piece that travel before all ranks meet: whoever waits does not wait for a whole piece."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,54 @@ def bring(copies: Snapshots, kept: Snapshots, least: int) -> Found | None:
 
 
 def _fetched(whole: Whole, mine: dict[Piece, Slot], copies: Snapshots) -> Slot | None:
-    """Give others their pieces, and take this rank's into its own memory; None if it came torn. All ranks go through
-    the pieces in one order, so that none waits for another that waits for it."""
-    rank, found = dist.get_rank(), None
-    for owner, holder in enumerate(whole.holders):
-        slot = mine.get(whole.piece(owner)) if rank == holder else None
-        if owner == holder == rank:
-            found = slot if slot in copies.slots else _pasted(_spare(whole, mine, copies), *slot.image())
-        elif rank == holder:
-            _send(slot, owner)
-        elif rank == owner:
-            found = _received(_spare(whole, mine, copies), holder)
-    return found
+    """Give others their pieces, and take this rank's into its own memory; None if it came torn, or if a piece of any
+    rank was overwritten by a newer one that came torn."""
+    rank = dist.get_rank()
+    held = {owner: mine[whole.piece(owner)] for owner, holder in enumerate(whole.holders) if holder == rank}
+    images = {owner: slot.image() for owner, slot in held.items() if slot.piece == whole.piece(owner)}
+    told = gather(msgpack.packb({owner: head for owner, (head, _) in images.items()}))
+    heads = {owner: head for part in told for owner, head in msgpack.unpackb(part, strict_map_key=False).items()}
+    if len(heads) < len(whole.holders):
+        return None
+    rests = {owner: rest for owner, (_, rest) in images.items()}
+    if rank not in held:
+        slot = _spare(whole, mine, copies)
+        return slot if slot.paste(heads[rank], partial(_travel, whole.holders, heads, rests)) else None
+    _travel(whole.holders, heads, rests)
+    return held[rank] if held[rank] in copies.slots else _pasted(_spare(whole, mine, copies), *images[rank])
+
+
+def _travel(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, memoryview],
+            room: memoryview | None = None) -> None:
+    """The pieces of all that lack theirs, this rank's into `room`. All ranks go through them in one order, so that none
+    waits for another that waits for it, and meet after each part of them, so that none waits long.
+
+    Args:
+        heads, rests: what is in the slots, by owner: the first bytes of all, and the others of those that are here.
+    """
+    rank = dist.get_rank()
+    sizes = {owner: end_of(heads[owner]) - HEAD for owner, holder in enumerate(holders) if owner != holder}
+    for start in range(0, max(sizes.values(), default=0), _PART):
+        for owner in (owner for owner, size in sizes.items() if start < size):
+            part = slice(start, start + _PART)
+            with attended():
+                if rank == holders[owner]:
+                    dist.send(torch.frombuffer(rests[owner][part], dtype=torch.uint8), owner)
+                elif rank == owner:
+                    dist.recv(torch.frombuffer(room[part], dtype=torch.uint8), holders[owner])
+        meet()
 
 
 def _spare(whole: Whole, mine: dict[Piece, Slot], copies: Snapshots) -> Slot:
-    """One that has nothing of this moment: best what came after it, which is void now, else an empty one."""
-    moments = {slot: piece.moment for piece, slot in mine.items()}
-    return max((slot for slot in copies.slots if moments.get(slot) != whole.moment),
-               key=lambda slot: moments.get(slot, whole.moment))
+    """One that has nothing of this moment: best what came after it, which is void now, else an empty one, else the
+    oldest."""
+    moments = {slot: slot.piece.moment for slot in mine.values() if slot.piece is not None}
+
+    def use(slot: Slot) -> tuple[bool, bool, tuple[int, ...]]:
+        moment = moments.get(slot, ())
+        return bool(moment) and moment < whole.moment, not moment, moment
+
+    return min((slot for slot in copies.slots if moments.get(slot) != whole.moment), key=use)
 
 
 def _pasted(slot: Slot, head: bytes, rest: memoryview) -> Slot | None:
@@ -107,21 +140,3 @@ def _pasted(slot: Slot, head: bytes, rest: memoryview) -> Slot | None:
         room[:] = rest
 
     return slot if slot.paste(head, fill) else None
-
-
-def _send(slot: Slot, rank: int) -> None:
-    head, rest = slot.image()
-    with attended():
-        for part in (bytearray(head), rest):
-            dist.send(torch.frombuffer(part, dtype=torch.uint8), rank)
-
-
-def _received(slot: Slot, rank: int) -> Slot | None:
-    head = bytearray(HEAD)
-    _receive(rank, head)
-    return slot if slot.paste(bytes(head), partial(_receive, rank)) else None
-
-
-def _receive(rank: int, room: bytearray | memoryview) -> None:
-    with attended():
-        dist.recv(torch.frombuffer(room, dtype=torch.uint8), rank)

@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor
 from distflow.schema.errors import CheckpointError
 
 _LENGTH, _SUM, _ALIGNED = 8, 16, 64
+_UNUSED = 8
+"""Copies that a slot is not needed for before its memory is given back."""
 HEAD = 32
 """Bytes before the header."""
 Path = tuple[str, ...]
@@ -62,15 +64,22 @@ class Slot:
         self.map: mmap.mmap | None = None
         self.piece: Piece | None = None
         """What this process has last written to it, or found there."""
+        self.unused = 0
+        """Copies that were begun since it was needed."""
 
     def memory(self, size: int = 0) -> mmap.mmap | None:
         """At least `size` bytes; None if nothing was ever written."""
         have = os.fstat(self.file).st_size
         if have < size:
             os.ftruncate(self.file, have := size)
-        if have and (self.map is None or len(self.map) < have):
-            self.map = mmap.mmap(self.file, have)
+        if have != (0 if self.map is None else len(self.map)):
+            self.map = mmap.mmap(self.file, have) if have else None
         return self.map
+
+    def clear(self) -> None:
+        """Give its memory back. No process may be looking into it."""
+        os.ftruncate(self.file, 0)
+        self.map = self.piece = None
 
     @torch.no_grad()
     def write(self, header: dict[str, Any], tensors: list[tuple[int, Tensor]], size: int) -> None:
@@ -103,12 +112,12 @@ class Slot:
         """All that is in it, as `paste` takes it: the first bytes, and the others. Only of what is whole."""
         memory = self.memory()
         head = memory[:HEAD]
-        return head, memoryview(memory)[HEAD : _end(head)]
+        return head, memoryview(memory)[HEAD : end_of(head)]
 
     def paste(self, head: bytes, fill: Callable[[memoryview], Any]) -> bool:
         """Take what another slot has: its first bytes, and the others by `fill`, which writes them where it is told to.
         Whether it came whole; while it comes, and if it does not, nothing is here."""
-        end = _end(head)
+        end = end_of(head)
         memory = self.memory(end)
         self.piece = None
         memory[:_LENGTH] = bytes(_LENGTH)
@@ -144,7 +153,8 @@ class Snapshots:
             size += -(-local.nbytes // _ALIGNED) * _ALIGNED
         header = {"piece": list(piece), "progress": progress, "tensors": leaves}
         self.wait()
-        self.newest = self._free()
+        before, self.newest = self.newest, self._free()
+        self._give_back({before, self.newest, *self.held})
         self.newest.piece = piece
         thread = ThreadPoolExecutor(1, "snapshot")
         self.copying = thread.submit(self.newest.write, header, tensors, size)
@@ -170,6 +180,11 @@ class Snapshots:
         found = {slot.piece: slot for slot in self.slots if slot.read() is not None}
         return {piece: found[piece] for piece in sorted(found)}
 
+    def clear(self) -> None:
+        """Give all memory back."""
+        for slot in self.slots:
+            slot.clear()
+
     def corrupt(self) -> None:
         """Change a byte of the newest copy, to see that this is noticed."""
         self.wait()
@@ -181,6 +196,13 @@ class Snapshots:
         """One that may be written to."""
         newest = self.newest or max(self.whole().items(), default=(None, None))[1]
         return next((slot for slot in self.slots if slot is not newest and slot not in self.held), self.slots[0])
+
+    def _give_back(self, needed: set[Slot | None]) -> None:
+        """The memory of those that have not been needed for a while, as when what held them was slow once."""
+        for slot in self.slots:
+            slot.unused = 0 if slot in needed else slot.unused + 1
+            if slot.unused == _UNUSED:
+                slot.clear()
 
     @torch.no_grad()
     def load(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +251,8 @@ def _start(length: int) -> int:
     return -(-(HEAD + length) // _ALIGNED) * _ALIGNED
 
 
-def _end(head: bytes) -> int:
+def end_of(head: bytes) -> int:
+    """Where all of a slot with these first bytes ends."""
     return int.from_bytes(head[_LENGTH : 2 * _LENGTH], "little")
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from distflow.data.dock.errors import DockError
-from distflow.data.dock.line import _HEAD, _MAGIC, dial
+from distflow.data.dock.line import _HEAD, _MAGIC, Line, dial
 from distflow.observe import events
 from distflow.observe.metrics import current
+from distflow.robust.berth import do_beside
 from distflow.robust.board import store_on
 from distflow.robust.keeper import Keeper
 from distflow.robust.neighbour import Neighbour, ring
-from distflow.robust.snapshots import Piece, Snapshots
+from distflow.robust.snapshots import Piece, Slot, Snapshots
 
 TOKEN, KEY = b"the token of this run", "0/keeper/1"
 SIZE = 1 << 22
@@ -93,7 +97,19 @@ class Rank:
         return goes_on
 
     def arrived(self) -> None:
-        self.neighbour.job.result(60)
+        wait([self.neighbour.job], 60)
+        assert self.neighbour.look()
+
+
+class Counted:
+    """A method, and how often it was called."""
+
+    def __init__(self, method: Callable):
+        self.method, self.calls = method, 0
+
+    def __get__(self, line: Line, kind: type) -> Callable:
+        self.calls += 1
+        return partial(self.method, line)
 
 
 def steps(memory: Snapshots) -> list[int]:
@@ -159,10 +175,98 @@ def test_one_that_is_lost_is_told_once_and_may_come_back(rank, start, kept, tmp_
     assert steps(kept) == [1, 4], "what had arrived from all stays until the next has"
 
 
-def test_nobody_has_said_where_to(rank, capsys):
+def test_a_keeper_that_has_ended_is_followed_by_another(rank, start, kept, board, tmp_path):
+    keeper = start()
     assert rank.step(1)
     rank.arrived()
-    assert "Is DISTFLOW_HOST set on all machines?" in capsys.readouterr().err
+    board.delete_key(KEY)
+    os.kill(first := keeper.process, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while not keeper.process or keeper.process == first:
+        keeper.look()
+        assert time.monotonic() < until
+    board.wait([KEY])
+    assert rank.step(2)
+    rank.arrived()
+    assert steps(kept) == [1, 2]
+    assert not happened(tmp_path)
+
+
+def test_in_a_worker_nobody_looks_after_the_keeper(start):
+    keeper = start()
+    assert do_beside(keeper.look, 60) == 0
+    keeper.look()
+    assert keeper.process
+
+
+def restarted(before: Rank, piece: Piece) -> Rank:
+    """The next worker of this seat, which goes on from a copy that it has."""
+    after = Rank(Neighbour(before.neighbour.store, KEY, TOKEN))
+    after.copies = before.copies
+    after.copies.held.clear()
+    after.copies.newest, after.copies.copying = after.copies.whole()[piece], None
+    after.neighbour.begin(after.copies)
+    after.arrived()
+    return after
+
+
+def test_what_it_goes_on_from_is_sent_at_once_if_it_is_not_there(rank, start, kept):
+    start()
+    rank.copies.begin(Piece(0, 0, 4, 0, 1), {"weight": torch.ones(1000)}, {"step": 4})
+    rank.copies.wait()
+    after = restarted(rank, Piece(0, 0, 4, 0, 1))
+    assert steps(kept) == [4]
+    assert after.neighbour.arrived == 4
+    for step in (5, 6):
+        assert after.step(step)
+        after.arrived()
+    assert steps(kept) == [5, 6]
+    assert len(after.copies.held) == 2, "what it went on from is let go"
+
+
+def test_what_it_goes_on_from_is_not_sent_again(rank, start, kept, monkeypatch):
+    start()
+    for step in (1, 2):
+        rank.step(step)
+        rank.arrived()
+    monkeypatch.setattr(Line, "send", counted := Counted(Line.send))
+    restarted(rank, Piece(0, 0, 1, 0, 1))
+    assert counted.calls == 1, "only the question"
+    assert steps(kept) == [1, 2]
+
+
+@pytest.mark.parametrize(("host", "why"), [(None, "or DISTFLOW_HOST is not set on it"),
+                                           ("192.0.2.1", "Is DISTFLOW_HOST an address of that machine?")])
+def test_nobody_listens_there(rank, board, kept, capsys, host, why):
+    """192.0.2.1 is no machine's address (RFC 5737)."""
+    keeper = host and Keeper(kept, TOKEN, host, board, KEY)
+    if keeper:
+        board.wait([KEY])
+    assert rank.step(1)
+    rank.arrived()
+    assert why in capsys.readouterr().err
+    if keeper:
+        keeper.end()
+
+
+def test_there_is_no_memory_for_it(rank, start, kept, capsys):
+    keeper = start()
+    resource.prlimit(keeper.process, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    assert rank.step(1, SIZE)
+    rank.arrived()
+    assert "there is no memory for it there: [Errno 27] File too large" in capsys.readouterr().err
+    assert rank.step(2)
+    rank.arrived()
+    assert steps(kept) == [2]
+
+
+def test_a_mistake_is_told(rank, start, kept, capsys, monkeypatch):
+    start()
+    monkeypatch.setattr(Slot, "image", lambda slot: {}["image"])
+    assert rank.step(1)
+    rank.arrived()
+    assert "KeyError 'image'" in capsys.readouterr().err
+    assert rank.neighbour.arrived == -1
 
 
 def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, kept):
@@ -173,7 +277,8 @@ def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, kept)
     host, port = rank.neighbour._address()
     head, rest = rank.copies.newest.image()
     line = dial((host, port), TOKEN, 30)
-    line.send({"head": head, "stays": [0, 0, 2]})
+    line.send({"piece": [0, 0, 9, 0, 1], "head": head, "stays": [0, 0, 2, 0, 1]})
+    assert line.receive() == ({}, 0), "the rest is to come"
     line.sock.sendall(_HEAD.pack(_MAGIC, 1, len(rest)) + b"\x80" + rest[: SIZE // 2])  # an empty header
     until = time.monotonic() + 60
     while steps(kept) != [2]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from distflow.robust import pieces as pieces_module
 from distflow.robust.pieces import Whole, bring, choices
 from distflow.robust.snapshots import Piece, Snapshots
 
@@ -133,6 +134,42 @@ def spoilt_on_the_way(holder: int) -> tuple[int, str, int] | None:
 
         newest.image = spoilt
     return (found := bring(own, kept, -1)) and (found.slot.piece.step, found.source, found.holder)
+
+
+def crowded(slots: int, moved: bool) -> int | None:
+    """The first has no empty slot for the newest, which comes torn; of the second's piece of the older state it may be
+    the only holder. What it goes on from then."""
+    own, kept, rank = Snapshots(slots=slots), Snapshots(slots=2), dist.get_rank()
+    if rank == 0:
+        put(own, *pieces(OLD, int(moved), *range(5 - slots, 5)))
+        if moved:
+            put(kept, *pieces(OLD, 0, 4))
+    else:
+        own = Snapshots()
+        put(own, *pieces(OLD, 1, *(() if moved else (3, 4)), 5))
+        put(kept, *pieces(OLD, 0, 5))
+        slot = kept.slots[0]
+        image = slot.image()
+        slot.memory()[-1] ^= 0xFF
+        slot.read = lambda: image  # as if it had changed since
+    found = bring(own, kept, -1)
+    return found and found.slot.piece.step
+
+
+@pytest.mark.parametrize(("slots", "moved", "step"), [(2, False, 4), (1, False, None), (1, True, None)],
+                         ids=["the oldest makes room", "its own makes room", "another's makes room"])
+def test_what_is_overwritten_on_the_way_counts_for_nothing(slots, moved, step):
+    assert run_ranks(2, crowded, slots, moved) == [step, step]
+
+
+def long(parts: int) -> tuple[int, str, int] | None:
+    pieces_module._PART = 1000 // parts
+    return brought(survivors, -1)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_pieces_travel_in_parts(parts):
+    assert run_ranks(2, long, parts) == [(5, "neighbour", 1), (5, "own memory", 1)]
 
 
 def test_what_comes_torn_counts_for_nothing():
