@@ -13,7 +13,7 @@ whole. No process decides: whoever sees a loss proposes an era, and the board ta
     N/came, N/name/K       how many machines have come to it, and each of them
     N/members              JSON: those that it began with, by block
     N/holder/B             who has taken block B over since; N/beat/B, N/left/B: its signs of life, and that it has left
-    N/keeper/R             where rank R's seat takes copies of another machine's state (`keeper.py`)
+    N/keeper/R             where rank R's seat takes copies of another machine's state, or why not (`keeper.py`)
 """
 
 from __future__ import annotations

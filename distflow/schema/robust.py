@@ -60,7 +60,7 @@ class Robust(Document):
     neighbour: bool = True
     """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
     so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
-    there, and up to twice more on the first where that lasts longer than a step."""
+    there, and up to twice more on the first while that lasts longer than a step."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distflow.robust import snapshots as module
-from distflow.robust.snapshots import Piece, Snapshots
+from distflow.robust.snapshots import _UNUSED, Piece, Snapshots
 from distflow.schema.errors import CheckpointError
 
 
@@ -85,6 +85,24 @@ def test_two_steps_are_kept_and_may_grow_and_shrink():
         back = zeros(rows)
         load(copies, step, back)
         assert equal(back, state(step, rows))
+
+
+def test_memory_of_slots_that_were_needed_once_is_given_back():
+    copies = Snapshots()
+    save(copies, 1, state(1), {"step": 1})
+    copies.held.append(copies.newest)
+    for step in range(2, 5):
+        save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [1, 3, 4]
+    copies.held.clear()
+    for step in range(5, 5 + _UNUSED):
+        save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [step - 1, step]
+    assert sum(os.fstat(slot.file).st_size > 0 for slot in copies.slots) == 2
+    copies.clear()
+    assert steps(copies) == []
+    save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [step]
 
 
 def test_a_process_leaves_its_copies_to_the_next():
