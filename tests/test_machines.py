@@ -24,6 +24,7 @@ from distflow.robust.board import store_on
 from planners import plan
 from workers.apart import Apart, digest
 
+pytestmark = pytest.mark.xdist_group("machines")  # two clusters at a time are too many for small computers
 STEPS, FEW = 90, 20
 STEADY = """
 import time
@@ -37,7 +38,7 @@ def brevity(completion, answer):
 """
 """So that a run is not over before a machine has come."""
 PATIENCE = 240
-QUICK = ("--set", "robust={machine_silence: 4}", "--set", f"steps={STEPS}", "--set", "checkpoint={every: 4, keep: 3}")
+QUICK = ("--set", "robust={machine_silence: 10}", "--set", f"steps={STEPS}", "--set", "checkpoint={every: 4, keep: 3}")
 
 
 class Cluster:

@@ -145,7 +145,7 @@ def test_settings_and_detectors_of_ones_own(clock):
 def test_a_stopped_process_is_found_when_its_window_is_over(phase):
     window, look = 2.0, 0.2
     pulse = Pulse()
-    watcher = Watcher("rollout", {"no_tokens": {"seconds": window, "answer": 1.0}, "frozen": {"seconds": window}})
+    watcher = Watcher("rollout", {"no_tokens": {"seconds": 2 * window}, "frozen": {"seconds": window}})
     watcher.begin(pulse)
     child = os.fork()
     if not child:
