@@ -157,7 +157,7 @@ def test_a_machine_that_trains_is_lost_and_another_fills_its_place(cluster, argu
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
     assert [event["unit"] for event in run.events("failure")][-1] == "the machines"
-    assert "has given no sign of life for 4 s" in run.events("failure")[-1]["what"]
+    assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
     restored = run.events("state restored")
     assert len(restored) == training
     assert {event["source"] for event in restored} == {"neighbour"}
