@@ -131,7 +131,7 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
            nodes: set[str]) -> frozenset[str]:
     """Of the nodes beside `nodes`, which the other half runs, those that need not wait for a whole step. What a filter
     comes before is computed of the rows that it leaves, and weights that a step has changed are not those before it."""
-    ahead = {node for node in nodes if bound[node].samples or KEEP not in flows[node].writes}
+    ahead = {node for node in nodes if KEEP not in flows[node].writes}
     fused: set[str] = set()
     trained: set[str] = set()
     for node in (node for node in chain if node in bound and node not in nodes):
@@ -139,7 +139,7 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
         if draws_of(spec, node, bound[node]) > 1:
             break
         needs = {column.producer for column in flows[node].reads}.union(item.dependencies) - {SOURCE}
-        if bound[node].row_wise and needs and needs <= ahead | fused and item.role not in trained:
+        if bound[node].marks.row_wise and needs and needs <= ahead | fused and item.role not in trained:
             fused.add(node)
         if item.type == "MODEL_TRAIN":
             trained.add(item.role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator
 
 import torch
@@ -77,10 +78,11 @@ class Arrivals:
             self._sample()
         self.loader.position += self.loader.batch
         self.dock.doing(f"waiting for the samples of step {number}")
+        until = time.monotonic() + self.limit
         if self.fusion is not None:
-            self.fusion.run(self.dock, number)
-        count = self.loader.batch * channel.rows
-        lease = self.dock.lease(TRAINER, count, wait=self.limit, step=number, share=self.rank, shares=self.plan.ranks)
+            self.fusion.run(self.dock, number, until)
+        lease = self.dock.lease(TRAINER, self.loader.batch * channel.rows, wait=max(until - time.monotonic(), 0.0),
+                                step=number, share=self.rank, shares=self.plan.ranks)
         self.rows = self.dock.fetch(lease)
         if self.rank == 0:
             self.leases.append(lease)

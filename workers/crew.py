@@ -24,7 +24,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer, Shelves
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock, LeaseLost, Overdue
+from distflow.data.dock import Dock, DockError, LeaseLost, Overdue
 from distflow.data.dock.lease import Lease
 from distflow.data.selecting import joined
 from distflow.observe import events
@@ -98,7 +98,8 @@ class Crew:
         self.put.clear()
         for name, stream in streams.items():
             self.roles[name].many = stream
-        first, *others = (partial(stream.drive, lambda: self.over) for stream in streams.values())
+        first, *others = (partial(stream.drive, lambda: self.over, lambda: self.failure is not None)
+                          for stream in streams.values())
         works = [partial(self._take_prompts, over), self._finish_prompts, *others]
         with ThreadPoolExecutor(len(works), "crew") as threads:
             for work in works:
@@ -154,8 +155,11 @@ class Crew:
         """Save what there is of prompts under way, for those who go on."""
         if self.shared and not self.leads and self.failure is None:
             for rows, turn in self.unfinished.values():
-                if len(begun := rows.begun()):
+                begun = rows.begun()
+                try:
                     dock.put(begun, turn=turn)
+                except DockError as error:  # others sample these from their beginning
+                    events.record("begun rows lost", rows=len(begun), reason=str(error))
 
     def _renew_leases(self, dock: Dock) -> None:
         dock.doing(self.doing)

@@ -68,6 +68,8 @@ class DagWorker:
         self.chain = plan.chain(self.rank)
         names = {task.role for task in self.chain if task.type in ENGINE_TYPES}
         self.hybrid = rollout is not None
+        self.devices = [torch.cuda.current_device()] if device == "cuda" else []
+        """Whose random numbers are drawn here beside the CPU's."""
         self.roles = build_roles(spec, plan, names, self._sampling_roles(), device)
         self.execution = Execution(self.chain, functions, self.roles, self.rank)
         self.buffer = Databuffer(plan, self.rank, current(), limit=spec.run.wait_limit)
@@ -135,7 +137,7 @@ class DagWorker:
 
     def _compute_early(self, task: Task, inputs: Batch) -> Written:
         """On prompts that are there while others are still sampled. What later nodes draw does not depend on that."""
-        with torch.random.fork_rng(devices=[]), self._watch(task, self.step):
+        with torch.random.fork_rng(self.devices), self._watch(task, self.step):
             torch.manual_seed(key_of(self.spec.run.seed, self.step, *inputs.ids[:1].tolist()))
             written = self._compute(task, self.step, inputs)
         self.presence.now(f"is in step {self.step}, waiting for the samples of further prompts", "waiting")

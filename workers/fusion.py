@@ -17,10 +17,10 @@ from distflow.data.balance import assign
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock
+from distflow.data.dock import Dock, Overdue
 from distflow.data.exchange import gather
 from distflow.data.selecting import joined
-from distflow.observe.metrics import current
+from distflow.observe.metrics import Metrics, current
 from distflow.schema.plan import TRAINER, Plan, Task
 from workers.channel import Brought, Channel
 from workers.sampled import Written
@@ -39,28 +39,38 @@ class Fusion:
         """
         Args:
             plan: that of the trainer, which has an `early` one.
-            limit: seconds to wait for another prompt.
+            limit: seconds after which a rank that waits for others takes them for lost.
             compute: runs a task's function.
         """
-        self.plan, self.rank, self.loader, self.channel, self.limit = plan.early, rank, loader, channel, limit
-        self.compute = compute
+        self.plan, self.rank, self.loader, self.channel, self.compute = plan.early, rank, loader, channel, compute
+        self.patience = limit / 4
+        """Of others while the first rank looks what has come: they must not take it for lost."""
         self.tasks = self.plan.chain(rank)
         self.kept = [task for task in plan.tasks if task.layout.early]
         """The same tasks as the step sees them."""
         self.brought = Brought(self.plan, channel.rows)
-        self.buffer = Databuffer(self.plan, rank, current(), limit=limit)
+        self.metrics = Metrics()
+        """Of the buffer: how even a part is says nothing of the step."""
+        self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
         self.written: dict[str, Batch] = {}
         """What each node has written of the draw, in the order of ids."""
         self.seconds = 0.0
         """That the draw has computed."""
 
-    def run(self, dock: Dock, draw: int) -> None:
-        """Compute all rows of a draw, until the last one has come."""
+    def run(self, dock: Dock, draw: int, until: float) -> None:
+        """Compute all rows of a draw, until the last one has come.
+
+        Args:
+            until: when all must be there, by `time.monotonic`.
+
+        Raises:
+            Overdue: they are not; on the first rank.
+        """
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
         while len(known) < count:
             missing = self.loader.batch - len(known) // self.channel.rows
-            ids, tokens = self._look(dock, draw, count, len(known) + -(-missing // 2) * self.channel.rows)
+            ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, until)
             new = ~torch.isin(ids, known)
             known = ids
             for node, seconds in self._compute(dock, *self._deal(ids[new], tokens[new])):
@@ -68,20 +78,32 @@ class Fusion:
                 hidden[node] += seconds if len(known) < count else 0.0
         for node, seconds in hidden.items():
             current().maximum(f"seconds/{node}/hidden", seconds)
+        current().add_all(self.metrics.take("data/bytes"))
 
     def results(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
         """What was written of the draw's rows on this rank, which need not be those that the step has here."""
         for task in self.kept:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
-    def _look(self, dock: Dock, draw: int, count: int, least: int) -> tuple[Tensor, Tensor]:
+    def _look(self, dock: Dock, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
         """The ids of all rows that have come, at least so many, and their tokens. All ranks see what the first saw."""
-        told = b""
-        if self.rank == 0:
-            lease = dock.lease(TRAINER, count, least=least, wait=self.limit, step=draw, look=True)
-            told = msgpack.packb([lease.ids.tolist(), lease.tokens.tolist()])
-        ids, tokens = msgpack.unpackb(gather(told)[0])
+        while not (told := gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]):
+            pass
+        ids, tokens = msgpack.unpackb(told)
         return torch.tensor(ids), torch.tensor(tokens)
+
+    def _seen(self, dock: Dock, draw: int, least: int, until: float) -> bytes:
+        """The same, packed; nothing if they have not come so far."""
+        left = max(until - time.monotonic(), 0.0)
+        try:
+            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
+                             wait=min(left, self.patience))
+        except Overdue as error:
+            if left > self.patience:
+                return b""
+            error.add_note("That was the rest of `wait_limit`, within which all samples of a draw must come")
+            raise
+        return msgpack.packb([column.tolist() for column in seen])
 
     def _deal(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's rows, and one that is there in any case."""

@@ -67,10 +67,10 @@ class Metrics:
         return {name: value / weight if kind == _MEAN and weight else value
                 for name, (kind, value, weight) in sorted(total.items()) if kind != _MEAN or weight}
 
-    def take(self) -> bytes:
-        """This rank's numbers, as `add_all` takes them; afterwards there are none."""
+    def take(self, beginning: str = "") -> bytes:
+        """This rank's numbers whose names begin so, as `add_all` takes them; afterwards there are none at all."""
         values, self._values = self._values, {}
-        return msgpack.packb(values)
+        return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)})
 
     def add_all(self, taken: bytes) -> None:
         """The numbers of another rank count as if they had been reported here."""

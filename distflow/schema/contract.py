@@ -86,13 +86,6 @@ class Contract:
         repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
         return repeats and self.marks.type in ENGINE_TYPES
 
-    @property
-    def row_wise(self) -> bool:
-        """Whether a model computes something of each row that depends on no other row."""
-        marks = self.marks
-        of_others = self.samples or marks.repeats or marks.keep_together or KEEP in marks.writes
-        return marks.type == "MODEL_INFERENCE" and not of_others
-
 
 def built_in() -> dict[str, Contract]:
     """The contracts of all shipped functions, by name."""
@@ -213,6 +206,11 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
     if marks.keep_together not in (None, GROUP):
         wrong.append(Mistake(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
                              f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
+    others = contract.samples or marks.repeats or marks.keep_together or KEEP in marks.writes
+    if marks.row_wise and (others or marks.type != "MODEL_INFERENCE"):
+        wrong.append(Mistake(f"{what}`row_wise` is for a MODEL_INFERENCE function that looks at each row by itself; "
+                             "this one has another type, or samples, repeats, drops or keeps together rows",
+                             contract.where, "Take `row_wise` away"))
     wrong += [Mistake(f"{what}{text}", contract.where, hint) for text, hint in _wrong_limits(contract)]
     if wrong:
         raise InvalidInput(wrong)

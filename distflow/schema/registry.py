@@ -63,6 +63,9 @@ class Marks:
     """For a model function, what its role must have: "lm" or "value"; None if it works with any."""
     samples: bool | None = None
     """For a model function, whether its role must be ready to sample; those that repeat rows are taken to."""
+    row_wise: bool = False
+    """For a model function: what it returns for a row depends on that row alone, so that it may be called on some of a
+    step's prompts while others are still sampled."""
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -85,6 +88,7 @@ def node(
     refuses: dict[str, dict[Any, str]] | None = None,
     head: str | None = "lm",
     samples: bool | None = None,
+    row_wise: bool = False,
 ) -> Callable[[F], F]:
     """Make a function usable as `function:` of a node; its signature is its contract.
 
@@ -95,8 +99,8 @@ def node(
 
     All of them are written as plain values, so that they are known without importing the module.
     """
-    marks = Marks(writes, type, keep_together, repeats, refills, default_for,  # type: ignore[arg-type]
-                  requires or {}, bounds or {}, belongs_to or {}, only_with or {}, refuses or {}, head, samples)
+    marks = Marks(writes, type, keep_together, repeats, refills, default_for, requires or {},  # type: ignore[arg-type]
+                  bounds or {}, belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]

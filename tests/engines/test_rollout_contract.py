@@ -11,6 +11,7 @@ import torch
 from engines.rollouts import ENDS, LIMIT, build, tiny
 
 from distflow.data.batch import Batch, Ragged
+from distflow.observe.metrics import Metrics, recording
 from distflow.schema.errors import EngineError
 from workers.unfinished import Unfinished
 
@@ -230,7 +231,9 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     begun = first.begun()
     assert 0 < len(begun["begun/tokens"].values) < len(whole.tokens.values)
     engine.load(weights(model), version=7)
-    samples = Unfinished(engine, begun, restart).generate(prompts, 2, ids, key=6)
+    metrics = Metrics()
+    with recording(metrics):
+        samples = Unfinished(engine, begun, restart).generate(prompts, 2, ids, key=6)
     assert [row.tolist() for row in samples.tokens.rows] == [row.tolist() for row in whole.tokens.rows]
     assert torch.allclose(samples.logprobs.values, whole.logprobs.values, rtol=0, atol=BOUND["float32"])
     assert torch.equal(samples.finished, whole.finished)
@@ -238,6 +241,7 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     kept[1:] = begun["begun/tokens"].lengths if not restart else 0
     for row, count in zip(samples.versions.rows, kept.tolist()):
         assert row.tolist() == [0] * count + [7] * (len(row) - count)
+    assert metrics.collect(lambda told: [told]).get("response/continued", 0) == int(kept.sum())
 
 
 def test_an_abort_of_all_ends_rows_that_wait_too(engine, prompts):

@@ -105,3 +105,12 @@ def test_nodes_that_run_one_function_are_told_apart():
         metrics.scope = scope
         metrics.mean("reward", value)
     assert metrics.collect(lambda mine: [mine]) == {"reward": 3.0, "reward/first": 1.0, "reward/second": 3.0}
+
+
+def test_some_of_the_numbers_are_taken_and_the_others_dropped():
+    part, whole = Metrics(), Metrics()
+    part.add("data/bytes_sent", 3)
+    part.mean("data/imbalance", 4.0)
+    whole.add_all(part.take("data/bytes"))
+    assert whole.collect(alone) == {"data/bytes_sent": 3}
+    assert part.collect(alone) == {}

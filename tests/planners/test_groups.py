@@ -92,13 +92,28 @@ def test_what_looks_at_each_row_alone_need_not_wait_for_the_step(dag):
     assert planned(f"{dag}.yaml", 4, "fuse=false")[1].groups[0].plan.early is None
 
 
-def test_a_model_waits_for_the_step_that_trains_it_and_for_all_of_a_prompt(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from distflow import node\n\n@node(type='MODEL_INFERENCE', writes='spread', keep_together='group')\n"
-        "def spread(engine, responses, group): ...\n")
-    dag = (ROOT / "dags/grpo.yaml").read_text().replace("function: logprobs, ", "function: mine:spread, ")
-    (tmp_path / "together.yaml").write_text(dag.replace("kl: 0.001", "kl: 0.0"))
-    assert planned(tmp_path / "together.yaml")[1].groups[0].plan.early is None
+@pytest.mark.parametrize("marked", [False, True])
+def test_only_a_function_that_says_so_is_given_some_of_a_steps_rows(tmp_path, marked):
+    """Another may compare a row with all others (`Role.total`)."""
+    (tmp_path / f"spread_{marked}.py").write_text(
+        f"from distflow import node\n\n@node(type='MODEL_INFERENCE', writes='spread', row_wise={marked})\n"
+        "def spread(engine, responses): ...\n")
+    dag = (ROOT / "dags/grpo.yaml").read_text().replace("function: logprobs, ", f"function: spread_{marked}:spread, ")
+    (tmp_path / "mine.yaml").write_text(dag.replace("kl: 0.001", "kl: 0.0"))
+    early = planned(tmp_path / "mine.yaml")[1].groups[0].plan.early
+    assert [task.node for task in early.chain(0)] == ["reference"] if marked else early is None
+
+
+def test_what_a_sampling_node_drops_no_model_is_shown(tmp_path):
+    old = "  old: {role: actor, type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}\n"
+    dag = (ROOT / "dags/grpo_tools.yaml").read_text().replace("[advantage]", "[advantage, old]")
+    (tmp_path / "tools.yaml").write_text(dag + old)
+    _, made = planned(tmp_path / "tools.yaml")
+    assert "old" in nodes(made, 0)
+    assert made.groups[0].plan.early is None, "`converse` writes `keep`"
+
+
+def test_a_model_waits_for_the_step_that_trains_it(tmp_path):
     trained = "  a_first: {role: reference, type: MODEL_TRAIN, function: supervised_update, dependencies: [rollout]}\n"
     dag = (ROOT / "dags/grpo.yaml").read_text().replace("{copy_of: actor}", "{copy_of: actor, trained: true}")
     (tmp_path / "trained.yaml").write_text(dag + trained)

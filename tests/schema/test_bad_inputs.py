@@ -342,7 +342,8 @@ def test_marks_that_do_not_fit_their_function() -> None:
                  "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'",
                  "`refills` is for a function that says which rows stay",
                  "`only_with` of `epsilon` is ('kl', 0.1)",
-                 "`refuses` of `kl` is 'k1'", "`head` is 'number'", "It is one of: lm, value.", "12 mistakes."):
+                 "`refuses` of `kl` is 'k1'", "`head` is 'number'", "It is one of: lm, value.",
+                 "`row_wise` is for a MODEL_INFERENCE function", "13 mistakes."):
         assert part in text
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.data.dock import Consumer, Dock, Service
+from distflow.data.dock import Consumer, Dock, Overdue, Service
+from distflow.observe.events import Events
 from distflow.schema.plan import TRAINER
+from distflow.schema.spec import load
+from planners import plan
 from workers.arrivals import Arrivals
 from workers.channel import REPORT, Channel
+from workers.crew import Crew
+from workers.fusion import Fusion
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -35,7 +43,7 @@ class Loader:
 @pytest.fixture
 def channel():
     """A dock that has the samples of three steps."""
-    service = Service(TOKEN)
+    service = Service(TOKEN, max_bytes=500)
     address = service.start()
     channel = Channel(None, TOKEN, [address], "127.0.0.1", ROWS, PROMPTS, 2)
     step_of = {"whole_groups": {"size": ROWS}, "of_step": {"rows": ROWS * PROMPTS}}
@@ -45,6 +53,34 @@ def channel():
         dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // ROWS)
     yield channel
     service.close()
+
+
+def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
+    """Or they would take it for lost at the moment when it says what is missing."""
+    trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
+    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, compute=None), time.monotonic() + 0.4
+    with channel.dock("trainer 0") as dock:
+        look = partial(fused._seen, dock, draw=3, least=ROWS, until=until)
+        assert look() == b""
+        with pytest.raises(Overdue, match="it wants at least 4; 24 are ready") as error:
+            list(iter(look, None))
+    assert "`wait_limit`" in error.value.__notes__[0]
+    assert time.monotonic() >= until
+
+
+def test_begun_rows_that_the_dock_refuses_are_told_and_the_others_handed_over(channel, tmp_path, monkeypatch):
+    events = Events()
+    events.open(tmp_path / "events.jsonl", 0)
+    monkeypatch.setattr("distflow.observe.events._current", events)
+    huge, small = (Batch(torch.tensor([row]), {"begun/tokens": torch.zeros(1, width, dtype=torch.uint8)})
+                   for row, width in ((99, 1000), (5, 10)))
+    begun = {number: (SimpleNamespace(begun=lambda rows=rows: rows), 0) for number, rows in enumerate((huge, small))}
+    with channel.dock("trainer 0") as dock:
+        Crew._hand_over(SimpleNamespace(shared=True, leads=False, failure=None, unfinished=begun), dock)
+        assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
+    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["rows"]) == ("begun rows lost", 1)
+    assert "never fit into warehouse 0" in event["reason"]
 
 
 def ready(dock: Dock) -> int:

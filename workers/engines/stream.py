@@ -53,8 +53,9 @@ class Stream(Sampler):
             self.callers.add(caller)
         return caller
 
-    def drive(self, over: Callable[[], bool]) -> None:
-        """Sample whatever callers ask for, until `over`."""
+    def drive(self, over: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
+        """Sample whatever callers ask for, until `over`. Rows under way have what they got by then, unless something
+        has `failed`: an engine that suffers from it would hide by an error of its own what it was."""
         try:
             while not over():
                 self._obey()
@@ -64,8 +65,8 @@ class Stream(Sampler):
                 for session in self.sessions.values():
                     for row in session.step():
                         self.owners.pop(row).ended.put(row)
-            for session in self.sessions.values():
-                session.abort()  # its rows have what they got
+            for session in () if failed() else self.sessions.values():
+                session.abort()
         except DistflowError as error:
             self._fail(error)
             raise

@@ -11,7 +11,7 @@ from workers.engines.chat import prompt_tokens
 from workers.roles import Role
 
 
-@node(type="MODEL_INFERENCE", writes="{role}_prompts", bounds={"max_prompt_tokens": ">= 1"})
+@node(type="MODEL_INFERENCE", writes="{role}_prompts", bounds={"max_prompt_tokens": ">= 1"}, row_wise=True)
 def ask(engine: Role, *, template: Template, max_prompt_tokens: int = 1024, **columns: list[str]) -> Ragged:
     """Prompts for a role: the template with each row's columns in the place of their names, as a question by the role's
     own chat template. One that is longer than `max_prompt_tokens` loses its beginning, and is counted.

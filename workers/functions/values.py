@@ -50,13 +50,13 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
     return torch.maximum(free_T, bounded_T) / 2, bounded_T > free_T
 
 
-@node(type="MODEL_INFERENCE", head="value", writes="values", default_for="critic")
+@node(type="MODEL_INFERENCE", head="value", writes="values", default_for="critic", row_wise=True)
 def values(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
     """The value of what stands before each response token."""
     return engine.values(prompts, responses)
 
 
-@node(type="MODEL_INFERENCE", head="value", writes="rewards", default_for="reward")
+@node(type="MODEL_INFERENCE", head="value", writes="rewards", default_for="reward", row_wise=True)
 def model_score(engine: Role, prompts: Ragged, responses: Ragged) -> Tensor:
     """[B] float32: each response's reward by a reward model, read at its last token."""
     rewards = engine.score(prompts, responses)

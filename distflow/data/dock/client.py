@@ -87,10 +87,9 @@ class Dock:
         ids = batch.ids.to("cpu", torch.int64).numpy()
         marks = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
-        whole = Parcel(batch, 0, 0)
         requests = []
         for number, places in self.layout.split(ids):
-            spans = spans_of(places, [0], [whole])
+            spans = spans_of(places, [0], [Parcel(batch, 0, 0)])
             heads, buffers = pack(ids[places], [(name, spans) for name in batch.columns])
             header = {"op": "put", "ids": ids[places].tobytes(), "columns": heads, "turn": turn, "wait": wait,
                       "marks": {name: values[places].tobytes() for name, values in marks.items()}}
@@ -98,7 +97,7 @@ class Dock:
         return sum(reply["kept"] for reply, _ in self.reach.ask_all(requests, wait))
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
-              share: int = 0, shares: int = 1, version: int | None = None, look: bool = False) -> Lease:
+              share: int = 0, shares: int = 1, version: int | None = None) -> Lease:
         """Up to `count` ready rows, at least `least` (all of them unless said otherwise), for this process alone.
 
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
@@ -107,19 +106,21 @@ class Dock:
         Args:
             wait: seconds to wait for rows.
             version: of the asker's weights, for rules that bound staleness.
-            look: only see which rows these are; they are not leased.
 
         Raises:
             Overdue: not enough rows came in time; says which columns of which rows are missing, and who owes them.
         """
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
-                   "wait": wait, "step": step, "share": share, "shares": shares, "version": version, "look": look,
+                   "wait": wait, "step": step, "share": share, "shares": shares, "version": version,
                    "request": secrets.randbits(62) + 1}
-        try:
-            reply, _ = self.reach.ask(self._home(consumer), request, wait=wait)
-        except Overdue as error:
-            self._explain(error)
-        return Lease.granted(consumer, step, reply)
+        return Lease.granted(consumer, step, self._await_rows(request))
+
+    def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0,
+             version: int | None = None) -> tuple[Tensor, Tensor]:
+        """What all shares of such a lease have, or would have: the rows' ids, ascending, and the tokens of each."""
+        reply = self._await_rows({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
+                                  "step": step, "version": version})
+        return tuple(torch.frombuffer(bytearray(reply[name]), dtype=torch.int64) for name in ("id", "tokens"))
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
         """Columns of leased rows (those that its consumer reads), or of the rows with these ids, in their order.
@@ -256,8 +257,8 @@ class Dock:
         spans = spans_of(order + gaps, bases, parcels)
         return gather(ids.numpy()[order], filled[0].columns, spans), turn
 
-    def _explain(self, error: Overdue) -> None:
-        """Raise what the controller reported, together with what those say who owe the missing columns."""
+    def _await_rows(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer. With an Overdue comes what those say who owe the missing columns."""
 
         def ask(consumer: str, ids: list[int]) -> list[str]:
             try:
@@ -266,9 +267,12 @@ class Dock:
             except DockError as trouble:
                 return [f"unknown: {trouble}"]
 
-        if not error.report["known"]:
-            error.report["producers"] = self._producers()
-        raise Overdue(explain(str(error), error.report, self.layout, ask), error.report) from None
+        try:
+            return self.reach.ask(self._home(request["consumer"]), request, wait=request["wait"])[0]
+        except Overdue as error:
+            if not error.report["known"]:
+                error.report["producers"] = self._producers()
+            raise Overdue(explain(str(error), error.report, self.layout, ask), error.report) from None
 
     def _producers(self) -> list[str]:
         """Who is connected, and what each is doing."""

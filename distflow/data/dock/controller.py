@@ -120,15 +120,12 @@ class Controller:
         self.expire(now)
         granted = self._same(step, request)
         if granted is None:
-            if step is not None and step in self.steps:
-                raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not taken back")
             units = choose(self.ready.values(), self.consumer.rules, ask)
             self.discarded += len(ask.discarded)
             self._finish([row.id for row in ask.discarded])
             if not units or sum(map(len, units)) < least:
                 return None
-            everything = [row for unit in units for row in unit]
-            dealt = DEALS[self.consumer.deal](units, shares) if shares > 1 else [everything]
+            dealt = DEALS[self.consumer.deal](units, shares) if shares > 1 else [[row for one in units for row in one]]
             self.number += 1
             granted = Granted(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted
@@ -138,6 +135,14 @@ class Controller:
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
         self._touch(granted, now, session)
         return granted
+
+    def look(self, ask: Ask, now: float, least: int) -> list[Row] | None:
+        """The rows that `lease` would hand out for a step, by id, or None. Nobody holds or loses any for that."""
+        self.expire(now)
+        granted = self._same(ask.step, 0)
+        units = granted.shares if granted else choose(self.ready.values(), self.consumer.rules, ask)
+        rows = sorted((row for unit in units for row in unit), key=lambda row: row.id)
+        return rows if len(rows) >= max(least, 1) else None
 
     def renew(self, number: int, now: float, session: str) -> float:
         """A holder is alive: the lease lasts on. One that ran out is revived if nobody has its rows. Returns seconds.
@@ -222,10 +227,6 @@ class Controller:
         self.returned += (count := sum(len(granted.rows) for granted in over))
         return count
 
-    def next_expiry(self) -> float | None:
-        """When the first lease runs out."""
-        return min((granted.expires for granted in self.leases.values()), default=None)
-
     def finish(self, ids: Iterable[int]) -> None:
         """These rows are known to be committed, by a warehouse that remembers it."""
         self._finish([row for row in ids if row not in self.done])
@@ -249,10 +250,11 @@ class Controller:
             setattr(self, name, Intervals(map(tuple, state[name])))
 
     def _same(self, step: int | None, request: int) -> Granted | None:
-        for granted in self.leases.values():
-            if (step is not None and granted.step == step) or (request and granted.request == request):
-                return granted
-        return None
+        found = [granted for granted in self.leases.values()
+                 if (step is not None and granted.step == step) or (request and granted.request == request)]
+        if not found and step is not None and step in self.steps:
+            raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not taken back")
+        return found[0] if found else None
 
     def _hold(self, granted: Granted) -> None:
         for row in granted.rows:

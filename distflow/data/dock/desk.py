@@ -14,13 +14,12 @@ from typing import Any
 import numpy
 
 from distflow.data.dock import recall
-from distflow.data.dock.controller import Controller, Granted
+from distflow.data.dock.controller import Controller
 from distflow.data.dock.errors import DockError
 from distflow.data.dock.intervals import Intervals
 from distflow.data.dock.journal import Journal
 from distflow.data.dock.layout import Consumer, Ids, Layout
 from distflow.data.dock.peers import Outbox, Update
-from distflow.data.dock.selection import Ask, choose
 from distflow.data.dock.warehouse import Warehouse
 
 _GONE_KEPT = 1024
@@ -99,16 +98,6 @@ class Desk:
         if new and step not in controller.kept:
             self.retire(consumer, ids)
         return new
-
-    def look(self, controller: Controller, ask: Ask, now: float, least: int) -> Granted | None:
-        """What a lease would hand out, which nobody holds for that; None if there are fewer than `least` rows."""
-        controller.expire(now)
-        if ask.step is not None:
-            recall.check(controller, ask.step)
-        held = [granted.rows for granted in controller.leases.values() if granted.step == ask.step is not None]
-        units = held or choose(controller.ready.values(), controller.consumer.rules, ask)
-        rows = [row for unit in units for row in unit]
-        return Granted(0, [rows], ask.step, now, now, 0) if len(rows) >= least else None
 
     def take_back(self, consumer: str, step: int) -> int:
         """See `recall.take_back`; kept before it counts."""

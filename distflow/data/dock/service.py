@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
-from distflow.data.dock.controller import Granted
+from distflow.data.dock.controller import Controller, Granted
 from distflow.data.dock.desk import Desk, Person, read_ids
 from distflow.data.dock.diagnosis import crowd, fates, shortage, status
 from distflow.data.dock.errors import Full, Overdue, Refused
@@ -36,6 +36,7 @@ _WAKE = 0.5
 """Seconds after which a waiter looks again even if nobody woke it: leases of others run out in silence."""
 _NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """What a malformed request, a user's rule or a lack of memory raises: answered, or the client would try for ever."""
+T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
 
@@ -75,8 +76,8 @@ class Service:
             kept.begin(self.desk.epoch)
         self.actions: dict[str, Callable[[Line, Person, str, Header, int], Reply]] = {
             "meet": self.meet, "layout": self.layout, "put": self.put, "fetch": self.fetch, "saved": self.saved,
-            "lease": self.lease, "renew": self.renew, "commit": self.commit, "release": self.release,
-            "take_back": self.take_back, "settle": self.settle, "updates": self.updates,
+            "lease": self.lease, "look": self.look, "renew": self.renew, "commit": self.commit,
+            "release": self.release, "take_back": self.take_back, "settle": self.settle, "updates": self.updates,
             "where": self.where, "status": self.status, "snapshot": self.snapshot}
 
     def start(self) -> Address:
@@ -184,19 +185,32 @@ class Service:
         return {"rows": len(ids), "columns": heads, "turns": turns.tobytes()}, buffers
 
     def lease(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+
+        def grant(controller: Controller, ask: Ask, now: float) -> Granted | None:
+            granted = controller.lease(ask, now, session, least=header["least"], step=header["step"],
+                                       share=header["share"], shares=header["shares"], request=header["request"])
+            if ask.discarded:
+                self.desk.retire(controller.consumer.name, [row.id for row in ask.discarded])
+            return granted
+
+        controller, granted = self._await_rows(header, grant)
+        return _granted(granted, header["share"], controller.consumer.seconds), []
+
+    def look(self, line: Line, person: Person, session: str, header: Header, size: int) -> Reply:
+        _, rows = self._await_rows(header, lambda controller, ask, now: controller.look(ask, now, header["least"]))
+        return {name: numpy.array([getattr(row, name) for row in rows], numpy.int64).tobytes()
+                for name in ("id", "tokens")}, []
+
+    def _await_rows(self, header: Header, found: Callable[[Controller, Ask, float], T | None]) -> tuple[Controller, T]:
+        """What is found for a request, as soon as there is something; the lock is held while it is looked for."""
         desk = self.desk
         controller = desk.controller(header["consumer"])
         now = began = time.monotonic()
         with desk.changed:
             while True:
                 ask = Ask(header["count"], header["version"], header["step"])
-                granted = desk.look(controller, ask, now, header["least"]) if header.get("look") else controller.lease(
-                    ask, now, session, least=header["least"], step=header["step"], share=header["share"],
-                    shares=header["shares"], request=header["request"])
-                if ask.discarded:
-                    desk.retire(controller.consumer.name, [row.id for row in ask.discarded])
-                if granted is not None:
-                    return _granted(granted, header["share"], controller.consumer.seconds), []
+                if (result := found(controller, ask, now)) is not None:
+                    return controller, result
                 now = time.monotonic()
                 if (left := began + header["wait"] - now) <= 0 or self.over:
                     raise Overdue(*shortage(desk, controller, header, now))

@@ -112,15 +112,25 @@ def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
 def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
     at = dock(1, (Consumer("update", ("tokens",)),))
     at.put(tokens([3, 1]))
-    with pytest.raises(Overdue):
-        at.lease("update", 4, least=3, step=0, look=True)
+    with pytest.raises(Overdue, match="it wants at least 3; 2 are ready"):
+        at.look("update", 4, least=3, step=0)
     at.put(tokens([2]))
-    seen = at.lease("update", 4, least=3, step=0, look=True, wait=5)
-    assert (seen.ids.tolist(), seen.tokens.tolist()) == ([1, 2, 3], [1, 2, 3])
+    ids, counts = at.look("update", 4, least=3, step=0, wait=5)
+    assert (ids.tolist(), counts.tolist()) == ([1, 2, 3], [1, 2, 3])
     shares = [at.lease("update", 3, step=0, share=rank, shares=2) for rank in range(2)]
     assert sorted(torch.cat([share.ids for share in shares]).tolist()) == [1, 2, 3]
-    assert at.lease("update", 4, least=3, step=0, look=True).ids.tolist() == [1, 2, 3], "so does one who comes again"
+    assert at.look("update", 4, least=3, step=0)[0].tolist() == [1, 2, 3], "so does one who comes again"
     assert at.commit(shares[0])
+    with pytest.raises(DockError, match="step 0 of `update` is committed already"):
+        at.look("update", 4, least=3, step=0, wait=5)
+
+
+def test_a_look_discards_nothing(dock):
+    at = dock(1, (Consumer("update", ("tokens",), rules={"fresh": {"bound": 1}}),))
+    at.put(tokens([1, 2]), version=torch.tensor([0, 5]))
+    assert at.look("update", 2, least=1, step=0, version=6)[0].tolist() == [2]
+    assert left(at) == 2
+    assert at.lease("update", 2, least=1, step=0, version=0).ids.tolist() == [1, 2]
 
 
 def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):

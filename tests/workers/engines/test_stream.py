@@ -100,6 +100,17 @@ def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
     assert said.get(timeout=SOON) == "its memory is gone"
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_rows_get_what_is_there_at_an_orderly_end_alone(rollout, failed):
+    """An engine that has suffered from a failure would hide it by another."""
+    stream = Stream(rollout)
+    rows = stream.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
+    stream.session(key=0).add(rows)
+    steps = iter(range(4))
+    stream.drive(lambda: next(steps, None) is None, lambda: failed)
+    assert [len(row.tokens) for row in rows] == ([0, 0] if failed else [4, 4])
+
+
 @pytest.mark.parametrize("anew", [False, True], ids=["continue", "restart"])
 def test_new_weights_come_between_two_tokens(model, rollout, anew):
     """Rows under way go on with them, or begin anew."""
