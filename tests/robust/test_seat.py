@@ -264,6 +264,8 @@ def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, to
 
 
 TWO = """
+from distflow.robust import lives
+lives._SETTLE = 30.0  # for a cause to be told: this machine may be busy
 store, ranks = dist.TCPStore('127.0.0.1', {port}, is_master=False), 2
 robust = {{'restarts': 100}}
 

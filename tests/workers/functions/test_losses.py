@@ -152,7 +152,7 @@ def test_the_mean_over_tokens_of_a_row_is_the_objective_of_gspo(rows, low, high)
     """Eq. 5 of the paper, and the gradient that follows from it, against the mean of the token losses."""
     logprobs_T, old_T, advantages_T, lengths_B = tensors(rows)
     loss_T, ratio_T, clipped_T = sequence_policy_loss(logprobs_T, old_T, advantages_T, lengths_B, low, high)
-    per_token_T = 1.0 / torch.repeat_interleave(lengths_B, lengths_B)
+    per_token_T = 1.0 / torch.repeat_interleave(lengths_B, lengths_B).double()
     (loss_T * per_token_T).sum().backward()
     value, slopes, clipped = 0.0, [], []
     for gain, logs in rows:

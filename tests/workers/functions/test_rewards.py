@@ -38,7 +38,7 @@ def test_it_keeps_the_order_of_rows(numbers):
 
 
 def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capfd):
-    recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 1.0, "retries": 1}}
+    recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 4.0, "retries": 1}}
     completions = ["#### 1", "#### " + "1" * 60 + "x", "#### 2"]
     rewards, keep = score(completions, ["#### 1"] * 3, rows(3), reward=recipe)
     assert (rewards.tolist(), keep.tolist()) == ([2.0, 0.0, 1.0], [True, False, True])
@@ -47,11 +47,11 @@ def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capf
     assert values["reward/math"] == pytest.approx(1 / 3)
     assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (1.0, 1.0, 2.0)
     said = capfd.readouterr().err.splitlines()
-    assert said == ["1 of 3 samples left out: reward `format` took longer than 1 s (sample 41)"]
+    assert said == ["1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event.pop("time") > 0
     assert event == {"step": 7, "rank": 3, "event": "reward_failed", "reward": "format", "count": 1, "rows": [41],
-                     "reason": "took longer than 1 s", "trace": ""}
+                     "reason": "took longer than 4 s", "trace": ""}
 
 
 def test_steps_without_any_reward_end_the_run():
