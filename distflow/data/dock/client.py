@@ -87,9 +87,9 @@ class Dock:
         ids = batch.ids.to("cpu", torch.int64).numpy()
         marks = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
-        requests = []
+        whole, requests = Parcel(batch, 0, 0), []
         for number, places in self.layout.split(ids):
-            spans = spans_of(places, [0], [Parcel(batch, 0, 0)])
+            spans = spans_of(places, [0], [whole])
             heads, buffers = pack(ids[places], [(name, spans) for name in batch.columns])
             header = {"op": "put", "ids": ids[places].tobytes(), "columns": heads, "turn": turn, "wait": wait,
                       "marks": {name: values[places].tobytes() for name, values in marks.items()}}
