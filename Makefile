@@ -23,7 +23,7 @@ $(VENV)/installed: setup.cfg constraints.txt
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
-# Two at a time: most wait for processes half of the time.
+# Two at a time: many only wait for processes of theirs.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

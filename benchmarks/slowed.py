@@ -7,12 +7,11 @@ with all the processes that it starts; so it is as slow as a device of half the 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
+from benchmarks.control_group import control_group
+
 _PERIOD = 100_000
 """Microseconds: much less than a node takes, and so much that caches are warm for most of it."""
 _AHEAD = 256
@@ -45,21 +44,15 @@ def ranks(count: int) -> Iterator[Slowed]:
     Raises:
         NoQuota: says why there can be none.
     """
-    first, made = (_ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT), []
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            for rank in range(count):
-                group = first / f"distflow{os.getpid()}-{rank}"
-                group.mkdir()
-                made.append(group)
+            groups = [stack.enter_context(control_group("cpu", str(rank))) for rank in range(count)]
+            for group in groups:
                 _limit(group, 1.0)
         except OSError as error:
             raise NoQuota(f"no control group for processor time can be made here: {error}. It needs root, and cgroups "
                           "that may be written") from None
-        yield Slowed(made)
-    finally:
-        for group in made:
-            _remove(group)
+        yield Slowed(groups)
 
 
 def _limit(group: Path, quota: float) -> None:
@@ -71,12 +64,3 @@ def _limit(group: Path, quota: float) -> None:
     (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
     (group / "cpu.cfs_quota_us").write_text(str(busy))
     (group / "cpu.shares").write_text(str(1024 * _AHEAD))
-
-
-def _remove(group: Path) -> None:
-    """Once its last process has been reaped."""
-    end = time.monotonic() + 10
-    while (group / "cgroup.procs").read_text().strip() and time.monotonic() < end:
-        time.sleep(0.05)
-    with contextlib.suppress(OSError):
-        group.rmdir()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
 import uuid
@@ -17,6 +17,7 @@ import pytest
 from harness import TINY, command, environment
 from test_conversations import DAG, TOOLS
 
+from benchmarks.control_group import control_group, limit_memory
 from distflow.robust.out_of_memory import limit
 
 STEPS = 12
@@ -310,23 +311,13 @@ def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, wr
 @pytest.fixture
 def bounded():
     """A control group that may take 3 GiB; gone at the end. Its file of members."""
-    root = Path("/sys/fs/cgroup")
-    first = root / "memory" if (root / "memory").is_dir() else root
-    group = first / f"distflow-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if first != root else "memory.max")).write_text(str(3 << 30))
-    except OSError as error:
-        if group.is_dir():
-            group.rmdir()
-        pytest.skip(f"no control group for memory can be made here: {error}")
-    yield group / "cgroup.procs"
-    deadline = time.monotonic() + 10
-    while members := (group / "cgroup.procs").read_text().split():
-        for member in members if time.monotonic() > deadline else ():
-            os.kill(int(member), signal.SIGKILL)
-        time.sleep(0.05)
-    group.rmdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(control_group("memory", "test"))
+            limit_memory(group, 3 << 30)
+        except OSError as error:
+            pytest.skip(f"no control group for memory can be made here: {error}")
+        yield group / "cgroup.procs"
 
 
 def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch, workspace, write, left, bounded):

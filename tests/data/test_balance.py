@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distflow.data.balance import assign, assign_near, imbalance
 
-QUIET = settings(derandomize=True, deadline=None, max_examples=80)
+QUIET = settings(max_examples=80)
 
 
 def loads_of(weights: list[int], shares_of: list[int], shares: int) -> list[int]:

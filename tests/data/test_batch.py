@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text
 from distflow.schema.errors import ColumnError
 
-QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+QUIET = settings(max_examples=60)
 LENGTHS = st.lists(st.integers(0, 5), max_size=7)
 TRAILING = st.sampled_from([(), (3,), (2, 2)])
 

@@ -13,7 +13,7 @@ from distflow.data.batch import Batch, Ragged, levels
 from distflow.data.convert import from_arrow, from_padded, from_tensordict, to_arrow, to_padded, to_tensordict
 from distflow.schema.errors import ColumnError
 
-QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+QUIET = settings(max_examples=60)
 
 
 def no_empty_shapes(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from distflow.data.dataloader import Dataloader
 from distflow.schema.plan import Layout
 
-QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+QUIET = settings(max_examples=60)
 
 
 class Numbers:

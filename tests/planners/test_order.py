@@ -31,7 +31,7 @@ def dags(draw) -> Dag:
     return Dag.model_validate({"name": "x", "nodes": nodes})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(dags())
 def test_no_depth_order_switches_models_less_often(dag: Dag) -> None:
     graph = Graph({name: item.dependencies for name, item in dag.nodes.items()})

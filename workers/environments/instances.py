@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 
 from distflow.schema.registry import Turn
+from workers.contained import contained
 
 
 def serve(line: socket.socket, kind: type, settings: dict[str, Any]) -> None:
@@ -54,11 +55,11 @@ class _Instances:
             self._hear(self.line.recv(1 << 16))
         if self.open.get(call["row"]) is not call:
             return
-        try:
-            answer = _plain(await self._step(call))
-        except Exception as error:  # noqa: BLE001 - whatever an environment raises is that trajectory's failure
+        answer: dict[str, Any] = {}
+        with contained(lambda error: answer.update(error=_sendable(f"{type(error).__name__}: {error}"[:1000]))):
+            answer.update(_plain(await self._step(call)))
+        if "error" in answer:
             self.known.pop(call["row"], None)
-            answer = {"error": _sendable(f"{type(error).__name__}: {error}"[:1000])}
         if self.open.pop(call["row"], None) is not call:
             return
         async with self.speaking:

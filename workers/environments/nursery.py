@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from workers.contained import contained
 from workers.jail import kernel
 from workers.jail.processes import kill_descendants
 
@@ -31,14 +32,16 @@ def main() -> None:
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
-    try:
+
+    def told(_: BaseException) -> None:
+        line.sendall(json.dumps({"failed": traceback.format_exc()}).encode() + b"\n")
+        sys.exit()
+
+    with contained(told, BaseException):
         from distflow.schema.environments import load_environment
         from workers.environments import instances  # noqa: F401 - loaded once for all that are forked
 
         kind = load_environment(job["kind"])
-    except BaseException:  # noqa: BLE001 - said to the rank, which raises it
-        line.sendall(json.dumps({"failed": traceback.format_exc()}).encode() + b"\n")
-        return
     line.sendall(b"{}\n")
     gc.freeze()
     signal.signal(signal.SIGTERM, _leave)

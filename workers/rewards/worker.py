@@ -18,12 +18,14 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgpack
 
 from distflow.schema.errors import DistflowError
 from distflow.schema.registry import REWARDS, load_module
+from workers.contained import contained
 from workers.jail.guard import fork_from_guard
 from workers.jail.processes import descendants, kill_descendants
 
@@ -99,32 +101,22 @@ class Worker:
             self._end_leftovers()
             return
         for index, row in enumerate(job["rows"]):
-            try:
+            with contained(partial(self._send_failure, job, index), BaseException, but=DistflowError):
                 result = _call(function, job, row)
                 value = self.loop.run_until_complete(asyncio.wait_for(result, job["timeout"])) if coroutine else result
                 self._same_process()
                 self._end_leftovers()
                 self._send_values(job, index, value)
-            except DistflowError:
-                raise
-            except BaseException as error:  # noqa: BLE001 - whatever a user's function raises ends here
-                self._same_process()
-                self._send_failure(job, index, error)
 
     async def _run_async(self, function: Callable[..., Coroutine[Any, Any, Any]], job: Job) -> None:
         free = asyncio.Semaphore(job["concurrency"])
 
         async def one(index: int, row: list[Any]) -> None:
             async with free:
-                try:
+                with contained(partial(self._send_failure, job, index), but=DistflowError):
                     value = await asyncio.wait_for(_call(function, job, row), job["timeout"])
                     self._same_process()
                     self._send_values(job, index, value)
-                except DistflowError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - as above
-                    self._same_process()
-                    self._send_failure(job, index, error)
 
         await asyncio.gather(*(one(index, row) for index, row in enumerate(job["rows"])))
 
@@ -144,7 +136,8 @@ class Worker:
                 self._send("failed", job, row, str(error), "")
 
     def _send_failure(self, job: Job, index: int, error: BaseException) -> None:
-        reason = str(error) if isinstance(error, Failure) else f"raised {type(error).__name__}: {str(error)[:300]}"
+        self._same_process()
+        reason = _reason(error)
         if isinstance(error, TimeoutError) and not str(error):
             reason = f"took longer than {job['timeout']:g} s"
         trace = "" if isinstance(error, Failure) else traceback.format_exc()[-_TRACE:]
@@ -189,15 +182,15 @@ def at_once(function: Callable[..., Any], job: Job, row: list[Any]) -> float | s
     Raises:
         DistflowError: the function does.
     """
-    try:
+    reasons: list[str] = []
+    with contained(lambda error: reasons.append(_reason(error)), but=DistflowError):
         value = _call(function, job, row)
         return None if value is None else _number(value)
-    except DistflowError:
-        raise
-    except Failure as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - as above
-        return f"raised {type(error).__name__}: {str(error)[:300]}"
+    return reasons[0]
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, Failure) else f"raised {type(error).__name__}: {str(error)[:300]}"
 
 
 def _call(function: Callable[..., Any], job: Job, row: list[Any]) -> Any:

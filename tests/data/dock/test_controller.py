@@ -376,6 +376,6 @@ class RestoredWithoutJournal(Restored):
 
 TestRestored, TestRestoredWithoutJournal = Restored.TestCase, RestoredWithoutJournal.TestCase
 for case in (TestRestored, TestRestoredWithoutJournal):
-    case.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+    case.settings = settings(max_examples=60, stateful_step_count=30)
 TestInterleaving = Interleaving.TestCase
-TestInterleaving.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+TestInterleaving.settings = settings(max_examples=60, stateful_step_count=30)

@@ -63,7 +63,7 @@ def test_rows_go_through_all_states_and_leave(dock, warehouses):
     assert at.put(tokens([3])) == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_every_row_arrives_once_and_intact(dock, data):
     """Any interleaving of puts, regenerations, leases, abandoned leases and commits."""

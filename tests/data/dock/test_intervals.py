@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from distflow.data.dock.intervals import Intervals
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(-3, 20))))
 def test_it_is_a_set(changes):
     ours, theirs = Intervals(), set()

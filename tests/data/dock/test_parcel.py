@@ -10,7 +10,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.dock.parcel import Parcel, pack, spans_of, tokens_of, unpack
 from distflow.schema.errors import ColumnError
 
-QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+QUIET = settings(max_examples=60)
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex128]
 
 

@@ -127,7 +127,7 @@ def test_rows_without_columns_are_refused():
         Warehouse().put(Batch(torch.tensor([1])), Marks())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_whatever_leaves_the_rest_stays_whole(data):
     """Any puts and removals, with parcels copied as soon as half of them is gone."""

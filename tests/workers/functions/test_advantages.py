@@ -52,7 +52,7 @@ REWARDS = st.integers(-40, 40).map(lambda n: n / 4)
 BATCHES = st.lists(st.tuples(REWARDS, st.sampled_from([-5, 0, 3, 2**40])), max_size=12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(batch=BATCHES, epsilon=st.sampled_from([0.0, 1e-6, 1e-4, 0.5]), scale=st.booleans())
 def test_normalized_matches_plain_python(batch, epsilon, scale):
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -62,7 +62,7 @@ def test_normalized_matches_plain_python(batch, epsilon, scale):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(batch=BATCHES)
 def test_leave_one_out_matches_plain_python(batch):
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -115,7 +115,6 @@ def test_float32_rewards_are_computed_in_float64(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@settings(derandomize=True, deadline=None)
 @given(batch=BATCHES, data=st.data())
 def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(function, batch, data):
     order = data.draw(st.permutations(range(len(batch))))
@@ -125,7 +124,6 @@ def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(function, batch
     assert moved == pytest.approx([straight[i] for i in order], rel=1e-9, abs=1e-12)
 
 
-@settings(derandomize=True, deadline=None)
 @given(rewards=st.lists(st.floats(-1e100, 1e100), max_size=8), data=st.data(), scale=st.booleans())
 def test_never_nan(rewards, data, scale):
     groups = [data.draw(st.integers(0, 2)) for _ in rewards]

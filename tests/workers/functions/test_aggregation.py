@@ -69,7 +69,6 @@ def test_weights_match_plain_python(case, mode):
     assert weights_T.tolist() == pytest.approx(expected_weights(CASES[case], mode), rel=1e-6, abs=0)
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, mode=st.sampled_from(MODES))
 def test_any_mask_matches_plain_python(rows, mode):
     weights = weights_of(rows, mode).tolist()
@@ -173,7 +172,7 @@ def split_problems(draw):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(problem=split_problems())
 def test_no_split_changes_value_or_gradient(mode, problem):
     rows, place, features, theta = problem

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.data.batch import Ragged
@@ -32,7 +32,6 @@ def columns(rows):
             for i, dtype in enumerate((torch.float64, torch.float64, torch.bool))]
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, level=LEVELS, cap=st.floats(1, 4))
 def test_truncated_importance(rows, level, cap):
     weights = truncated_importance(*columns(rows), level=level, cap=cap)
@@ -41,7 +40,6 @@ def test_truncated_importance(rows, level, cap):
     assert weights.values.dtype == torch.float32
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, level=LEVELS, low=st.floats(0, 1), high=st.floats(1, 4))
 def test_reject_mismatch(rows, level, low, high):
     mask = reject_mismatch(*columns(rows), level=level, low=low, high=high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.functions.discounting import discounted_returns, generalized_advantage
@@ -39,7 +39,6 @@ def columns(rows):
             torch.tensor(trained, dtype=torch.bool))
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=st.lists(TOKENS, max_size=5), gamma=SHARES, lam=SHARES)
 def test_any_rows(rows, gamma, lam):
     rewards, values, lengths, mask = columns(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.engines.sampling import key_of, uniform
@@ -19,14 +19,12 @@ def columns(rows):
     return torch.tensor(rewards), torch.tensor(group)
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS)
 def test_a_group_stays_if_its_rewards_differ(rows):
     keep = informative_groups(*columns(rows)).tolist()
     assert keep == [len({reward for other, reward in rows if other == group}) > 1 for group, _ in rows]
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, best=st.integers(1, 3), others=st.integers(0, 2), kind=st.sampled_from(["worst", "random"]),
        order=st.randoms(use_true_random=False))
 def test_best_and_others_of_each_group(rows, best, others, kind, order):

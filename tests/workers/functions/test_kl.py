@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.functions.kl import KINDS, LOG_RATIO_LIMIT, kl_estimate
@@ -29,7 +29,6 @@ def plain_slope(logprob, reference, kind):
     return 0.0 if reference - logprob > 20.0 else 1 - math.exp(reference - logprob)
 
 
-@settings(derandomize=True, deadline=None)
 @given(pairs=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=8), kind=st.sampled_from(KINDS))
 def test_value_and_gradient_match_closed_forms(pairs, kind):
     logprobs_T, reference_T = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from workers.functions.losses import (
@@ -60,7 +60,6 @@ def test_each_side_of_each_bound(advantage, bounds):
     check([math.log(ratio) for ratio in ratios], [advantage] * len(ratios), bounds)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-30, 30), st.floats(-5, 5)), max_size=8),
     bounds=st.tuples(st.floats(0, 1), st.floats(0, 2), st.none() | st.floats(1.01, 10)),
@@ -146,7 +145,6 @@ def tensors(rows):
     return (old_T + log_ratios_T).requires_grad_(), old_T, advantages_T, lengths_B
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, low=st.floats(0.01, 0.5), high=st.floats(0.01, 0.5))
 def test_the_mean_over_tokens_of_a_row_is_the_objective_of_gspo(rows, low, high):
     """Eq. 5 of the paper, and the gradient that follows from it, against the mean of the token losses."""
@@ -169,7 +167,6 @@ def test_the_mean_over_tokens_of_a_row_is_the_objective_of_gspo(rows, low, high)
     assert not ratio_T.requires_grad
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, high=st.floats(0, 3))
 def test_a_capped_weight_keeps_the_gradient(rows, high):
     logprobs_T, old_T, advantages_T, _ = tensors(rows)

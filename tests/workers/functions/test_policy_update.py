@@ -145,7 +145,7 @@ def options_of(loss, aggregate, more):
     return {"loss": kind, "aggregate": aggregate, **bounds, **length, **more}
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE)
 def test_loss_and_gradient_are_those_of_the_definition(rows, loss, aggregate, more):
     (step,) = steps_of(rows, **options_of(loss, aggregate, more))
@@ -153,7 +153,7 @@ def test_loss_and_gradient_are_those_of_the_definition(rows, loss, aggregate, mo
     assert step == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, rows_at_once=st.integers(1, 4),
        mini_batches=st.integers(1, 3))
 def test_micro_batches_change_nothing(rows, loss, aggregate, more, rows_at_once, mini_batches):
@@ -162,7 +162,7 @@ def test_micro_batches_change_nothing(rows, loss, aggregate, more, rows_at_once,
         assert step == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(rows=any_rows(), loss=LOSSES, aggregate=AGGREGATES, more=MORE, mini_batches=st.integers(1, 3))
 def test_ranks_change_nothing(rows, loss, aggregate, more, mini_batches):
     options = {**options_of(loss, aggregate, more), "mini_batches": mini_batches}

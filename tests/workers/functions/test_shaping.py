@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.data.batch import Ragged
@@ -31,7 +31,6 @@ def columns(rows):
     return rewards, column(0, torch.float64), column(1, torch.float64), column(2, torch.bool)
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, kl=st.floats(0, 1), kind=KINDS)
 def test_each_row_pays_for_its_own_trained_tokens(rows, kl, kind):
     expected = [reward - kl * sum(ESTIMATES[kind](old - ref) for old, ref, trained in tokens if trained)
@@ -39,7 +38,6 @@ def test_each_row_pays_for_its_own_trained_tokens(rows, kl, kind):
     assert kl_in_reward(*columns(rows), kl=kl, kl_kind=kind).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@settings(derandomize=True, deadline=None)
 @given(rows=ROWS, kl=st.floats(0, 1), kind=KINDS)
 def test_token_rewards_and_their_returns(rows, kl, kind):
     """REINFORCE++: a token's advantage is the reward minus the KL penalty from that token on."""

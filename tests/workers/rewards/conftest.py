@@ -13,10 +13,16 @@ from distflow.schema import registry
 from workers.rewards import scoring
 
 
+def end_processes() -> None:
+    for pool in scoring._pools.values():
+        pool.close()
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Write a module and import it; returns its name, which no other test has. What it registers goes afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    end_processes()  # which look for modules where the test that has started them had put its own
     monkeypatch.setattr(registry, "REWARDS", registry.REWARDS)
     before = dict(registry.REWARDS)
 
@@ -27,7 +33,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         return name
 
     yield write
-    for pool in scoring._pools.values():  # their processes look for modules where this test has put its own
-        pool.close()
+    end_processes()
     registry.REWARDS.clear()
     registry.REWARDS.update(before)
