@@ -85,6 +85,7 @@ class _Team:
     def join(self, device: str, limit: float) -> None:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            pulse.current().computes_on(f"GPU-{torch.cuda.get_device_properties().uuid}")
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=self.rank,
                                 store=dist.PrefixStore("group", self.store), world_size=self.ranks,
                                 timeout=datetime.timedelta(seconds=limit))

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Literal
 
 from distflow.robust.pulse import Beat, Pulse
+from distflow.robust.tensor_cores import tensor_cores
 from distflow.schema.robust import Phase
 
 _ASK = 1.0
@@ -33,7 +34,8 @@ class Sight:
 
     unit: `trainer`, `rollout`, or in mode sync `ranks`. silent: since it last made progress, a micro-batch, some tokens
     or a new phase. mute: for how long it has left a question unanswered; a process that computes, waits for others or
-    for a tool answers, one that is stopped or holds Python's lock does not.
+    for a tool answers, one that is stopped or holds Python's lock does not. idle: since the tensor cores of its GPU
+    were last seen at work; None where nobody can tell.
     """
 
     unit: str
@@ -42,6 +44,7 @@ class Sight:
     in_phase: float
     silent: float
     mute: float
+    idle: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,12 @@ def detector(function: Callable[..., Any] | None = None, *, sees: Literal["worke
 
 
 @detector
-def stalled(sight: Sight, *, seconds: float = 300.0) -> str | None:
-    """No micro-batch done for this long, in a phase that only computes."""
-    if sight.phase in ("training", "inference") and sight.silent > seconds:
-        return f"has made no progress for {sight.silent:.0f} s of {sight.phase} (detector `stalled`)"
+def stalled(sight: Sight, *, seconds: float = 300.0, busy: float = 1800.0) -> str | None:
+    """No micro-batch done for this long, in a phase that only computes; `busy` if its GPU's tensor cores still work."""
+    works = sight.idle is not None and sight.idle <= seconds
+    if sight.phase in ("training", "inference") and sight.silent > (max(seconds, busy) if works else seconds):
+        cores = "" if sight.idle is None else f"; its tensor cores last worked {sight.idle:.0f} s ago"
+        return f"has made no progress for {sight.silent:.0f} s of {sight.phase}{cores} (detector `stalled`)"
     return None
 
 
@@ -111,7 +116,8 @@ class Watcher:
     def begin(self, pulse: Pulse) -> None:
         """A new worker."""
         self.pulse, self.progress = pulse, -1
-        self.moved = self.asked_at = self.looked = time.monotonic()
+        self.moved = self.asked_at = self.looked = self.worked = self.sampled = time.monotonic()
+        self.gpu, self.cores = "", None
         self.question = pulse.ask()
 
     def look(self) -> Finding | None:
@@ -130,5 +136,16 @@ class Watcher:
             self.progress, self.moved = beat.progress, now
         if self.pulse.answered >= self.question and now - self.asked_at > _ASK:
             self.question, self.asked_at = self.pulse.ask(), now
+        self._look_at_gpu(now, late)
         mute = 0.0 if self.pulse.answered >= self.question else now - self.asked_at
-        return Sight(self.unit, beat.phase, beat.step, now - beat.since, now - self.moved, mute)
+        idle = now - self.worked if self.cores else None
+        return Sight(self.unit, beat.phase, beat.step, now - beat.since, now - self.moved, mute, idle)
+
+    def _look_at_gpu(self, now: float, late: float) -> None:
+        self.worked += late
+        if self.gpu != self.pulse.gpu:
+            self.gpu, self.sampled = self.pulse.gpu, now
+            self.cores, self.worked = tensor_cores(self.gpu), now
+        elif self.cores and now - self.sampled > _ASK:
+            self.sampled = now
+            self.worked = now if self.cores() else self.worked

@@ -21,7 +21,7 @@ _LISTEN = 0.05
 class _Page(ctypes.Structure):
     _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
                 ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
-                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64)]
+                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64), ("gpu", ctypes.c_char * 64)]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,14 @@ class Pulse:
         self.page.finished += 1
         if self.page.finished == 1:
             record("worker useful", life=self.life)
+
+    def computes_on(self, gpu: str) -> None:
+        """The GPU of this worker, as NVML calls it: GPU-…."""
+        self.page.gpu = gpu.encode()
+
+    @property
+    def gpu(self) -> str:
+        return self.page.gpu.decode()
 
     def read(self) -> Beat:
         page = self.page

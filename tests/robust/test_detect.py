@@ -30,6 +30,12 @@ def test_a_detector_speaks_beyond_its_border(name, at_border):
     assert f"detector `{name}`" in DETECTORS[name](replace(at_border, silent=at_border.silent + 0.1))
 
 
+def test_a_gpu_that_computes_is_given_more_time():
+    assert DETECTORS["stalled"](replace(QUIET, silent=1800.0, idle=300.0)) is None
+    assert "tensor cores last worked 2 s ago" in DETECTORS["stalled"](replace(QUIET, silent=1800.1, idle=2.0))
+    assert "tensor cores last worked 301 s ago" in DETECTORS["stalled"](replace(QUIET, silent=300.1, idle=300.9))
+
+
 def test_silence_alone_means_nothing_where_others_are_waited_for():
     for phase in PHASES:
         silent = replace(QUIET, phase=phase, silent=1e6, mute=1.0)
@@ -113,6 +119,19 @@ def test_one_that_waits_for_another_is_only_a_symptom(clock):
     worker.answers = False
     worker.live(10)
     assert not worker.watcher.look().symptom
+
+
+def test_tensor_cores_are_looked_at_once_the_worker_has_a_gpu(clock, monkeypatch):
+    works = True
+    monkeypatch.setattr(detect, "tensor_cores", lambda gpu: (lambda: works) if gpu == "GPU-1" else None)
+    worker = Worker(clock)
+    worker.pulse.enter("training")
+    assert "no progress for 300 s of training (detector" in worker.live(301)[0]
+    worker.pulse.computes_on("GPU-1")
+    assert worker.live(1000) == []  # it works, and is only slow
+    works = False
+    assert worker.live(295) == []
+    assert "tensor cores last worked 30" in worker.live(10)[0]
 
 
 def test_a_seat_that_stood_still_itself_blames_nobody(clock):
