@@ -40,6 +40,11 @@ def control_group(controller: str, name: str) -> Iterator[Path]:
         group.rmdir()
 
 
+def joining(group: Path | str) -> list[str]:
+    """What goes before a command that is to run in a group; the shell may have to fill its name in."""
+    return ["sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh"]
+
+
 def limit_memory(group: Path, size: int) -> None:
     """Of all its processes together, in bytes.
 

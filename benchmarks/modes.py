@@ -43,6 +43,7 @@ from typing import Any, get_args
 
 import yaml
 
+from benchmarks.control_group import joining
 from benchmarks.ratio import add_size, conclude, interleaved, interval_of, options, parsed, ratios
 from distflow.schema.run import Run
 
@@ -136,8 +137,8 @@ class Contest:
 
 
 def run_once(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str],
-             restarts: int = 0) -> Path:
-    """One run, which torchrun may start again; its folder.
+             restarts: int = 0, group: Path | None = None) -> Path:
+    """One run, which torchrun may start again, in a control group if there is one; its folder.
 
     Raises:
         SystemExit: it failed; shows its last lines.
@@ -146,6 +147,7 @@ def run_once(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, set
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
     command = [sys.executable, "-m", *torchrun, str(ROOT / "distflow/launch.py"), "--dag", str(dag),
                "--run-file", run_file, "--name", name, *words]
+    command = [*joining(group), *command] if group else command
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     if done.returncode:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.control_group import control_group
+from benchmarks.control_group import control_group, joining
 
 _PERIOD = 100_000
 """Microseconds: much less than a node takes, and so much that caches are warm for most of it."""
@@ -28,8 +28,7 @@ class Slowed:
 
     def __init__(self, groups: Sequence[Path]):
         self.groups = groups
-        name = str(groups[0]).removesuffix("0")
-        self.join = ["sh", "-c", f'echo 0 > {name}$RANK/cgroup.procs && exec "$@"', "sh"]
+        self.join = joining(str(groups[0]).removesuffix("0") + "$RANK")
 
     def begin(self, quotas: Sequence[float]) -> None:
         """From now on each rank may use so much of one core."""

@@ -17,7 +17,7 @@ import pytest
 from harness import TINY, command, environment
 from test_conversations import DAG, TOOLS
 
-from benchmarks.control_group import control_group, limit_memory
+from benchmarks.control_group import control_group, joining, limit_memory
 from distflow.robust.out_of_memory import limit
 
 STEPS = 12
@@ -310,14 +310,14 @@ def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, wr
 
 @pytest.fixture
 def bounded():
-    """A control group that may take 3 GiB; gone at the end. Its file of members."""
+    """A control group that may take 3 GiB; gone at the end."""
     with contextlib.ExitStack() as stack:
         try:
             group = stack.enter_context(control_group("memory", "test"))
             limit_memory(group, 3 << 30)
         except OSError as error:
             pytest.skip(f"no control group for memory can be made here: {error}")
-        yield group / "cgroup.procs"
+        yield group
 
 
 def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch, workspace, write, left, bounded):
@@ -325,8 +325,7 @@ def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch,
               {"kind": "oom", "step": 4, "phase": "generating", "group": "rollout"}]
     launch(1, *GRPO, *write("calm", [], "steps=6"))
     line = command(2, *GRPO, *write("stormy", faults, "steps=6", "staleness=0", "mode=async", "groups.rollout=1"))
-    enter = ["sh", "-c", f'echo $$ > {bounded} && exec "$@"', "sh"]
-    done = subprocess.run([*enter, *line], cwd=workspace, env=environment(), capture_output=True, text=True,
+    done = subprocess.run([*joining(bounded), *line], cwd=workspace, env=environment(), capture_output=True, text=True,
                           timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert left() == []

@@ -1,0 +1,182 @@
+"""Every kind of fault, of every unit, in every phase, in every mode: does the run end as one in which nothing fails?
+
+A kind is an exception, SIGKILL, SIGSTOP, a pause, or the kernel's end for lack of memory. A unit is all ranks of mode
+sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, which is the relay of the other one. Each
+cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
+reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
+faults has sampled, and have its losses. The rows of conversations meet in other batches when tools take other times,
+and round otherwise; in mode sync, phases without tools have a run of their own, which must end with the very weights.
+
+A cell is passed if its fault has happened and the run ended so. Some phases of a rollout do not come in every step, as
+where the other rollout was quicker: such a cell is tried in two steps, and else told as not reached.
+Memory is that of a control group (root only); without one those cells are left out, and it is said.
+Run by hand:  python -m benchmarks.fault_matrix
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control_group import control_group, limit_memory
+from benchmarks.modes import run_once, steps_of
+from benchmarks.ratio import Spread, conclude, options, parsed
+from distflow.observe.recovery import account, read
+
+KINDS = {"raise": True, "kill": True, "stop": True, "slow": False, "oom": True}
+"""Whether the worker ends of it."""
+@dataclass(frozen=True)
+class Course:
+    """A run: its phases by unit. `talks`: with a tool."""
+
+    mode: str
+    ranks: int
+    phases: dict[str, tuple[str, ...]]
+    talks: bool = True
+
+    def __str__(self) -> str:
+        return self.mode if self.talks else f"{self.mode}, no tools"
+
+
+STEP = ("computing", "inference", "training", "saving", "publishing")
+ROLLOUT = ("waiting", "generating", "tools", "pulling")
+COURSES = {
+    "sync": [Course("sync", 2, {"trainer": ("generating", *STEP)}, talks=False),
+             Course("sync", 2, {"trainer": ("generating", "tools")})],
+    "async": [Course("async", 3, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT})],
+    "semi_sync": [Course("semi_sync", 3, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})]}
+TRIES = {"trainer": 1, "rollout": 2}
+"""Steps in which a phase is waited for: not every one comes in each step of a rollout."""
+MEMORY = 4 << 30
+"""Bytes that all processes of a run may have together."""
+TALK = """
+  rollout:   {role: actor, type: MODEL_INFERENCE, function: converse, with: {environment: PatientTool, group_size: 4,
+              max_turns: 4, max_tokens: 48}}"""
+ANSWER = """
+  rollout:   {role: actor, type: MODEL_INFERENCE, function: generate, with: {group_size: 4}}
+  reward:    {role: reward, type: COMPUTE, function: score, dependencies: [rollout], with: {reward: brevity}}"""
+DAG = """name: matrix
+imports: [benchmarks.small_talk]
+roles: {actor: {trained: true}, reference: {copy_of: actor}}
+nodes:ROLLOUT
+  reference: {role: reference, type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}
+  advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [LAST], reads: {rewards: REWARDS}}
+  update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage, reference],
+              with: {kl: 0.001}}
+"""
+SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}", "staleness=0",
+            "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}",
+            "roles.actor.generation.max_new_tokens=8",
+            "robust={restarts: 100000, detectors: {stalled: {seconds: 8}, no_tokens: {seconds: 6, answer: 4}, "
+            "frozen: {seconds: 6}}}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault: of which unit, in which phase."""
+
+    kind: str
+    unit: str
+    phase: str
+
+    def fault(self, step: int) -> dict[str, Any]:
+        return {"kind": self.kind, "group": self.unit, "phase": self.phase, "step": step, "seconds": 1.0}
+
+
+def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
+    for unit, phases in course.phases.items():
+        yield from (Cell(kind, unit, phase) for phase in phases for kind in kinds)
+
+
+def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
+               group: Path | None) -> tuple[set[Cell], list[str]]:
+    """The cells whose fault has happened, and what is wrong with the run in which they did."""
+    tried = [cell for cell in wanted for _ in range(TRIES[cell.unit])]
+    apart = () if course.mode == "sync" else (f"mode={course.mode}", f"groups.rollout={2 - (course.mode != 'async')}")
+    dag = scratch / f"matrix{course.talks}.yaml"
+    dag.write_text(DAG.replace("ROLLOUT", TALK if course.talks else ANSWER)
+                   .replace("LAST", "rollout" if course.talks else "reward")
+                   .replace("REWARDS", "environment_rewards" if course.talks else "rewards"))
+
+    def run(name: str, faults: Sequence[dict[str, Any]], group: Path | None) -> Path:
+        settings = (f"steps={len(tried) + 2}", *SETTINGS, *apart, f"faults={json.dumps(faults)}")
+        return run_once(scratch, f"{dag.stem}-{course.mode}-{name}", dag, "embedded.yaml", course.ranks, settings,
+                        group=group)
+
+    calm, stormy = run("calm", [], None), run("stormy", [cell.fault(step) for step, cell in enumerate(tried, 2)], group)
+    events = read(stormy)
+    happened = [tried[event["fault"]] for event in events if event["event"] == "fault injected"]
+    found = account(events).recoveries
+    took = Spread.of([each.start + each.connect + each.load for each in found])
+    print(f"{course}: {len(tried) + 2} steps, {len(happened)} faults, {len(found)} restarts, each {took} s", flush=True)
+    wrong = trouble(calm, stormy, exact=not course.talks)
+    if len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
+        wrong.append(f"{deadly} faults end a worker, and {len(found)} restarts were seen")
+    return set(happened), wrong
+
+
+def trouble(calm: Path, stormy: Path, exact: bool) -> list[str]:
+    """In what the run with faults is not as the one without."""
+    found, theirs, ours = [], steps_of(calm), steps_of(stormy)
+    if [line["step"] for line in ours] != [line["step"] for line in theirs]:
+        found.append("a step is missing, or was counted twice")
+    for one, other in zip(ours, theirs):
+        if one["response/fingerprint"] != other["response/fingerprint"]:
+            found.append(f"step {one['step']} has other samples")
+        if abs(one["loss"] - other["loss"]) > (0.0 if exact else 1e-5):
+            found.append(f"step {one['step']} has another loss")
+    model = "model/model.safetensors"
+    if exact and (calm / model).read_bytes() != (stormy / model).read_bytes():
+        found.append("the weights differ")
+    return found
+
+
+def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
+    """A row for each phase of each unit."""
+    kinds = list(dict.fromkeys(cell.kind for cell in wanted))
+    for unit, phase in dict.fromkeys((cell.unit, cell.phase) for cell in wanted):
+        told = ", ".join(f"{kind} {'happened' if Cell(kind, unit, phase) in happened else 'NOT REACHED'}"
+                         for kind in kinds)
+        print(f"{course}, {unit}, {phase}: {told}")
+
+
+def flags(arguments: list[str] | None) -> Namespace:
+    parser = options(__doc__, repeats=1)
+    parser.add_argument("--mode", choices=COURSES, action="append", help="default: all; with --quick sync")
+    given = parsed(parser, arguments)
+    given.mode = given.mode or (["sync"] if given.quick else list(COURSES))
+    return given
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = flags(arguments)
+    kinds = ["kill"] if given.quick else list(KINDS)
+    wrong, reached, asked = [], 0, 0
+    with tempfile.TemporaryDirectory(prefix="matrix-") as scratch, contextlib.ExitStack() as stack:
+        group = None
+        if "oom" in kinds:
+            try:
+                group = stack.enter_context(control_group("memory", "matrix"))
+                limit_memory(group, MEMORY)
+            except OSError as error:
+                print(f"without the kernel's end for lack of memory: no control group can be made here, {error}")
+                kinds.remove("oom")
+        for course in [course for mode in given.mode for course in COURSES[mode]][: 1 if given.quick else None]:
+            wanted = list(cells(course, kinds))
+            happened, found = run_course(Path(scratch), course, wanted, group)
+            table(course, wanted, happened)
+            wrong += [f"{course}: {each}" for each in found]
+            reached, asked = reached + len(happened), asked + len(wanted)
+    print("\n".join(wrong) or "each run has ended as the one without faults")
+    conclude(f"cells of {asked} (kind, unit, phase, mode) whose fault has happened in a run that ended as one without",
+             Spread.of([0.0 if wrong else reached / asked]), 1.0, unit="share", holds=not wrong)
+
+
+if __name__ == "__main__":
+    main()
