@@ -1,6 +1,7 @@
 """Every kind of fault, of every unit, in every phase, in every mode: does the run end as one in which nothing fails?
 
-A kind is an exception, SIGKILL, SIGSTOP, a pause, or the kernel's end for lack of memory. A unit is all ranks of mode
+A kind is an exception, SIGKILL, SIGSTOP, a pause, the kernel's end for lack of memory, or the loss of a whole machine,
+where each rank is one (modes sync and async) and another comes for each that is lost. A unit is all ranks of mode
 sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, which is the relay of the other one. Each
 cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
 reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
@@ -21,9 +22,11 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import ROOT, Cluster
 from benchmarks.control_group import control_group, limit_memory
 from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
@@ -39,9 +42,11 @@ class Course:
     ranks: int
     phases: dict[str, tuple[str, ...]]
     talks: bool = True
+    apart: bool = False
+    """Each rank is a machine, which can be lost."""
 
     def __str__(self) -> str:
-        return self.mode if self.talks else f"{self.mode}, no tools"
+        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else "")
 
 
 STEP = ("computing", "inference", "training", "saving", "publishing")
@@ -50,7 +55,9 @@ COURSES = {
     "sync": [Course("sync", 2, {"trainer": ("generating", *STEP)}, talks=False),
              Course("sync", 2, {"trainer": ("generating", "tools")})],
     "async": [Course("async", 3, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT})],
-    "semi_sync": [Course("semi_sync", 3, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})]}
+    "semi_sync": [Course("semi_sync", 3, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})],
+    "machines": [Course("sync", 2, {"trainer": ("generating", *STEP)}, talks=False, apart=True),
+                 Course("async", 3, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT}, apart=True)]}
 TRIES = {"trainer": 1, "rollout": 2}
 """Steps in which a phase is waited for: not every one comes in each step of a rollout."""
 MEMORY = 4 << 30
@@ -74,7 +81,7 @@ SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}",
             "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}",
             "roles.actor.generation.max_new_tokens=8",
             "robust={restarts: 100000, detectors: {stalled: {seconds: 8}, no_tokens: {seconds: 6, answer: 4}, "
-            "frozen: {seconds: 6}}}")
+            "frozen: {seconds: 6}}, machine_silence: 5}")
 
 
 @dataclass(frozen=True)
@@ -104,21 +111,40 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
                    .replace("LAST", "rollout" if course.talks else "reward")
                    .replace("REWARDS", "environment_rewards" if course.talks else "rewards"))
 
-    def run(name: str, faults: Sequence[dict[str, Any]], group: Path | None) -> Path:
-        settings = (f"steps={len(tried) + 2}", *SETTINGS, *apart, f"faults={json.dumps(faults)}")
-        return run_once(scratch, f"{dag.stem}-{course.mode}-{name}", dag, "embedded.yaml", course.ranks, settings,
-                        group=group)
-
-    calm, stormy = run("calm", [], None), run("stormy", [cell.fault(step) for step, cell in enumerate(tried, 2)], group)
+    faults = json.dumps([cell.fault(step) for step, cell in enumerate(tried, 2)])
+    settings = (f"steps={len(tried) + 2}", *SETTINGS, *apart)
+    calm = run_once(scratch, f"{course}-calm", dag, "embedded.yaml", course.ranks, settings)
+    settings = (*settings, f"faults={faults}")
+    stormy = run_apart(scratch, str(course), dag, course, settings) if course.apart else \
+        run_once(scratch, str(course), dag, "embedded.yaml", course.ranks, settings, group=group)
     events = read(stormy)
     happened = [tried[event["fault"]] for event in events if event["event"] == "fault injected"]
     found = account(events).recoveries
-    took = Spread.of([each.start + each.connect + each.load for each in found])
-    print(f"{course}: {len(tried) + 2} steps, {len(happened)} faults, {len(found)} restarts, each {took} s", flush=True)
+    took = [seconds for each in found if not isnan(seconds := each.start + each.connect + each.load)]
+    print(f"{course}: {len(tried) + 2} steps, {len(happened)} faults, {len(found)} restarts"
+          + (f", each {Spread.of(took)} s" if took else ""), flush=True)
     wrong = trouble(calm, stormy, exact=not course.talks)
-    if len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
+    if not course.apart and len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
         wrong.append(f"{deadly} faults end a worker, and {len(found)} restarts were seen")
     return set(happened), wrong
+
+
+def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str]) -> Path:
+    """A run on machines, and one more that waits for its place."""
+    words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
+    least = course.ranks - (course.mode != "sync")
+    line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines",
+            f"{least}:{course.ranks}"]
+    cluster = Cluster(scratch, scratch / name, line)
+    cluster.environment["PYTHONPATH"] = str(ROOT)
+    try:
+        for number in range(course.ranks + 1):
+            cluster.start(f"machine-{number}")
+        cluster.replace_lost()
+        cluster.ends()
+    finally:
+        cluster.close()
+    return scratch / name
 
 
 def trouble(calm: Path, stormy: Path, exact: bool) -> list[str]:
@@ -148,9 +174,9 @@ def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
 
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=1)
-    parser.add_argument("--mode", choices=COURSES, action="append", help="default: all; with --quick sync")
+    parser.add_argument("--part", choices=COURSES, action="append", help="default: all; with --quick sync")
     given = parsed(parser, arguments)
-    given.mode = given.mode or (["sync"] if given.quick else list(COURSES))
+    given.part = given.part or (["sync"] if given.quick else list(COURSES))
     return given
 
 
@@ -167,8 +193,8 @@ def main(arguments: list[str] | None = None) -> None:
             except OSError as error:
                 print(f"without the kernel's end for lack of memory: no control group can be made here, {error}")
                 kinds.remove("oom")
-        for course in [course for mode in given.mode for course in COURSES[mode]][: 1 if given.quick else None]:
-            wanted = list(cells(course, kinds))
+        for course in [course for part in given.part for course in COURSES[part]][: 1 if given.quick else None]:
+            wanted = list(cells(course, ["machine"] if course.apart else kinds))
             happened, found = run_course(Path(scratch), course, wanted, group)
             table(course, wanted, happened)
             wrong += [f"{course}: {each}" for each in found]

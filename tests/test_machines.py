@@ -3,21 +3,12 @@ network and the run's folder."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
-from harness import command, environment, metrics_of
-from test_loopback import family_of
+from harness import metrics_of
 
+from benchmarks.cluster import Cluster
 from distflow import launch
 from distflow.cli import main
 from distflow.robust.board import store_on
@@ -37,79 +28,7 @@ def brevity(completion, answer):
     return 1.0 / (1 + len(completion))
 """
 """So that a run is not over before a machine has come."""
-PATIENCE = 240
 QUICK = ("--set", "robust={machine_silence: 10}", "--set", f"steps={STEPS}", "--set", "checkpoint={every: 4, keep: 3}")
-
-
-class Cluster:
-    """A board, and machines by name."""
-
-    def __init__(self, folder: Path, *arguments: str):
-        self.folder, self.arguments = folder, arguments
-        self.machines: dict[str, subprocess.Popen] = {}
-        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0"],
-                                      cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
-        text = self.board.stdout.readline() + self.board.stdout.readline() + self.board.stdout.readline()
-        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
-
-    def start(self, name: str, ranks: int = 1, **more: str) -> None:
-        variables = environment() | {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1",
-                                     "GLOO_SOCKET_IFNAME": "lo"} | more
-        with open(self.folder / f"{name}.log", "w") as log:
-            self.machines[name] = subprocess.Popen(
-                command(ranks, *self.arguments, "--board", self.address), cwd=self.folder, env=variables, stdout=log,
-                stderr=subprocess.STDOUT)
-
-    def lose(self, name: str) -> None:
-        """All its processes at once, as when the power fails."""
-        machine = self.machines.pop(name)
-        family = family_of(machine.pid) if machine.poll() is None else ()
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in family:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, number)
-        machine.wait()
-
-    def reach(self, step: int) -> None:
-        """Wait until the run has done a step."""
-        self.eventually(lambda: self.tells(f"step {step}/"))
-
-    def tells(self, text: str) -> list[str]:
-        """The machines that have said it."""
-        return [name for name in self.machines if text in (self.folder / f"{name}.log").read_text()]
-
-    def eventually(self, happens) -> None:
-        until = time.monotonic() + PATIENCE
-        while not happens():
-            living = [machine for machine in self.machines.values() if machine.poll() is None]
-            if not living or time.monotonic() > until:
-                pytest.fail(self.said())
-            time.sleep(0.05)
-
-    def ends(self) -> dict[str, int]:
-        """The exit status of each machine that is left."""
-        try:
-            return {name: machine.wait(PATIENCE) for name, machine in self.machines.items()}
-        except subprocess.TimeoutExpired:
-            pytest.fail(self.said())
-
-    def said(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("*.log")))
-
-    def events(self, kind: str) -> list[dict]:
-        lines = (self.run / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "runs/apart"
-
-    def close(self) -> None:
-        for name in list(self.machines):
-            self.lose(name)
-        self.board.kill()
-        self.board.wait()
-        self.board.stdout.close()
 
 
 @pytest.fixture
@@ -118,8 +37,8 @@ def cluster(workspace):
     (workspace / "brevity.py").write_text(STEADY)
 
     def begin(*arguments: str) -> Cluster:
-        clusters.append(Cluster(workspace, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "apart", *QUICK,
-                                *arguments))
+        run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "apart", *QUICK, *arguments)
+        clusters.append(Cluster(workspace, workspace / "runs/apart", run))
         return clusters[-1]
 
     yield begin
@@ -149,11 +68,14 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
 def test_a_machine_that_trains_is_lost_and_another_fills_its_place(cluster, arguments, training):
     """They go on from the copies in another machine's memory: there is no checkpoint. In mode sync each of two ranks
     has a piece of the state."""
-    run = cluster(*arguments, "--set", "checkpoint={every: 0}", "--set", f"steps={FEW}")
+    fault = "faults=[{kind: machine, step: 7, phase: training, rank: 0}]"
+    run = cluster(*arguments, "--set", "checkpoint={every: 0}", "--set", f"steps={FEW}", "--set", fault)
     for name in ("one", "two", "three"):
         run.start(name)
-    run.reach(6)
-    run.lose(*run.tells("step 6/"))
+    run.eventually(run.ended)
+    lost, = run.ended()
+    assert "step 6/" in (run.cwd / f"{lost}.log").read_text()
+    run.lose(lost)
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
     assert [event["unit"] for event in run.events("failure")][-1] == "the machines"

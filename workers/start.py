@@ -54,7 +54,8 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
     if place.spec.run.faults:
         group = TRAINER if place.group is None else place.group.name
         ranks = place.group.ranks if place.group else range(place.board.ranks)
-        berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, place.path, berth.snapshots)
+        berth.pulse.watching = Faults(place.spec.run, group, place.board.rank, ranks, place.path, berth.snapshots,
+                                      apart=place.apart is not None)
     team.join(place.device, place.spec.run.wait_limit)
     place = place.agreed(berth.changes)
     channel = place.channel and place.channel.joined(team.board)

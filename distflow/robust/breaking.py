@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import stat
 import threading
 from pathlib import Path
 
 from distflow.robust.out_of_memory import limit
+from distflow.robust.processes import end_at_once, family, parent
 from distflow.schema.errors import DistflowError
 
 ROOM = 64 << 10
@@ -19,7 +21,7 @@ _SPARE, _PIECE = 64 << 20, 16 << 20
 
 
 class NoLimit(DistflowError):
-    """Nothing protects the rest of the machine."""
+    """Nothing protects the rest of the machine, or of the run."""
 
 
 def fill(process: int, room: int = ROOM) -> None:
@@ -70,6 +72,17 @@ def take_memory() -> None:
     taken = []
     while True:
         taken.append(b"\1" * _PIECE)
+
+
+def lose_machine() -> None:
+    """End torchrun here and all that it has started, at once, as when the power of this machine fails. Does not return.
+
+    Its last processes are this one and its seat.
+    """
+    seat = os.getppid()
+    end_at_once(each for each in family(parent(seat)) if each not in (seat, os.getpid()))
+    os.kill(seat, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut() -> int:

@@ -34,8 +34,8 @@ class Sight:
 
     unit: `trainer`, `rollout`, or in mode sync `ranks`. silent: since it last made progress, a micro-batch, some tokens
     or a new phase. mute: for how long it has left a question unanswered; a process that computes, waits for others or
-    for a tool answers, one that is stopped or holds Python's lock does not. idle: since the tensor cores of its GPU
-    were last seen at work; None where nobody can tell.
+    for a tool answers, one that is stopped or holds Python's lock does not. idle: for how long the tensor cores of its
+    GPU were not seen at work; None where nobody can tell.
     """
 
     unit: str
@@ -76,7 +76,7 @@ def stalled(sight: Sight, *, seconds: float = 300.0, busy: float = 1800.0) -> st
     """No micro-batch done for this long, in a phase that only computes; `busy` if its GPU's tensor cores still work."""
     works = sight.idle is not None and sight.idle <= seconds
     if sight.phase in ("training", "inference") and sight.silent > (max(seconds, busy) if works else seconds):
-        cores = "" if sight.idle is None else f"; its tensor cores last worked {sight.idle:.0f} s ago"
+        cores = "" if sight.idle is None else f", and its tensor cores have not worked for {sight.idle:.0f} s"
         return f"has made no progress for {sight.silent:.0f} s of {sight.phase}{cores} (detector `stalled`)"
     return None
 

@@ -28,9 +28,17 @@ class Faults:
         group: of this rank.
         ranks: of the group.
         folder: of the run, which knows what has happened before this worker lived.
+        apart: whether machines start apart, so that one can be lost.
+
+    Raises:
+        NoLimit: a machine is to be lost that is all of the run.
     """
 
-    def __init__(self, run: Run, group: str, rank: int, ranks: range, folder: Path, snapshots: Snapshots):
+    def __init__(self, run: Run, group: str, rank: int, ranks: range, folder: Path, snapshots: Snapshots,
+                 apart: bool = False):
+        if not apart and any(fault.kind == "machine" for fault in run.faults):
+            raise breaking.NoLimit("the fault `machine` ends all processes that a torchrun has started, which would be "
+                                   "this run: start the machines apart (--board and --machines), or take  kind: kill")
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
         self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0
@@ -89,5 +97,7 @@ class Faults:
             breaking.exhaust_memory()
         elif fault.kind == "oom":
             breaking.take_memory()
+        elif fault.kind == "machine":
+            breaking.lose_machine()
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: when one began, and ending what a worker has left behind."""
+"""What the kernel says of processes: when one began, what it has started, and ending what a worker has left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _LEFT, _LOOK = 2.0, 0.02
@@ -19,6 +20,34 @@ def began(process: int) -> int:
         OSError: there is no such process.
     """
     return int(_facts(process)[19])
+
+
+def parent(process: int) -> int:
+    """Raises:
+        OSError: there is no such process.
+    """
+    return int(_facts(process)[1])
+
+
+def family(process: int) -> Iterator[int]:
+    """A process and all that it has started, directly or not, as far as their parents live."""
+    yield process
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from family(int(child))
+
+
+def end_at_once(processes: Iterable[int]) -> None:
+    """None of them sees another end, and what stands still starts nothing more."""
+    stopped = []
+    for each in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGSTOP)
+            stopped.append(each)
+    for each in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def end_group(group: int) -> None:

@@ -177,7 +177,7 @@ class Snapshots:
 
     def whole(self) -> dict[Piece, Slot]:
         """What is there, oldest first. A copy that was changed since it was made is passed over."""
-        with ThreadPoolExecutor(len(self.slots) or 1) as threads:  # a checksum is as fast as memory, and needs no lock
+        with ThreadPoolExecutor(len(self.slots) or 1) as threads:  # newer xxhash lets go of Python's lock
             read = threads.map(lambda slot: slot.read(), self.slots)
             found = {slot.piece: slot for slot, there in zip(self.slots, read) if there is not None}
         return {piece: found[piece] for piece in sorted(found)}

@@ -19,12 +19,13 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Fault(Document):
     """Something that is broken to order, once (`faults:` in the run file). It happens in one worker."""
 
-    kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom"]
+    kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
     """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
     process sleeps for `seconds`. corrupt: the newest copy in memory changes. cut: its connections are shut down once,
     but for those to the board. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
     EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError). oom: it takes memory until the
-    kernel ends it, in a control group that has a limit."""
+    kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
+    machines start apart."""
     group: Literal["trainer", "rollout"] = "trainer"
     """In mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None

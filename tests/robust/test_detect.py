@@ -32,8 +32,8 @@ def test_a_detector_speaks_beyond_its_border(name, at_border):
 
 def test_a_gpu_that_computes_is_given_more_time():
     assert DETECTORS["stalled"](replace(QUIET, silent=1800.0, idle=300.0)) is None
-    assert "tensor cores last worked 2 s ago" in DETECTORS["stalled"](replace(QUIET, silent=1800.1, idle=2.0))
-    assert "tensor cores last worked 301 s ago" in DETECTORS["stalled"](replace(QUIET, silent=300.1, idle=300.9))
+    assert "tensor cores have not worked for 2 s" in DETECTORS["stalled"](replace(QUIET, silent=1800.1, idle=2.0))
+    assert "tensor cores have not worked for 301 s" in DETECTORS["stalled"](replace(QUIET, silent=300.1, idle=300.9))
 
 
 def test_silence_alone_means_nothing_where_others_are_waited_for():
@@ -131,7 +131,7 @@ def test_tensor_cores_are_looked_at_once_the_worker_has_a_gpu(clock, monkeypatch
     assert worker.live(1000) == []  # it works, and is only slow
     works = False
     assert worker.live(295) == []
-    assert "tensor cores last worked 30" in worker.live(10)[0]
+    assert "tensor cores have not worked for 30" in worker.live(10)[0]
 
 
 def test_a_seat_that_stood_still_itself_blames_nobody(clock):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from distflow.robust.breaking import NoLimit
 from distflow.robust.faults import Faults, Injected
 from distflow.robust.snapshots import Piece, Snapshots
 from distflow.schema.robust import Fault
@@ -122,3 +123,8 @@ def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
 def test_step_or_share(wrong):
     with pytest.raises(ValidationError, match="say in which `step`, or in which `share` of the steps"):
         Fault(kind="kill", **wrong)
+
+
+def test_no_machine_is_lost_that_is_all_of_the_run(tmp_path):
+    with pytest.raises(NoLimit, match=r"start the machines apart \(--board and --machines\)"):
+        faults(tmp_path, {"kind": "machine", "step": 2, "phase": "training"})

@@ -6,7 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from ctypes import Structure, c_double, c_uint, c_void_p
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, c_double, c_uint, pointer
 from types import SimpleNamespace
 
 import pytest
@@ -20,50 +21,57 @@ class Metric(Structure):
 
 
 class Asked(Structure):
-    _fields_ = [("version", c_uint), ("numMetrics", c_uint), ("sample1", c_void_p), ("sample2", c_void_p),
-                ("metrics", Metric * 4)]
+    _fields_ = [("version", c_uint), ("numMetrics", c_uint), ("sample1", POINTER(c_double)),
+                ("sample2", POINTER(c_double)), ("metrics", Metric * 4)]
 
 
 class Nvml:
-    """A made-up NVML of one GPU. Its samples are numbers: the seconds in which tensor cores have worked so far."""
+    """A made-up NVML of one GPU. A sample is the percentage of time, summed up, in which tensor cores have worked."""
 
-    NVMLError = RuntimeError
+    class NVMLError(Exception):
+        pass
+
     NVML_SUCCESS, NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_ANY_TENSOR_UTIL = 0, 1, 3
     c_nvmlGpmMetricsGet_t = Asked
 
-    def __init__(self, supported: bool = True):
-        self.supported, self.worked, self.trouble = supported, 0, 0
+    def __init__(self):
+        self.supported, self.worked, self.trouble, self.lost = True, 0.0, 0, False
 
     def nvmlInit(self):
         pass
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid != "GPU-1":
-            raise RuntimeError("Not Found")
+            raise self.NVMLError("Not Found")
         return 0
 
     def nvmlGpmQueryDeviceSupport(self, device):
         return SimpleNamespace(isSupportedDevice=self.supported)
 
     def nvmlGpmSampleAlloc(self):
-        return 0
+        return pointer(c_double())
 
     def nvmlGpmSampleGet(self, device, sample):
-        return self.worked
+        if self.lost:
+            raise self.NVMLError("GPU is lost")
+        sample.contents.value = self.worked
+        return sample
 
     def nvmlGpmMetricsGet(self, asked):
         assert asked.numMetrics == 1
         assert asked.metrics[0].metricId == self.NVML_GPM_METRIC_ANY_TENSOR_UTIL
-        asked.metrics[0].value = 100.0 * ((asked.sample2 or 0) - (asked.sample1 or 0))
+        asked.metrics[0].value = asked.sample2.contents.value - asked.sample1.contents.value
         asked.metrics[0].nvmlReturn = self.trouble
         return asked
 
 
 @pytest.fixture
-def nvml(monkeypatch) -> Nvml:
+def nvml(monkeypatch) -> Iterator[Nvml]:
     made = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    return made
+    tensor_cores.cache_clear()
+    yield made
+    tensor_cores.cache_clear()
 
 
 def test_work_since_the_last_question_counts(nvml):
@@ -76,16 +84,22 @@ def test_work_since_the_last_question_counts(nvml):
     assert worked()
 
 
-def test_what_cannot_be_told_counts_as_work(nvml):
+@pytest.mark.parametrize("change", [{"trouble": 3}, {"lost": True}])
+def test_a_gpu_that_tells_nothing_any_more_is_not_seen_at_work(nvml, change):
     worked = tensor_cores("GPU-1")
-    nvml.trouble = 3
-    assert worked()
+    vars(nvml).update(change, worked=50.0)
+    assert not worked()
 
 
 def test_nobody_can_tell(nvml, monkeypatch):
     assert tensor_cores("GPU-other") is None
     nvml.supported = False
     assert tensor_cores("GPU-1") is None
+    tensor_cores.cache_clear()
+    old = SimpleNamespace(NVMLError=ValueError, nvmlInit=lambda: None)
+    monkeypatch.setitem(sys.modules, "pynvml", old)
+    assert tensor_cores("GPU-1") is None
+    tensor_cores.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert tensor_cores("GPU-1") is None
 
@@ -103,6 +117,7 @@ for _ in sys.stdin:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("gpu")  # others would be seen too
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_that_multiplies_matrices_and_one_that_does_not():
     pytest.importorskip("pynvml")

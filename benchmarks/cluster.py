@@ -1,0 +1,117 @@
+"""Machines that start apart, for tests and benchmarks: each is a torchrun of its own on one computer, with which the
+others share nothing but the board, the network and the run's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distflow.observe.events import Event
+from distflow.observe.recovery import read
+from distflow.robust.processes import end_at_once, family
+
+ROOT = Path(__file__).resolve().parents[1]
+_PATIENCE = 240.0
+_LOOK = 0.05
+
+
+class RunLost(Exception):
+    """It does not come to its end; with all that its machines have said."""
+
+
+class Cluster:
+    """A board, and machines by name.
+
+    Args:
+        cwd: where each of them is started; their logs go there.
+        run: the folder of the run that they are for.
+        arguments: of launch.py.
+    """
+
+    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str]):
+        self.cwd, self.run, self.arguments = cwd, run, arguments
+        self.machines: dict[str, subprocess.Popen] = {}
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0"], cwd=cwd,
+                                      env=self.environment, stdout=subprocess.PIPE, text=True)
+        text = "".join(self.board.stdout.readline() for _ in range(3))
+        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
+
+    def start(self, name: str, ranks: int = 1) -> None:
+        here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                str(ROOT / "distflow/launch.py"), *self.arguments, "--board", self.address]
+        with open(self.cwd / f"{name}.log", "w") as log:
+            self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
+                                                   stderr=subprocess.STDOUT)
+
+    def lose(self, name: str) -> None:
+        """All its processes at once, as when the power fails."""
+        machine = self.machines.pop(name)
+        end_at_once(family(machine.pid) if machine.poll() is None else ())
+        machine.wait()
+
+    def reach(self, step: int) -> None:
+        """Wait until the run has done a step."""
+        self.eventually(lambda: bool(self.tells(f"step {step}/")))
+
+    def tells(self, text: str) -> list[str]:
+        """The machines that have said it."""
+        return [name for name in self.machines if text in (self.cwd / f"{name}.log").read_text()]
+
+    def ended(self) -> list[str]:
+        return [name for name, machine in self.machines.items() if machine.poll() is not None]
+
+    def eventually(self, happens: Callable[[], object]) -> None:
+        """Raises:
+            RunLost: it does not.
+        """
+        until = time.monotonic() + _PATIENCE
+        while not happens():
+            if len(self.ended()) == len(self.machines) or time.monotonic() > until:
+                raise RunLost(self.said())
+            time.sleep(_LOOK)
+
+    def ends(self) -> dict[str, int]:
+        """The exit status of each machine that is left.
+
+        Raises:
+            RunLost: they do not end.
+        """
+        try:
+            return {name: machine.wait(_PATIENCE) for name, machine in self.machines.items()}
+        except subprocess.TimeoutExpired:
+            raise RunLost(self.said()) from None
+
+    def replace_lost(self) -> None:
+        """Until the run is done: for each machine that is lost another one comes.
+
+        Raises:
+            RunLost: one has ended in another way.
+        """
+        while not any(machine.poll() == 0 for machine in self.machines.values()):
+            for name in self.ended():
+                if self.machines[name].returncode != -signal.SIGKILL:
+                    raise RunLost(self.said())
+                self.lose(name)
+                self.start(f"{name}+")
+            time.sleep(_LOOK)
+
+    def said(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.cwd.glob("*.log")))
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in read(self.run) if event["event"] == kind]
+
+    def close(self) -> None:
+        for name in list(self.machines):
+            self.lose(name)
+        self.board.kill()
+        self.board.wait()
+        self.board.stdout.close()
