@@ -14,7 +14,8 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _SECONDS = 10.0
-"""What its processes have for their own end, when the group's has come."""
+"""What its processes have for their own end, when the group's has come, and again after they were killed."""
+_LOOK = 0.05
 
 
 @contextlib.contextmanager
@@ -23,21 +24,29 @@ def control_group(controller: str, name: str) -> Iterator[Path]:
     so is every process that has not left it.
 
     Raises:
-        OSError: there can be none.
+        OSError: there can be none; or, at the end, a process of it does not go.
     """
     first = _ROOT / controller if (_ROOT / controller).is_dir() else _ROOT
     group = first / f"distflow-{os.getpid()}-{name}"
     group.mkdir()
     try:
+        enabled = group / "cgroup.controllers"
+        if enabled.is_file() and controller not in enabled.read_text().split():
+            raise OSError(f"{first}/cgroup.subtree_control does not have {controller}")
         yield group
     finally:
-        end = time.monotonic() + _SECONDS
-        while members := (group / "cgroup.procs").read_text().split():
-            for member in members if time.monotonic() > end else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(member), signal.SIGKILL)
-            time.sleep(0.05)
+        _empty(group)
         group.rmdir()
+
+
+def _empty(group: Path) -> None:
+    """Wait for its processes, and end those that stay; one that cannot be ended is left to `rmdir`, which says so."""
+    begin = time.monotonic()
+    while (members := (group / "cgroup.procs").read_text().split()) and time.monotonic() < begin + 2 * _SECONDS:
+        for member in members if time.monotonic() > begin + _SECONDS else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(member), signal.SIGKILL)
+        time.sleep(_LOOK)
 
 
 def joining(group: Path | str) -> list[str]:
@@ -46,10 +55,6 @@ def joining(group: Path | str) -> list[str]:
 
 
 def limit_memory(group: Path, size: int) -> None:
-    """Of all its processes together, in bytes.
-
-    Raises:
-        OSError: this system has no such limit.
-    """
+    """Of all its processes together, in bytes."""
     file = group / "memory.max"
     (file if file.exists() else group / "memory.limit_in_bytes").write_text(str(size))

@@ -35,12 +35,14 @@ class Spread:
         return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-def options(description: str, repeats: int = 7) -> argparse.ArgumentParser:
-    """The flags of every benchmark; `quick` is for seeing that it runs, not for figures."""
+def options(description: str, repeats: int | None = 7) -> argparse.ArgumentParser:
+    """The flags of every benchmark; `quick` is for seeing that it runs, not for figures. `repeats`: None where nothing
+    is repeated."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shows that the benchmark works, no more")
     parser.set_defaults(usual_and_quick={})
-    add_size(parser, "repeats", repeats, 1, "how often each side runs")
+    if repeats is not None:
+        add_size(parser, "repeats", repeats, 1, "how often each side runs")
     return parser
 
 
@@ -56,7 +58,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     for name, (usual, quick) in result.usual_and_quick.items():
         if getattr(result, name) is None:
             setattr(result, name, quick if result.quick else usual)
-    if result.repeats < 1:
+    if getattr(result, "repeats", 1) < 1:
         parser.error("--repeats must be at least 1")
     return result
 

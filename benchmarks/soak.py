@@ -145,7 +145,7 @@ def left(mark: str, shared: set[str], temporary: Path) -> list[str]:
 
 
 def flags(arguments: list[str] | None) -> Namespace:
-    parser = options(__doc__, repeats=1)
+    parser = options(__doc__, repeats=None)
     parser.add_argument("--minutes", type=float, help="default 30, with --quick 0.7")
     parser.add_argument("--every", type=float, help="seconds between two faults; default 20, with --quick 8")
     given = parsed(parser, arguments)

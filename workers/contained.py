@@ -16,4 +16,4 @@ def contained(failed: Callable[[BaseException], object], kind: type[BaseExceptio
     except BaseException as error:
         if isinstance(error, but) or not isinstance(error, kind):
             raise
-        failed(error)
+        failed(error.with_traceback(error.__traceback__.tb_next))  # as if it were caught where it was raised
