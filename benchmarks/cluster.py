@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distflow.observe.events import Event
-from distflow.observe.recovery import read
+from distflow.observe.recovery import Event, read
 from distflow.robust.processes import end_at_once, family
 
 ROOT = Path(__file__).resolve().parents[1]
