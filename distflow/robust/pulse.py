@@ -51,7 +51,8 @@ class Pulse:
         self.page.since = time.monotonic()
 
     def ready(self, **seconds: float) -> None:
-        """The worker can begin; `seconds` of each part of its start."""
+        """The worker can begin, and waits for something to do; `seconds` of each part of its start."""
+        self.enter("waiting")
         record("worker ready", life=self.life, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
                seconds={name: round(each, 3) for name, each in seconds.items()})
 

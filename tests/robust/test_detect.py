@@ -110,6 +110,17 @@ def test_a_worker_that_falls_silent_after_any_history_is_found(clock):
         assert "does not answer" in worker.live(6)[0], seed
 
 
+def test_one_that_is_ready_does_not_start_any_more(clock):
+    """Also where it has nothing to do yet."""
+    for ready, window in ((False, 300), (True, 60)):
+        worker = Worker(clock)
+        if ready:
+            worker.pulse.ready()
+        worker.answers = False
+        assert worker.live(window - 1) == []
+        assert "does not answer" in worker.live(6)[0]
+
+
 def test_one_that_waits_for_another_is_only_a_symptom(clock):
     worker = Worker(clock, stalled={"seconds": 5})
     worker.pulse.enter("training")
