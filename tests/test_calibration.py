@@ -37,6 +37,7 @@ def run(launch: Callable, workspace: Path, made: Path, monkeypatch: pytest.Monke
     if not (made / "run").exists():
         launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "run", "--set", "steps=6",
                "--cluster", "here.yaml")
+        _level(workspace / "runs/run")
         shutil.copytree(workspace / "runs/run", made / "run")
     shutil.copytree(made / "run", workspace / "runs/run", dirs_exist_ok=True)
     return Path("runs/run")
@@ -78,6 +79,16 @@ def test_the_model_takes_as_long_as_the_run_did(run: Path) -> None:
     assert after[:3] == pytest.approx(measured, rel=0.4)  # steps of a busy machine differ
     assert after[3] == pytest.approx(known.runs[0].seconds, rel=0.4)
     assert before[:3] != pytest.approx(measured, rel=0.4)
+
+
+def _level(run: Path) -> None:
+    """The ranks of a busy computer differ; this is about what is made of their times. Each has the longer one's."""
+    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    for line in lines:
+        of_step = [each for each in lines if each["step"] == line["step"]]
+        for node, taken in line["nodes"].items():
+            taken[0] = max(each["nodes"][node][0] for each in of_step)
+    (run / "times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _slow(run: Path, times: float) -> None:

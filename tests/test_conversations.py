@@ -36,7 +36,7 @@ roles:
 nodes:
   rollout:   {role: actor, type: MODEL_INFERENCE, function: converse,
               with: {environment: Tool, environment_settings: {trouble: TROUBLE}, group_size: 4, max_turns: 4,
-                     max_tokens: 80, step_seconds: 2.0}}
+                     max_tokens: 80, step_seconds: 4.0}}
   advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [rollout],
               reads: {rewards: environment_rewards}}
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, 
     assert len(metrics) == 3
     assert all(("loss" in line) == (line["environment/failed"] < 6 * 4) for line in metrics)
     assert 0 < failed < 3 * 6 * 4
-    reasons = {"took longer than 2 s": 0, "its process ended": 1, "ValueError: no such letter": 2}
+    reasons = {"took longer than 4 s": 0, "its process ended": 1, "ValueError: no such letter": 2}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events = [event for event in events if not event["event"].startswith(("worker ", "checkpoint "))]
     assert {event["event"] for event in events} == {"environment_failed"}

@@ -155,10 +155,10 @@ def stuck(completion: str, answer: str) -> float:
 
 def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
     (workspace / "stuck_reward.py").write_text(BLOCKING)
-    changes = ("imports=[stuck_reward]", "nodes.reward.with.reward=stuck", "wait_limit=8")
+    changes = ("imports=[stuck_reward]", "nodes.reward.with.reward=stuck", "wait_limit=20")
     options = [word for change in changes for word in ("--set", change)]
     result = subprocess.run(command(2, *GRPO, *options), cwd=workspace, env=environment(),
-                            capture_output=True, text=True, timeout=120, check=False)
+                            capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 1, result.stderr
     assert "a rank did not come within the wait limit" in result.stderr
     assert "in node `reward` (function workers.functions.rewards:score), step 0, rank 0" in result.stderr

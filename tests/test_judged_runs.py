@@ -34,7 +34,7 @@ def events_of(folder: Path, kind: str) -> list[dict]:
 
 @pytest.mark.parametrize("phase", ["training", "generating"])
 def test_a_slow_rank_is_named(launch, workspace, phase):
-    fault = {"kind": "slow", "rank": 1, "share": 1.0, "phase": phase, "seconds": 0.5}
+    fault = {"kind": "slow", "rank": 1, "share": 1.0, "phase": phase, "seconds": 1.0}
     (workspace / "slow.yaml").write_text(f"{TINY}faults: {json.dumps([fault])}\n")
     done = launch(2, "--dag", "grpo.yaml", "--run-file", "slow.yaml", "--name", "slow", "--set", "steps=8")
     event, = events_of(workspace / "runs/slow", "straggler")

@@ -77,7 +77,7 @@ def test_a_hundred_nodes_on_a_thousand_ranks(spec_of: Callable) -> None:
     chains = [made.chain(rank) for rank in range(1024)]
     print(f"100 nodes, 1,024 ranks: load {loaded - began:.3f} s, plan and digest {planned - loaded:.3f} s, "
           f"1,024 chains {time.process_time() - planned:.4f} s of one core")
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30
     assert len(made.tasks) == 100
     assert made.tasks[0].layout.dp == 1024
     assert len(digest) == 16

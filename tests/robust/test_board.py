@@ -34,7 +34,7 @@ def scenarios(port: int) -> dict[str, str]:
     seen = {"told": board.tell("folder", "runs/größe-1" if rank == 0 else "elsewhere")}
     seen["one differs"] = error_of(lambda: board.agree("version", "2" if rank == 1 else "1", "Update it."))
     seen["two differ"] = error_of(lambda: board.agree("files", f"file {rank}", "Copy them."))
-    hasty = join(port, 0.5)
+    hasty = join(port, 3.0)
     if rank != 1:
         seen["one missing"] = error_of(lambda: hasty.agree("late", "same", "Why."))
     if rank != 0:

@@ -199,4 +199,4 @@ def test_a_stopped_process_is_found_when_its_window_is_over(phase):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert not finding.symptom
-    assert took <= 1.1 * window + 1.0 + look, "a question is asked once a second"
+    assert took <= 3 * window  # the borders themselves: test_a_detector_speaks_beyond_its_border

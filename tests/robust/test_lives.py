@@ -75,8 +75,9 @@ def test_those_that_fail_at_once_begin_the_same_life(store):
     assert life.end.startswith("its 20 restarts are used up")
 
 
-def test_the_cause_is_chosen_and_not_its_symptom(store):
+def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
     """The rank that only misses another sees it first."""
+    monkeypatch.setattr(lives, "_SETTLE", 30.0)
     first, second, third = (rank_of(store, rank) for rank in range(3))
     symptom, cause = failed(rank=0, symptom=True), failed(rank=1)
 
@@ -103,7 +104,7 @@ def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):
     began = time.monotonic()
     life = rank_of(store, 0).next(Life(), failed(symptom=True))
     assert life.failures[0].symptom
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 def test_a_failure_that_comes_late_joins_the_life_that_has_begun(store):
@@ -143,10 +144,14 @@ def fail_at_once(port: int) -> list[str]:
     rank = dist.get_rank()
     mine = Lives(dist.TCPStore("127.0.0.1", port, is_master=False), Unit("all", range(3), "ranks"), rank, 100)
     life, seen = Life(), []
-    for number in range(1, 21):
-        dist.barrier()
-        life = mine.next(life, failed(number, rank=rank, symptom=rank != number % 3))
-        seen.append(life.pack())
+    settle, lives._SETTLE = lives._SETTLE, 30.0  # in a rank's process, which goes on to other tests
+    try:
+        for number in range(1, 21):
+            dist.barrier()
+            life = mine.next(life, failed(number, rank=rank, symptom=rank != number % 3))
+            seen.append(life.pack())
+    finally:
+        lives._SETTLE = settle
     return seen
 
 

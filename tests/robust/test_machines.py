@@ -71,11 +71,11 @@ def test_those_that_are_left_begin_anew_in_their_order(board, pool):
 
 
 def test_the_place_of_one_that_samples_is_taken_once(board, pool):
-    machines = [machine(board, name, most=2, silence=0.5) for name in "ab"]
+    machines = [machine(board, name, most=2, silence=2.0) for name in "ab"]
     eras = joined(pool, *machines)
     lost = next(each for era, each in zip(eras, machines) if era.block == 1)
     lost.beat(0, 1, 7)
-    spares = [machine(board, name, most=2, silence=0.5) for name in "cd"]
+    spares = [machine(board, name, most=2, silence=2.0) for name in "cd"]
     found = [pool.submit(each.join) for each in spares]
     stop = threading.Event()
     pool.submit(_beats, spares, stop)

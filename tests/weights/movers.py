@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 MIB = 1 << 20
-_LIMIT = 20.0
+_LIMIT = 60.0
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["distflow.weights.publish", "distflow.weights.pull"])
 
@@ -162,7 +162,7 @@ class Publishing(Serving):
 
 
 class Pulling(Serving):
-    def __init__(self, store: Any, token: bytes, deadline: float = 1.0, **settings: Any):
+    def __init__(self, store: Any, token: bytes, deadline: float = 3.0, **settings: Any):
         from distflow.weights.pull import Puller
 
         self.puller = Puller(store, token, deadline=deadline, **settings)

@@ -117,7 +117,7 @@ def test_it_raises(run):
     "print('so far', flush=True)\nwhile True: input_ = (lambda n: n ** n ** 7)(97)",
 ], ids=["sleeps", "spins", "ignores signals", "closes its streams", "one long operation"])
 def test_it_never_ends(run, source):
-    outcome = run(source, seconds=0.5)
+    outcome = run(source, seconds=1.5)
     assert (outcome.ended, outcome.stdout) == ("time", "so far\n")
     assert 0.4 < outcome.seconds < 20.0
 
@@ -304,7 +304,8 @@ def test_it_changes_files_that_it_cannot_open(run, tmp_path):
 
 def test_shared_memory_does_not_outlive_it(run):
     def segments() -> list[str]:
-        return Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+        """Those of its key: other tests make theirs."""
+        return [line for line in Path("/proc/sysvipc/shm").read_text().splitlines() if line.split()[0] == "4711"]
 
     before = segments()
     run("import ctypes\nctypes.CDLL(None).shmget(4711, 4096, 0o1666)")

@@ -36,7 +36,7 @@ def left(dock):
 
 def until(condition):
     """Updates between processes need no wait of ours, but a moment."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -254,8 +254,8 @@ def test_an_answer_that_never_comes_is_an_error(dock, token):
     at = dock()
     at.services[0].desk.changed.acquire()
     try:
-        with (Dock(at.addresses, token, "impatient", patience=0.2) as other,
-              pytest.raises(Unreachable, match="has not sent or taken a byte for 0.2 s")):
+        with (Dock(at.addresses, token, "impatient", patience=1.0) as other,
+              pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
             other.status()
     finally:
         at.services[0].desk.changed.release()
@@ -264,7 +264,7 @@ def test_an_answer_that_never_comes_is_an_error(dock, token):
 def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
     at = dock(2)
     at.put(tokens(range(8)))
-    with Dock(at.addresses, token, "impatient", patience=0.3) as other:
+    with Dock(at.addresses, token, "impatient", patience=1.0) as other:
         other.fetch(torch.arange(8), ["tokens"])
         with at.services[0].desk.changed, pytest.raises(Unreachable):
             other.fetch(torch.arange(8), ["tokens"])

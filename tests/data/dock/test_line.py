@@ -25,7 +25,7 @@ def service(token):
 
 def logged(caplog, words):
     """The log is written by the service's thread."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not any(words in record.getMessage() for record in caplog.records):
         assert time.monotonic() < end, caplog.text
         time.sleep(0.005)

@@ -63,7 +63,7 @@ def children(token):
         assert child.process.returncode is not None
 
 
-def consumer(address, token, journal, limit=0.5, pause=0.004):
+def consumer(address, token, journal, limit=3.0, pause=0.004):
     command = [sys.executable, "-c", CONSUMER, str(address[1]), token.hex(), str(journal), str(limit), str(pause)]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
@@ -85,7 +85,7 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
             time.sleep(random.random() * 0.01)
             worker.kill()
             worker.wait()
-        assert workers[1].wait(timeout=30) == 0
+        assert workers[1].wait(timeout=60) == 0
         committed = dock.status()[0]["controllers"]["update"]["committed"]
         with pytest.raises(Overdue):
             dock.lease("update", 1)
@@ -158,7 +158,7 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
 
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
-    with Dock([child.address], token, "test", patience=0.3) as dock:
+    with Dock([child.address], token, "test", patience=2.0) as dock:
         dock.meet((Consumer("update", ("tokens",)),))
         child.process.stdin.close()
         assert child.process.wait(timeout=10) == 0

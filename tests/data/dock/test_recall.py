@@ -42,7 +42,7 @@ def held(at: Dock) -> int:
 
 
 def until(condition) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

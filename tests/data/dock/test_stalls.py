@@ -34,7 +34,7 @@ def raw(dock, token, session="raw"):
     return line
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -45,10 +45,10 @@ def test_a_slow_stranger_has_a_limit_for_all_of_its_proof(dock, monkeypatch):
     monkeypatch.setattr(lines, "HANDSHAKE_LIMIT", 0.3)
     at, began = dock(), time.monotonic()
     with socket.create_connection(at.addresses[0]) as stranger, contextlib.suppress(ConnectionError):
-        for _ in range(60):
+        for _ in range(600):
             stranger.send(b"x")
             time.sleep(0.05)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 def test_strangers_are_few_and_keep_nobody_out(dock, token, monkeypatch):
@@ -59,12 +59,12 @@ def test_strangers_are_few_and_keep_nobody_out(dock, token, monkeypatch):
     with Dock(at.addresses, token, "late") as late:
         assert late.status()[0]["rows"] == 0
     assert len(at.services[0].listener.door.outside) <= 4
-    strangers[0].settimeout(2)
+    strangers[0].settimeout(20)
     strangers[0].recv(32)
     with pytest.raises(ConnectionResetError):
         strangers[0].recv(32)
     at.services[0].close()
-    until(lambda: not at.services[0].listener.door.outside, 2)
+    until(lambda: not at.services[0].listener.door.outside)
     for stranger in strangers:
         stranger.close()
 
@@ -163,15 +163,15 @@ def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
 
 
 def test_a_lease_is_kept_through_an_interruption(dock, token):
-    at = dock(1, (Consumer("update", ("tokens",), seconds=1.5),))
+    at = dock(1, (Consumer("update", ("tokens",), seconds=4.5),))
     at.put(tokens(range(2)))
-    with Dock(at.addresses, token, "holder", patience=0.1) as holder:
+    with Dock(at.addresses, token, "holder", patience=0.5) as holder:
         lease = holder.lease("update", 2)
         with holder.keep(lease):
-            time.sleep(0.4)
-            with at.services[0].desk.changed:  # what is asked meanwhile gets no answer
-                time.sleep(0.4)
             time.sleep(1.2)
+            with at.services[0].desk.changed:  # what is asked meanwhile gets no answer
+                time.sleep(1.2)
+            time.sleep(3.6)
             with pytest.raises(Overdue):
                 at.lease("update", 1)
         assert holder.commit(lease)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,12 +68,22 @@ def test_a_vocabulary_of_which_all_logits_fit_takes_the_short_way(monkeypatch):
     assert torch.equal(results(*drawn(300))[0], results(*drawn(300), of=at_once)[0])
 
 
+@contextlib.contextmanager
+def pieces_of(size: int) -> Iterator[None]:
+    """In a rank's process, which goes on to other tests."""
+    before, vocabulary.PIECE = vocabulary.PIECE, size
+    try:
+        yield
+    finally:
+        vocabulary.PIECE = before
+
+
 def over_ranks(size: int) -> list[torch.Tensor]:
-    vocabulary.PIECE = 10 * (size // 2)  # several pieces, and more of 64 rows than of 63
     mesh = init_device_mesh("cpu", (2,))
     hidden, head, tokens, counts = drawn(size)
     head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
-    *found, gradient = results(hidden, head, tokens, counts)
+    with pieces_of(10 * (size // 2)):  # several pieces, and more of 64 rows than of 63
+        *found, gradient = results(hidden, head, tokens, counts)
     return [*(part.numpy() for part in found), gradient.full_tensor().numpy()]
 
 
@@ -86,12 +99,12 @@ def padded_over_ranks(size: int) -> list[np.ndarray]:
     """The head is made of as many rows on each rank; those behind the vocabulary would win if they counted."""
     ways = dist.get_world_size()
     part = -(-size // ways)
-    vocabulary.PIECE = 10 * max(1, part - 1)
     hidden, head, tokens, counts = drawn(size)
     whole = nn.functional.pad(head.weight.detach(), (0, 0, 0, part * ways - size), value=100.0)
     weight = whole.split(part)[dist.get_rank()].clone().requires_grad_()
-    logprobs, entropies = score_cut(hidden, weight, size, tokens, 0.7, dist.group.WORLD)
-    gradients = torch.autograd.grad((logprobs * counts).sum(), [hidden, weight])
+    with pieces_of(10 * max(1, part - 1)):
+        logprobs, entropies = score_cut(hidden, weight, size, tokens, 0.7, dist.group.WORLD)
+        gradients = torch.autograd.grad((logprobs * counts).sum(), [hidden, weight])
     return [tensor.detach().numpy() for tensor in (logprobs, entropies, *gradients)]
 
 
@@ -115,12 +128,17 @@ def peak(way: str) -> int:
     return int(done.stdout)
 
 
+def taken() -> int:
+    """Peak KiB of this program alone; `ru_maxrss` begins at the peak of the process that has started it."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
 def measure(way: str) -> None:
     head = nn.Linear(WIDTH, MANY, bias=False)
     hidden, tokens = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randint(MANY, (TOKENS,))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = taken()
     {"pieces": score, "at once": at_once}[way](hidden, head, tokens, 1.0)[0].sum().backward()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    print((taken() - before) // 1024)
 
 
 def test_a_large_vocabulary_does_not_own_the_memory():

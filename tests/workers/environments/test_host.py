@@ -69,7 +69,7 @@ def test_each_row_has_its_own_instance(hosted, name, processes):
 @pytest.mark.parametrize("act", HOSTILE)
 @pytest.mark.parametrize("name", ["Unsafe", "Safe"])
 def test_a_hostile_environment_fails_alone(hosted, tmp_path, name, act):
-    host = hosted(name, seconds=0.5 if "longer" in HOSTILE[act] or act == "garbage" else 60.0, memory_gib=2.0,
+    host = hosted(name, seconds=2.0 if "longer" in HOSTILE[act] or act == "garbage" else 60.0, memory_gib=2.0,
                   settings={"places": str(tmp_path)})
     assert all(turn.observation == "hello" for turn in answers(host, dict.fromkeys(range(4), "hello")).values())
     found = answers(host, {0: "again", 1: act, 2: "again", 3: "again"})

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from distflow.schema.errors import EngineError, InvalidInput
+from workers.rewards import scoring
 from workers.rewards.judge import judge
 from workers.rewards.scoring import Scorer
 
@@ -116,13 +117,15 @@ def columns(completions: list[str]) -> dict[str, list[str]]:
     return {"completions": completions, "answers": ["42"] * len(completions), "questions": ["What?"] * len(completions)}
 
 
-def test_in_a_process_many_wait_together_and_bad_ones_are_left_out(server):
-    settings = {"address": server.address, "model": "big", "timeout": 3.0, "retries": 1}
+def test_in_a_process_many_wait_together_and_bad_ones_are_left_out(server, monkeypatch):
+    monkeypatch.setattr(scoring, "_pools", {})  # of one process, however many other tests have asked for
+    settings = {"address": server.address, "model": "big", "timeout": 10.0, "retries": 1}
     scorer = Scorer({"judge": settings}, workers=1)
     scores = scorer.score(columns(["SAY<wait for four>"] * 4 + ["SAY<none>", "SAY<never>", "SAY<Score: 10>"]), range(7))
     assert scores.rewards == [0.5] * 4 + [0.0, 0.0, 1.0]
     assert scores.keep == [True] * 4 + [False, False, True]
     assert (scores.retried, server.most >= 4) == (2, True)
+    scorer.pool.close()
 
 
 def test_a_missing_key_ends_the_run_at_once(server):

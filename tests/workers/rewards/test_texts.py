@@ -49,11 +49,11 @@ def test_plain_numbers_need_no_process():
 
 
 def test_latex_that_no_computer_finishes_is_bounded():
-    scorer = Scorer({"math": {"timeout": 3.0, "retries": 0}})
+    scorer = Scorer({"math": {"timeout": 15.0, "retries": 0}})  # which loads what it compares by
     start = time.monotonic()
     scores = scorer.score({"completions": [TOWER, "\\boxed{7}", TOWER + "!", "\\boxed{x + x}"],
                            "answers": ["9^{9^{9^{9^{8}}}}", "7", "5", "2x"]}, range(4))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 120
     assert [scores.rewards[row] for row in (1, 3)] == [1.0, 1.0]
     assert [scores.keep[row] for row in (1, 3)] == [True, True]
     assert scores.rewards[0] == scores.rewards[2] == 0.0
@@ -82,7 +82,7 @@ def test_format_by_other_tags_and_by_pattern():
 
 
 def test_a_pattern_that_never_ends_is_bounded():
-    scorer = Scorer({"format": {"pattern": "(a+)+$", "timeout": 1.0, "retries": 0}})
+    scorer = Scorer({"format": {"pattern": "(a+)+$", "timeout": 4.0, "retries": 0}})
     scores = scorer.score({"completions": ["a" * 50 + "b", "aaa"]}, range(2))
     assert (scores.keep, scores.rewards, scores.timeouts) == ([False, True], [0.0, 1.0], 1)
 
