@@ -23,7 +23,7 @@ $(VENV)/installed: setup.cfg constraints.txt
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
-# Two at a time: many only wait for processes of theirs.
+# Two at a time, for two cores.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -42,9 +42,10 @@ class Cluster:
         text = "".join(self.board.stdout.readline() for _ in range(3))
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
 
-    def start(self, name: str, ranks: int = 1) -> None:
+    def start(self, name: str) -> None:
+        """A machine of one rank."""
         here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
                 str(ROOT / "distflow/launch.py"), *self.arguments, "--board", self.address]
         with open(self.cwd / f"{name}.log", "w") as log:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,

@@ -31,6 +31,7 @@ from benchmarks.modes import steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
 from distflow.cli import main as distflow
 from distflow.observe.recovery import read
+from distflow.robust.processes import parent
 
 RANKS, LOOK, GRACE = 3, 2.0, 60.0
 GOAL = 1.1
@@ -69,10 +70,6 @@ def of_run(mark: str) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if mark.encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
                 yield int(place.name)
-
-
-def parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def look(mark: str, torchrun: int, courses: dict[int, Course]) -> None:

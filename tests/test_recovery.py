@@ -18,7 +18,7 @@ from harness import TINY, command, environment
 from test_conversations import DAG, TOOLS
 
 from benchmarks.control_group import control_group, joining, limit_memory
-from distflow.robust.out_of_memory import limit
+from distflow.robust.out_of_memory import available, limit
 
 STEPS = 12
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
@@ -320,12 +320,6 @@ def bounded():
         if available() < 5 << 30:
             pytest.skip("other processes take the memory that this group is to have")
         yield group
-
-
-def available() -> int:
-    """Bytes of this machine."""
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(facts["MemAvailable"].split()[0])
 
 
 def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch, workspace, write, left, bounded):

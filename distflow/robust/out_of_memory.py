@@ -47,6 +47,11 @@ def limit() -> int | None:
             for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                     found.append(int((folder / name).read_text()))
+    most = available()
+    return min((each for each in found if each < most), default=None)
+
+
+def available() -> int:
+    """Bytes that this machine can give without swapping."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = 1024 * int(facts["MemAvailable"].split()[0])
-    return min((each for each in found if each < free), default=None)
+    return 1024 * int(facts["MemAvailable"].split()[0])
