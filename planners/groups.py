@@ -38,7 +38,9 @@ class Halves:
     trainer: int
     """Ranks that train."""
     replicas: int
-    """Ranks that sample, each by itself."""
+    """Rollouts, each of which samples by itself,"""
+    width: int = 1
+    """with a model that is split over so many ranks."""
 
     def elsewhere(self, training: bool) -> frozenset[str]:
         """The nodes that one half does not run."""
@@ -67,9 +69,10 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows)
-    trainer, found = _sizes(spec, sampling, ranks)
+    trainer, width, found = _sizes(spec, sampling, ranks)
     fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
-    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, max(ranks - trainer, 1))
+    replicas = max((ranks - trainer) // width, 1)
+    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, width)
     return halves, [*mistakes, *found]
 
 
@@ -189,21 +192,36 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
     return []
 
 
-def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, list[Mistake]]:
-    """How many ranks train, and what is wrong with that; the others sample, each with a whole model."""
+def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, list[Mistake]]:
+    """How many ranks train, over how many a model that samples is split, and what is wrong with that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
-    count = wanted if isinstance(wanted, int) else max(round(wanted * ranks), 1)
-    asked = spec.run.layouts.get(sampling[0]) if sampling else None
+    asked = next((spec.run.layouts[node] for node in sampling if node in spec.run.layouts), None)
     width = asked.tp * asked.cp * asked.pp if asked else 1
+    count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
         what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
-        return 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
+        return 1, 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
     if count >= ranks:
         what = f"groups.rollout: {count} of {ranks} ranks sample, which leaves none to train"
-        return 1, [Mistake(what, spec.run_source.spot(("groups", "rollout")),
-                           f"Instead:  groups: {{rollout: {ranks - 1}}}  or less")]
-    if width > 1:
-        what = f"mode {mode} has a whole model on each rank that samples, and `layouts` wants it on {width}"
-        return 1, [Mistake(what, spec.run_source.spot(("layouts", sampling[0])),
-                           f"Instead:  layouts: {{{sampling[0]}: {{tp: 1}}}}")]
-    return ranks - count, []
+        remedy = f"Instead:  groups: {{rollout: {(ranks - 1) // width * width}}}  or less" if ranks > width else \
+            f"Start at least {width + 1} ranks"
+        return 1, 1, [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
+    return ranks - count, width, _check_width(spec, sampling, count, width)
+
+
+def _check_width(spec: Spec, sampling: list[str], count: int, width: int) -> list[Mistake]:
+    """That the ranks which sample can be divided so that each rollout has a model."""
+    if width == 1:
+        return []
+    where, alone = spec.run_source.spot(("layouts", sampling[0])), f"layouts: {{{sampling[0]}: {{tp: 1}}}}"
+    if spec.run.mode == "semi_sync":
+        what = f"mode semi_sync has a whole model on each rank that samples, and `layouts` wants it on {width}"
+        return [Mistake(what, where, f"Instead:  {alone}  or  mode: async")]
+    if len({spec.dag.nodes[node].role for node in sampling}) > 1:
+        what = f"several roles sample, and ranks that share a model (`layouts` wants it on {width}) follow one of them"
+        return [Mistake(what, where, f"Instead:  {alone}")]
+    if count % width:
+        fitting = f"groups: {{rollout: {max(count // width, 1) * width}}}"
+        return [Mistake(f"groups.rollout: {count} ranks sample, and `layouts` wants each model on {width} of them",
+                        spec.run_source.spot(("groups", "rollout")), f"A multiple of {width}, as  {fitting}")]
+    return []

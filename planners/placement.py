@@ -171,7 +171,7 @@ def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) 
 
 
 def _check_environment(spec: Spec, wish: _Wish, layout: Layout) -> list[Mistake]:
-    if layout.width == 1 or wish.node not in spec.environments:
+    if layout.width == 1 or wish.node not in spec.environments or spec.run.mode != "sync":  # there one rank leads
         return []
     what = (f"node `{wish.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
             "would have an environment of its own, which may answer otherwise")

@@ -34,7 +34,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
-    rollout = _lay_out(spec, draft, 1, halves, training=False)
+    rollout = _lay_out(spec, draft, halves.width, halves, training=False)
     return picture(trainer, rollout, halves, ranks)
 
 
@@ -79,6 +79,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
+    if halves and not training:  # the first rank of a rollout runs all of its chain
+        layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     source = _source_layout(draft.chain, flows, layouts)
     tasks = _tasks(spec, draft, layouts, source)
     dock: tuple[Transfer, ...] = ()

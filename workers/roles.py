@@ -116,9 +116,9 @@ class Role:
         Only its beginning is collective; what happens in the session concerns this rank alone.
 
         Raises:
-            EngineError: the model that samples is split over ranks, which would have to be told the same.
+            EngineError: the model that samples is split over ranks, and none of them leads the others.
         """
-        if self.split:
+        if self.split and self.many is None:
             raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
                               "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
         with self._sampling() as rollout:

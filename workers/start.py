@@ -31,8 +31,8 @@ from workers.channel import Channel
 from workers.dag_worker import DagWorker, dataloader, prompted_role
 from workers.jail import kernel
 from workers.place import Place
-from workers.roles import build_roles
-from workers.rollout_worker import RolloutWorker
+from workers.roles import Role, build_roles
+from workers.rollout_worker import RolloutHelper, RolloutWorker
 from workers.sink import write_models
 
 
@@ -148,17 +148,13 @@ def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwat
     """Run the chain of a rank that only samples. Without a channel there is nobody to sample for."""
     if channel is None:
         return
-    spec, plan, rank = place.spec, place.own, place.board.rank
-    functions = _load_functions(spec, plan)
-    events.current().open(place.path / "events.jsonl", rank)
-    names = {task.role for task in plan.tasks if task.type in ENGINE_TYPES}
-    sampling = {task.role for task in plan.tasks if task.samples}
-    roles = build_roles(spec, plan, names, sampling, place.device, training=False)
-    loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
-    first = channel.first if berth.first else None
-    trajectories().open(place.path / f"trajectories/rank{rank}.jsonl", spec.run.trajectories, first)
-    worker = RolloutWorker(spec, plan, functions, roles, loader, channel, f"rollout {rank}",
-                           channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)
+    events.current().open(place.path / "events.jsonl", place.board.rank)
+    names = {task.role for task in place.own.tasks if task.type in ENGINE_TYPES}
+    sampling = {task.role for task in place.own.tasks if task.samples}
+    leads = place.board.rank == place.unit.ranks.start
+    roles = build_roles(place.spec, place.own, names if leads else sampling, sampling, place.device, training=False)
+    who = f"rollout {place.board.rank}"
+    worker = _sampler(place, berth, channel, roles, who) if leads else RolloutHelper(place.spec, roles, channel, who)
     watch.lap("load")
     berth.pulse.ready(**watch.laps)
     place.call("after_restart" if berth.life.number else "on_join", berth.life)
@@ -166,6 +162,15 @@ def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwat
         worker.run()
     finally:
         worker.close()
+
+
+def _sampler(place: Place, berth: Berth, channel: Channel, roles: dict[str, Role], who: str) -> RolloutWorker:
+    spec, plan = place.spec, place.own
+    loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
+    first = channel.first if berth.first else None
+    trajectories().open(place.path / f"trajectories/rank{place.board.rank}.jsonl", spec.run.trajectories, first)
+    return RolloutWorker(spec, plan, _load_functions(spec, plan), roles, loader, channel, who,
+                         channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas)
 
 
 @contextlib.contextmanager

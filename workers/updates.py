@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from distflow.robust import pulse
@@ -30,20 +29,20 @@ class Updates:
         self.pool = ThreadPoolExecutor(1, "weights")
         self.job = self.pool.submit(self._pull)
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[Weights | None]:
-        """Weights that have come and were not taken yet; while they are in use, no others are pulled.
+    def arrived(self) -> Weights | None:
+        """Weights that have come. No others are pulled until these are dropped.
 
         Raises what has ended the thread.
         """
         if self.job.done():
             self.job.result()
-        fresh = self.fresh
-        yield fresh
-        if fresh is not None:  # not what came meanwhile
-            with self.changed:
-                self.fresh = None
-                self.changed.notify_all()
+        return self.fresh
+
+    def drop(self) -> None:
+        """They are in use now, or others are wanted."""
+        with self.changed:
+            self.fresh = None
+            self.changed.notify_all()
 
     def close(self) -> None:
         with self.changed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from distflow.cli import placed
 from distflow.cli.common import add_dag_arguments, load_and_plan
-from distflow.schema.plan import Plan, Task, Transfer
+from distflow.schema.plan import ROLLOUT, Plan, Task, Transfer
 from distflow.schema.spec import Spec
 
 HELP = "print the chain of each rank, transfers, added dependencies and memory"
@@ -60,6 +60,7 @@ def _moved(move: Transfer) -> str:
 def _chain(plan: Plan, batch: int) -> Iterator[str]:
     for group in plan.groups:
         beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
+        beside += f", each over {group.plan.ranks} ranks" if group.name == ROLLOUT and group.plan.ranks > 1 else ""
         nodes = {task.node for task in group.plan.chain(0)}
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
                           f" ({group.name}{beside})")

@@ -132,6 +132,28 @@ def test_the_plan_shows_both_chains():
     assert "memory of a rank of the rollout" in text
 
 
+@pytest.fixture
+def vllm(monkeypatch):
+    """It need not be there to be planned for."""
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+
+
+def test_a_model_that_samples_may_be_split(vllm):
+    """Ranks 0 and 1 train, 2 and 3 are one rollout, 4 and 5 another."""
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2")
+    spec, made = planned("grpo.yaml", 6, "groups.rollout=0.6", *split)
+    group = made.groups[1]
+    assert (made.groups[0].plan.ranks, group.first, group.replicas, group.plan.ranks) == (2, 2, 2, 2)
+    assert [made.group_of(rank)[1] for rank in range(2, 6)] == [0, 0, 1, 1]
+    assert group.plan.layout_of("actor", samples=True).tp == 2
+    assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
+    whole = planned("grpo.yaml", 6, "roles.actor.rollout=vllm")[1].groups[1].plan.memory
+    weights = [next(each.bytes for each in tenants if each.name == "actor: rollout weights")
+               for tenants in (whole, group.plan.memory)]
+    assert weights[0] == 2 * weights[1]
+    assert "chain of ranks 2–5 (rollout, 2 beside each other, each over 2 ranks)" in "\n".join(describe(made, spec))
+
+
 def test_what_only_other_modes_need_is_noted():
     _, made = planned("grpo.yaml", 2, "mode=sync", "staleness=3")
     assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
@@ -144,12 +166,18 @@ REFUSED = {
     "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
     "nobody left to train": (("grpo.yaml", 2, "groups.rollout=2"), "leaves none to train"),
     "sampling that waits for the trainer": (("solver_reviser.yaml", 4), "which runs in the trainer"),
-    "a split model that samples": (("grpo.yaml", 4, "layouts.rollout.tp=2"), "a whole model on each rank that samples"),
+    "hybrid ranks with a split model": (("grpo.yaml", 4, "roles.actor.rollout=vllm", "mode=semi_sync",
+                                         "layouts.rollout.tp=2"), "a whole model on each rank that samples"),
+    "ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "layouts.rollout.tp=2",
+                                     "groups.rollout=3"), "as  groups: {rollout: 2}"),
+    "a split model without ranks": (("grpo.yaml", 2, "roles.actor.rollout=vllm", "layouts.rollout.tp=2"),
+                                    "Start at least 3 ranks"),
+    "an engine that cannot be split": (("grpo.yaml", 4, "layouts.rollout.tp=2"), "`rollout: vllm` has tp"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_cut_is_refused_with_what_to_write(case):
+def test_what_cannot_be_cut_is_refused_with_what_to_write(case, vllm):
     arguments, said = REFUSED[case]
     text = refusal(*arguments)
     assert any(part in text for part in said.split("|"))

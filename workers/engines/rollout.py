@@ -220,6 +220,14 @@ class Rollout(Sampler):
             EngineError: a name or a shape is not the model's.
         """
 
+    def candidates(self, version: int) -> set[int]:
+        """The weights that could be loaded now, by version: `version`, which is here, and those that have come to other
+        ranks of the engine, which load at the same time; -1 stands for none."""
+        return {version}
+
+    def part(self) -> None:  # noqa: B027 - most have nobody who follows them
+        """Nothing is sampled any more."""
+
     def places(self) -> dict[str, Tensor]:
         """Whole weights in use, by name, that may be overwritten directly instead of being copied by `load`."""
         return {}

@@ -112,13 +112,18 @@ def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
     os.environ.update(_OURS)
     if generation.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    hidden = torchrun_says() if tp == 1 else {}  # an engine of one rank alone is no part of the run's group
-    for name in hidden:
+    said = torchrun_says()
+    # An engine of one rank alone is no part of the run's group; ranks that share one may have a group of their own.
+    shown = said | {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())} if tp > 1 else {}
+    for name in said:
         del os.environ[name]
+    os.environ.update(shown)
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        for name in shown:
+            del os.environ[name]
+        os.environ.update(said)
 
 
 def shut(core: EngineCore) -> None:

@@ -1,0 +1,232 @@
+"""One engine over several ranks that sample for others: the first of them decides, and the others do the same.
+
+An engine whose model is split must be called alike on all of its ranks. Where all of them run one chain together, they
+do so by themselves. A rollout takes prompts when there is room and weights when they have come, which no two processes
+see alike: so only the first rank does, and tells the others each call before it makes it itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from distflow.data.exchange import gather
+from distflow.robust import pulse
+from distflow.weights.assembled import Weights
+from workers.engines.rollout import Rollout, Row, Session
+from workers.updates import Updates
+
+_BEAT = 1.0
+"""Seconds after which the others hear something, if only that there is nothing to do: they wait no longer than the
+run's wait limit."""
+
+
+class Leading(Rollout):
+    """The engine of a share's first rank. Everything that samples or changes weights is done on all ranks.
+
+    `candidates` says which weights they have: each rank pulls them by itself, while it samples.
+
+    Raises:
+        RankMissing: in any call; one of the others has ended, or did not come.
+    """
+
+    def __init__(self, engine: Rollout):
+        self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
+        self.dtype, self.sessions, self.told_at = engine.dtype, itertools.count(), time.monotonic()
+
+    @classmethod
+    def build(cls, *given: Any, **more: Any) -> Rollout:
+        raise TypeError("it leads an engine that is there")
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def candidates(self, version: int) -> set[int]:
+        if version < 0 and time.monotonic() - self.told_at < _BEAT:
+            return {version}
+        return {version, *self.tell(version)}
+
+    def tell(self, version: int, *call: Any) -> list[int]:
+        """Have the others make a call; which weights they have come with. Collective over the share."""
+        self.told_at, page = time.monotonic(), pulse.current().read()
+        said = msgpack.packb([version, page.step, page.finished, call])
+        return [int(heard) for heard in gather(said)[1:]]
+
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
+        self.tell(-1, "session", key, temperature, keeps)
+        return _Led(self, next(self.sessions), self.engine.session(key, temperature, keeps), keeps)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        self.tell(version, "load")
+        return self.engine.load(weights, version)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def sleep(self) -> None:
+        self.tell(-1, "sleep")
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.tell(-1, "wake")
+        self.engine.wake()
+
+    def check_health(self) -> None:
+        self.tell(-1, "check_health")
+        self.engine.check_health()
+
+    def part(self) -> None:
+        """Nothing is sampled any more: the others may go."""
+        self.tell(-1, "part")
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class _Led(Session):
+    """A session that all ranks have, each with rows of its own."""
+
+    def __init__(self, leading: Leading, number: int, session: Session, keeps: bool):
+        self.leading, self.number, self.session, self.keeps, self.key = leading, number, session, keeps, session.key
+        self.numbers: dict[Row, int] = {}
+        """Rows as the others know them."""
+        self.count = itertools.count()
+
+    @property
+    def busy(self) -> bool:
+        return self.session.busy
+
+    def add(self, rows: list[Row]) -> None:
+        described = [[self._number(row), row.id, row.prompt, row.limit, self.session.key_of(row)] for row in rows]
+        self._tell("add", _packed(rows[0].sequence), described)
+        self.session.add(rows)
+
+    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+        self._tell("extend", self.numbers[row], _packed(observation), limit)
+        self.session.extend(row, observation, limit)
+
+    def forget(self, row: Row) -> None:
+        self._tell("forget", self.numbers.pop(row))
+        self.session.forget(row)
+
+    def step(self) -> list[Row]:
+        if self.leading.paused or not self.busy:
+            return []
+        self._tell("step")
+        return self._over(self.session.step())
+
+    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+        self._tell("abort", None if rows is None else [self.numbers[row] for row in rows])
+        return self._over(self.session.abort(rows))
+
+    def _number(self, row: Row) -> int:
+        if row not in self.numbers:
+            self.numbers[row] = next(self.count)
+        return self.numbers[row]
+
+    def _over(self, rows: list[Row]) -> list[Row]:
+        for row in () if self.keeps else rows:
+            del self.numbers[row]
+        return rows
+
+    def _tell(self, *call: Any) -> None:
+        self.leading.tell(-1, "of_session", self.number, *call)
+
+
+class Following:
+    """The engine of one of the other ranks.
+
+    Args:
+        updates: pulls the weights that `load` takes; None where they stay as they are.
+    """
+
+    def __init__(self, engine: Rollout, updates: Updates | None):
+        self.engine, self.updates = engine, updates
+        self.sessions: list[_Followed] = []
+
+    def run(self) -> None:
+        """Do what the first rank does, until it parts.
+
+        Raises:
+            RankMissing: it has ended, or says nothing any more.
+        """
+        parted = False
+        while not parted:
+            weights = self.updates.arrived() if self.updates else None
+            mine = weights.version if weights else -1
+            newest, step, finished, call = msgpack.unpackb(gather(str(mine).encode())[0])
+            if newest > mine >= 0:
+                self.updates.drop()
+            self._keep_up(step, finished)
+            parted = call == ["part"]
+            if call and not parted:
+                self._make(weights, *call)
+
+    def _make(self, weights: Weights | None, name: str, *given: Any) -> None:
+        if name == "load":
+            self.engine.load(weights.tensors(), weights.version)
+            self.updates.drop()
+        elif name == "session":
+            self.sessions.append(_Followed(self.engine.session(*given), keeps=given[-1]))
+        elif name == "of_session":
+            number, call, *values = given
+            getattr(self.sessions[number], call)(*values)
+        else:
+            getattr(self.engine, name)()
+
+    def _keep_up(self, step: int, finished: int) -> None:
+        """This rank is where the first one is; its seat, too, is to know that."""
+        page = pulse.current()
+        if page.read().step != step:
+            page.begin(step)
+        for _ in range(finished - page.read().finished):
+            page.finish()
+        phase = "generating" if any(each.session.busy for each in self.sessions) else "waiting"
+        if page.read().phase != phase:
+            page.enter(phase)
+
+
+class _Followed:
+    """A session with rows that are those of the first rank, by their numbers."""
+
+    def __init__(self, session: Session, keeps: bool):
+        self.session, self.keeps = session, keeps
+        self.rows: dict[int, Row] = {}
+
+    def add(self, sequence: bytes, described: list[list[int]]) -> None:
+        tokens = _unpacked(sequence)  # one tensor, which the engine reads once
+        for number, id, prompt, limit, key in described:
+            row = self.rows.setdefault(number, Row(id, tokens, prompt, limit, key=key))
+            row.sequence, row.limit = tokens, limit
+        self.session.add([self.rows[number] for number, *_ in described])
+
+    def extend(self, number: int, observation: bytes, limit: int) -> None:
+        self.session.extend(self.rows[number], _unpacked(observation), limit)
+
+    def forget(self, number: int) -> None:
+        self.session.forget(self.rows.pop(number))
+
+    def step(self) -> None:
+        self._over(self.session.step())
+
+    def abort(self, numbers: list[int] | None) -> None:
+        self._over(self.session.abort(None if numbers is None else [self.rows[number] for number in numbers]))
+
+    def _over(self, rows: list[Row]) -> None:
+        if rows and not self.keeps:
+            self.rows = {number: row for number, row in self.rows.items() if row not in rows}
+
+
+def _packed(tokens: Tensor) -> bytes:
+    return tokens.to(torch.int64).numpy().tobytes()
+
+
+def _unpacked(tokens: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(tokens), dtype=torch.int64) if tokens else torch.empty(0, dtype=torch.int64)
