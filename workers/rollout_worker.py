@@ -14,8 +14,8 @@ from workers.channel import Channel
 from workers.crew import Crew
 from workers.engines.leading import Following, Leading
 from workers.engines.stream import Stream
+from workers.engines.updates import Updates
 from workers.roles import Role
-from workers.updates import Updates
 
 
 class RolloutWorker:

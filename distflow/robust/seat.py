@@ -100,7 +100,8 @@ class Seat:
                 end = self._live(life)
                 if end in (_End.RESTS, _End.GIVES_WAY):
                     self._call("on_leave", life)
-                    life = life if end is _End.RESTS else self.lives.renew(life)
+                    alone = len(self.lives.unit.ranks) == 1  # others could not be met twice in one life
+                    life = life if end is _End.RESTS and alone else self.lives.renew(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
                     self._call("on_leave", life)

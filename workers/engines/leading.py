@@ -20,7 +20,7 @@ from distflow.data.exchange import gather
 from distflow.robust import pulse
 from distflow.weights.assembled import Weights
 from workers.engines.rollout import Rollout, Row, Session
-from workers.updates import Updates
+from workers.engines.updates import Updates
 
 _BEAT = 1.0
 """Seconds after which the others hear something, if only that there is nothing to do: they wait no longer than the

@@ -1,0 +1,158 @@
+"""Two ranks with an engine each, of which one follows: real processes, a real board, weights that are pulled."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines.rollouts import build, tiny
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.data.batch import Ragged
+from distflow.weights.publish import Publisher
+from distflow.weights.pull import Puller
+from workers.engines.leading import Following, Leading
+from workers.engines.meshes import NAMES
+from workers.engines.stream import Stream
+from workers.engines.updates import Updates
+from workers.rollout_worker import _renew
+
+TOKEN = b"t" * 32
+PROMPTS = [7, 2, 30]
+
+
+def weights(version: int) -> dict:
+    return {name: parameter.data * (1 + version / 10) for name, parameter in tiny().named_parameters()}
+
+
+def engine_here():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=NAMES)
+    return build("hf", mesh, tiny())
+
+
+def updates_here(port: int) -> Updates:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return Updates(Puller(store, TOKEN, f"rollout {dist.get_rank()}"), 0)
+
+
+def told(row) -> tuple:
+    return row.id, row.tokens.tolist(), row.versions.tolist(), row.finished
+
+
+class Seen:
+    """An engine whose ended rows are written down."""
+
+    def __init__(self, engine):
+        self.engine, self.rows = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def session(self, *given):
+        session = self.engine.session(*given)
+        for name in ("step", "abort"):
+            setattr(session, name, functools.partial(self._note, getattr(session, name)))
+        return session
+
+    def _note(self, act, *given):
+        rows = act(*given)
+        self.rows += map(told, rows)
+        return rows
+
+
+def talk(leading: Leading) -> None:
+    """All that can be asked of a session: rows that end, go on, are broken off and begin again."""
+    prompts = Ragged.from_rows([torch.arange(9, 9 + length) for length in PROMPTS])
+    leading.generate(prompts, 2, torch.arange(6), key=5)
+    greedy, kept = leading.session(3, 0.0), leading.session(4, 1.0, True)
+    rows = leading.rows(prompts, 2, torch.arange(10, 16), max_new_tokens=6)
+    for begin in range(0, 6, 2):
+        (greedy if begin else kept).add(rows[begin : begin + 2])
+    while kept.busy:
+        kept.step()
+    kept.extend(rows[0], torch.arange(20, 25), 4)
+    kept.forget(rows[1])
+    kept.step()
+    again = greedy.abort(rows[2:4])
+    greedy.add(again)
+    for session in (greedy, kept):
+        while session.busy:
+            session.step()
+    kept.forget(rows[0])
+
+
+def lead_or_follow(trainer: int) -> tuple[list, int, int]:
+    """On each rank: what its engine sampled, rows that it still knows, and the version it has in the end."""
+    engine, updates = Seen(engine_here()), updates_here(trainer)
+    if dist.get_rank() > 0:
+        following = Following(engine, updates)
+        following.run()
+        left = sum(len(session.rows) for session in following.sessions)
+    else:
+        leading = Leading(engine)
+        talk(leading)
+        stream = Stream(leading, functools.partial(_renew, updates, "continue"))
+        store = dist.TCPStore("127.0.0.1", trainer, is_master=False, wait_for_workers=False)
+        publisher = Publisher(store, TOKEN, rank=0, ranks=1)
+        for version in (1, 2):
+            publisher.publish(version, weights(version))
+            while leading.version < version:
+                stream.renew(stream)
+            talk(leading)
+        leading.part()
+        publisher.close()
+        left = 0
+    updates.close()
+    return engine.rows, left, engine.version
+
+
+def test_the_others_do_what_the_first_does():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (first, _, version), (second, left, same) = run_ranks(2, lead_or_follow, store.port)
+    assert first == second
+    assert len(first) == 3 * (6 + 6 + 1 + 2)
+    assert {version for _, _, versions, _ in first for version in versions} == {0, 1, 2}
+    assert version == same == 2
+    assert not left, "a row that nobody asks for any more is kept"
+
+
+class Ahead:
+    """The weights that a rank has pulled."""
+
+    def __init__(self, version: int):
+        self.version, self.dropped = version, False
+
+    def arrived(self):
+        return self if self.version >= 0 and not self.dropped else None
+
+    def drop(self):
+        self.dropped = True
+
+    def tensors(self):
+        return iter(())
+
+
+def disagree(leads: int, follows: int) -> tuple[int, bool]:
+    """One look for weights, by two ranks that have pulled different ones."""
+    engine, ahead = engine_here(), Ahead((leads, follows)[dist.get_rank()])
+    if dist.get_rank() > 0:
+        Following(engine, ahead).run()
+    else:
+        leading = Leading(engine)
+        leading.told_at = 0.0
+        _renew(ahead, "continue", Stream(leading))
+        leading.part()
+    return engine.version, ahead.dropped
+
+
+@pytest.mark.parametrize(("leads", "follows", "loaded", "dropped"), [
+    (3, 3, 3, (True, True)), (3, 4, 0, (True, False)), (4, 3, 0, (False, True)), (3, -1, 0, (False, False)),
+    (-1, 3, 0, (False, False))])
+def test_weights_are_loaded_when_all_ranks_have_the_same(leads, follows, loaded, dropped):
+    """Who has older ones than another rank gives them up, and pulls the newest."""
+    found = run_ranks(2, disagree, leads, follows)
+    assert [version for version, _ in found] == [loaded, loaded]
+    assert tuple(gone for _, gone in found) == dropped
