@@ -36,6 +36,8 @@ def obeyed(spec: Spec, source: Source, ranks: int) -> Spec:
     training = range(ranks) if alone else _training(problem, plan)
     layouts = {work.name: _parallel(problem, plan.tasks[work.name], training) for work in problem.works
                if alone or work.kind != GENERATE}
+    layouts |= {work.name: Parallel(tp=plan.tasks[work.name].tp) for work in problem.works  # they divide no rows
+                if work.name not in layouts and plan.tasks[work.name].tp > 1}
     if alone:
         layouts |= _beside(spec, layouts)
     groups = spec.run.groups if alone else Groups(rollout=ranks - len(training))
@@ -93,13 +95,15 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: Source, devices: i
 
 def _check_task(problem: Problem, plan: PlacedPlan, work: Work, source: Source) -> Iterator[Mistake]:
     task, path = plan.tasks[work.name], ("tasks", work.name)
-    width = task.tp * task.pp
-    if problem.mode != SYNC and work.kind == GENERATE:
-        if width > 1:
-            yield Mistake(f"node `{work.name}` splits its model over {width} ranks, and in this mode each rank that "
-                          "samples has a whole one", source.spot(path, key=True), AGAIN)
+    width, apart, devices = task.tp * task.pp, problem.mode != SYNC and work.kind == GENERATE, sum(problem.hardware.all)
+    if apart and task.pp > 1:
+        yield Mistake(f"node `{work.name}` has its layers in {task.pp} stages, and in this mode each rank that samples "
+                      "has all of them", source.spot(path, key=True), AGAIN)
+        return
+    if apart and width == 1:
         return  # its ranks take prompts as they get free, whatever shares were expected
-    ranks = range(sum(problem.hardware.all)) if problem.mode == SYNC else _training(problem, plan)
+    training = range(devices) if problem.mode == SYNC else _training(problem, plan)
+    ranks = range(len(training), devices) if apart else training
     if len(set(task.layers)) > 1:
         yield Mistake(f"node `{work.name}` has {', '.join(map(str, task.layers))} layers in its stages, and an engine "
                       "has as many in each", source.spot((*path, "layers"), key=True), AGAIN)

@@ -87,9 +87,10 @@ def _engine(spec: Spec, costed: Costed, works: Sequence[int], pool: Pool, turns:
 def _layout(spec: Spec, costed: Costed, number: int, pool: Pool, tp: int, pp: int) -> Layout | None:
     problem, work = costed.problem, costed.problem.works[number]
     split = Split(1, tp=tp, pp=pp).split
-    alone = problem.mode != SYNC and work.kind == GENERATE
+    apart = problem.mode != SYNC and work.kind == GENERATE
+    unfit = apart and (pp > 1 or (tp > 1 and spec.run.mode == "semi_sync"))
     blocks = blocks_of(pool, tp, problem.hardware)
-    if (alone and tp * pp > 1) or sum(pool) % (tp * pp) or sum(blocks) * tp < sum(pool) \
+    if unfit or sum(pool) % (tp * pp) or sum(blocks) * tp < sum(pool) \
             or check_split(spec, work.name, (work.role, work.kind == GENERATE), split):
         return None
     arrangement = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -23,6 +24,11 @@ from distflow.schema.errors import EngineError
 pytest.importorskip("vllm")
 
 SPLIT = "layouts: {rollout: {tp: 2}}\n"
+APART = f"""{SPLIT}mode: async
+staleness: 0
+groups: {{rollout: 2}}
+faults: [{{kind: kill, group: rollout, rank: 2, step: 2, phase: generating}}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +186,17 @@ def test_a_run_is_the_same_with_either_engine_and_split(workspace):
             assert other[step]["response/fingerprint"] == line["response/fingerprint"]
             assert other[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
             assert other[step]["mismatch/logprob_max"] < 2e-5
+
+
+def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(workspace):
+    """Rank 0 trains, 1 and 2 have one model: 2, which follows, is killed, and both begin anew, but not the trainer."""
+    ours, split = run(workspace, 1, "ours", "hf"), run(workspace, 3, "split", "vllm", APART)
+    for step, line in ours.items():
+        assert split[step]["response/fingerprint"] == line["response/fingerprint"]
+        assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
+    events = [json.loads(line) for line in (workspace / "runs/split/events.jsonl").read_text().splitlines()]
+    failed = [event for event in events if event["event"] == "failure"]
+    assert [(event["unit"], event["ranks"], event["verdict"]) for event in failed] == \
+        [("rollout 0", [1, 2], "starts again")]
+    lives = [event["life"] for event in events if event["event"] == "worker ready" and event["rank"] == 0]
+    assert lives == [0]

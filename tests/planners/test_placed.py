@@ -93,6 +93,39 @@ def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
     assert found["rollout"].tp == 1
 
 
+def two_by_two(said: dict) -> None:
+    """Ranks 0 and 1 train, 2 and 3 sample, with one model."""
+    said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 2}, "ranks": [0, 1]},
+                      {"tasks": ["rollout"], "devices": {"slow": 2}, "ranks": [2, 3]}]
+    for node in ("reference", "update"):
+        said["tasks"][node] |= {"dp": 2, "tp": 1, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
+    said["tasks"]["rollout"] |= {"dp": 1, "tp": 2, "shares": [{"count": 1, "rows": 384, "stages": ["slow"]}]}
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> str:
+    """It need not be there to be planned for."""
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    return "roles.actor.rollout=vllm"
+
+
+def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey: Callable, vllm: str) -> None:
+    rollout = obey("mode=async", vllm, change=two_by_two).groups[1]
+    assert (rollout.replicas, rollout.plan.ranks) == (1, 2)
+    assert rollout.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
+    with pytest.raises(InvalidInput, match="a whole model on each rank that samples"):
+        obey("mode=semi_sync", vllm, change=two_by_two)
+
+
+def test_a_split_over_machines_that_ranks_do_not_have_is_refused(obey: Callable, vllm: str) -> None:
+    def elsewhere(said: dict) -> None:
+        two_by_two(said)
+        said["tasks"]["rollout"]["shares"][0]["stages"] = ["quick"]
+
+    with pytest.raises(InvalidInput, match="shares whose stages are not at ranks that follow each other"):
+        obey("mode=async", vllm, change=elsewhere)
+
+
 def test_a_device_that_the_plan_leaves_idle_infers_nothing(obey: Callable) -> None:
     def idle(said: dict) -> None:
         said["tasks"]["reference"] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
