@@ -38,9 +38,9 @@ class Halves:
     trainer: int
     """Ranks that train."""
     replicas: int
-    """Rollouts, each of which samples by itself,"""
+    """Rollouts, each of which samples by itself."""
     width: int = 1
-    """with a model that is split over so many ranks."""
+    """Ranks over which the model of each is split."""
 
     def elsewhere(self, training: bool) -> frozenset[str]:
         """The nodes that one half does not run."""
@@ -195,7 +195,8 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, list[Mistake]]:
     """How many ranks train, over how many a model that samples is split, and what is wrong with that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
-    asked = next((spec.run.layouts[node] for node in sampling if node in spec.run.layouts), None)
+    split = next((node for node in sampling if node in spec.run.layouts), None)
+    asked = spec.run.layouts[split] if split else None
     width = asked.tp * asked.cp * asked.pp if asked else 1
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
@@ -206,14 +207,14 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, list[
         remedy = f"Instead:  groups: {{rollout: {(ranks - 1) // width * width}}}  or less" if ranks > width else \
             f"Start at least {width + 1} ranks"
         return 1, 1, [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
-    return ranks - count, width, _check_width(spec, sampling, count, width)
+    return ranks - count, width, _check_width(spec, sampling, split, count, width) if split else []
 
 
-def _check_width(spec: Spec, sampling: list[str], count: int, width: int) -> list[Mistake]:
-    """That the ranks which sample can be divided so that each rollout has a model."""
+def _check_width(spec: Spec, sampling: list[str], split: str, count: int, width: int) -> list[Mistake]:
+    """That the ranks which sample can be divided so that each rollout has a model, which node `split` wants so wide."""
     if width == 1:
         return []
-    where, alone = spec.run_source.spot(("layouts", sampling[0])), f"layouts: {{{sampling[0]}: {{tp: 1}}}}"
+    where, alone = spec.run_source.spot(("layouts", split)), f"layouts: {{{split}: {{tp: 1}}}}"
     if spec.run.mode == "semi_sync":
         what = f"mode semi_sync has a whole model on each rank that samples, and `layouts` wants it on {width}"
         return [Mistake(what, where, f"Instead:  {alone}  or  mode: async")]

@@ -156,6 +156,10 @@ def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: i
 
 def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
     where, node = spec.run_source.spot(("layouts", wish.node, "dp")), wish.node
+    if (wish.dp or 1) > shares and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
+        what = f"node `{node}` wants dp {wish.dp}, and in mode {spec.run.mode} each rollout is a share of its own"
+        return [Mistake(what, where, f"Leave `dp` out of it, and say how many ranks sample:  "
+                                     f"groups: {{rollout: {(wish.dp or 1) * layout.width}}}")]
     if wish.dp is not None and wish.dp > shares and ranks > 0:
         there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
         more = f" of {layout.width} ranks each" if layout.width > 1 else ""

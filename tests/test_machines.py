@@ -115,6 +115,8 @@ MISTAKES = {
     "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "has another token"),
     "no token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": ""}, "export DISTFLOW_TOKEN="),
     "too few": (("--board", "HERE", "--machines", "1:3", "--set", "mode=async"), {}, "Write  --machines 2:3"),
+    "half a rollout": (("--board", "HERE", "--machines", "4", "--set", "mode=async", "--set", "layouts.rollout.tp=2",
+                        "--set", "roles.actor.rollout=vllm"), {}, "ranks 2 to 3 sample with one model"),
     "another run": (("--board", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the board is of another run"),
     "other ranks": (("--board", "HERE", "--machines", "1"), {"LOCAL_WORLD_SIZE": "2"}, "they have 1, this one 2"),
 }
@@ -123,6 +125,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("arguments", "variables", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
+    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
     board = store_on("127.0.0.1")
     board.set("token", digest("the token"))
     address = f"127.0.0.1:{board.port}"

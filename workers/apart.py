@@ -60,6 +60,7 @@ class Apart:
             raise InvalidInput(f"--machines {machines}: {least} × {self.local} ranks are to be enough, but {training} "
                                f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
                                "or have more of them sample:  --set groups.rollout=…")
+        _check_rollouts(plan, machines, self.local)
         self.store = _store(self.host, self.port)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
         self.machines = Machines(dist.PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least, most,
@@ -214,6 +215,21 @@ def _address(board: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < _PORTS:
         raise InvalidInput(f"--board {board}: say where the board is, as  --board 10.0.0.1:29400")
     return host, int(port)
+
+
+def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
+    """That no machine takes a part of a rollout with it when it goes.
+
+    Raises:
+        InvalidInput: the ranks of one are on two machines.
+    """
+    for group in plan.groups[1:]:
+        width = group.plan.ranks
+        for first in range(group.first, group.last + 1, width):
+            if first // local < (first + width - 1) // local:
+                raise InvalidInput(f"--machines {machines}: ranks {first} to {first + width - 1} sample with one "
+                                   f"model, and with {local} on each machine they are on several, of which one may go. "
+                                   f"Have {width} divide both the ranks of a machine and those that train")
 
 
 def _span(machines: str) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class Role:
                  max_new_tokens: int) -> Iterator[tuple[Session, list[Row]]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
 
-        Only its beginning is collective; what happens in the session concerns this rank alone.
+        Only its beginning is collective; what happens in the session concerns this rank alone, and those that it leads.
 
         Raises:
             EngineError: the model that samples is split over ranks, and none of them leads the others.

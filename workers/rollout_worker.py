@@ -70,15 +70,15 @@ def _updates(spec: Spec, sampling: Mapping[str, Role], channel: Channel, who: st
 
 
 def _renew(updates: Updates | None, on_new_weights: str, stream: Stream) -> None:
-    """Take new weights once all ranks of the engine have them. Those that another rank has skipped are skipped here."""
+    """Take new weights once all ranks of the engine have them. Where two have unlike ones, all pull the newest."""
     weights = updates.arrived() if updates else None
-    mine = weights.version if weights else -1
-    found = stream.rollout.candidates(mine)
+    found = stream.rollout.candidates(weights.key if weights else "")
     if weights is None:
         return
-    if found == {mine}:
-        stream.rollout.load(weights.tensors(), mine)
+    if found == {weights.key}:
+        stream.rollout.load(weights.tensors(), weights.version)
         if on_new_weights == "restart":
             stream.restart()
-    if found == {mine} or max(found) > mine:
+        updates.loaded()
+    elif len(found - {""}) > 1:
         updates.drop()

@@ -23,7 +23,7 @@ from distflow.robust import hooks, pulse
 from distflow.robust.berth import Berth
 from distflow.robust.faults import Faults
 from distflow.robust.presence import Presence
-from distflow.schema.contract import ENGINE_TYPES, load_function
+from distflow.schema.contract import load_function
 from distflow.schema.plan import ROLLOUT, TRAINER, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
@@ -149,10 +149,9 @@ def _sample(place: Place, berth: Berth, channel: Channel | None, watch: _Stopwat
     if channel is None:
         return
     events.current().open(place.path / "events.jsonl", place.board.rank)
-    names = {task.role for task in place.own.tasks if task.type in ENGINE_TYPES}
-    sampling = {task.role for task in place.own.tasks if task.samples}
+    names = {task.role for task in place.own.tasks if task.samples}
     leads = place.board.rank == place.unit.ranks.start
-    roles = build_roles(place.spec, place.own, names if leads else sampling, sampling, place.device, training=False)
+    roles = build_roles(place.spec, place.own, names, names, place.device, training=False)
     who = f"rollout {place.board.rank}"
     worker = _sampler(place, berth, channel, roles, who) if leads else RolloutHelper(place.spec, roles, channel, who)
     watch.lap("load")

@@ -88,6 +88,14 @@ class Lives:
             life = self.next(life, None)
         return life
 
+    def before(self, era: int) -> Life:
+        """The last one that had begun when the first of the unit's ranks came to an era of the machines."""
+        number = int(self.store.compare_set(f"before era {era}", "", str(self.newest().number)))
+        life = Life()
+        while life.number < number:
+            life = self.next(life, None)
+        return life
+
     def next(self, life: Life, failure: Failure | None) -> Life:
         """The life after this one: proposed, if this rank has seen a failure, else the one that others have begun."""
         if failure is not None:

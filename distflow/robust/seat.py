@@ -100,8 +100,7 @@ class Seat:
                 end = self._live(life)
                 if end in (_End.RESTS, _End.GIVES_WAY):
                     self._call("on_leave", life)
-                    alone = len(self.lives.unit.ranks) == 1  # others could not be met twice in one life
-                    life = life if end is _End.RESTS and alone else self.lives.renew(life)
+                    life = life if end is _End.RESTS and not self.lives.over(life) else self.lives.renew(life)
                     continue
                 if end is _End.DONE and self._all_are_done(life):
                     self._call("on_leave", life)
@@ -127,7 +126,7 @@ class Seat:
         """That of the unit; the one after the last life of a machine whose place this one has taken."""
         if not (self.apart and self.apart.replaces):
             return Life()
-        before = self.lives.newest()
+        before = self.lives.before(self.berth.era)
         lost = Failure(self.lives.rank, "its machine was lost, and another has taken its place", "waiting")
         following = self.lives.next(before, lost)
         self._tell(before, following)
@@ -175,7 +174,10 @@ class Seat:
         os.close(said)
         self._record("worker started", life=life.number, pid=self.worker)
         with contextlib.closing(os.fdopen(words, "rb")) as last_words:
-            end, status = self._watch(life), self._end()
+            end = self._watch(life)
+            if end in (_End.RESTS, _End.GIVES_WAY) and len(self.lives.unit.ranks) > 1:
+                self.lives.renew(life)  # before the others miss this rank: nobody is met twice in one life
+            status = self._end()
             seconds, said_last = round(time.monotonic() - began, 3), last_of(last_words.fileno())
             if end is _End.DONE and said_last == GIVES_WAY:
                 end = _End.GIVES_WAY
@@ -276,10 +278,9 @@ class Seat:
         cause = following.failures[-1] if len(following.failures) > len(life.failures) else None
         if cause is None or cause.rank != self.lives.rank:
             return
-        name = self.lives.unit.name
-        ranks = [self.lives.unit.ranks.start, self.lives.unit.ranks.stop - 1]
-        self._record("failure", unit=name, ranks=ranks, life=life.number, phase=cause.phase, failed_step=cause.step,
-                     what=cause.what, details=cause.details, seen_after=round(cause.silent, 3),
+        name, ranks = self.lives.unit.name, self.lives.unit.ranks
+        self._record("failure", unit=name, ranks=[ranks.start, ranks.stop - 1], life=life.number, phase=cause.phase,
+                     failed_step=cause.step, what=cause.what, details=cause.details, seen_after=round(cause.silent, 3),
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
@@ -290,8 +291,7 @@ class Seat:
             text = cause.what
         else:
             text = f"{cause.details or cause.what}\n{where}; {name} is not started again: {following.end}."
-            first = following.failures[0]
-            if first is not cause:
+            if (first := following.failures[0]) is not cause:
                 text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
         print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
 

@@ -32,6 +32,11 @@ class Weights:
         return self.holding.version
 
     @property
+    def key(self) -> str:
+        """Of the version and the start of the trainer that published it, which may publish a version again."""
+        return self.holding.key
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors, as they were pulled."""
         return sum(self.box(name).nbytes for name in self.found)

@@ -170,6 +170,8 @@ REFUSED = {
                                          "layouts.rollout.tp=2"), "a whole model on each rank that samples"),
     "ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "layouts.rollout.tp=2",
                                      "groups.rollout=3"), "as  groups: {rollout: 2}"),
+    "a share for each rollout": (("grpo.yaml", 6, "roles.actor.rollout=vllm", "groups.rollout=4",
+                                  "layouts.rollout={tp: 2, dp: 2}"), "Leave `dp` out of it"),
     "a split model without ranks": (("grpo.yaml", 2, "roles.actor.rollout=vllm", "layouts.rollout.tp=2"),
                                     "Start at least 3 ranks"),
     "an engine that cannot be split": (("grpo.yaml", 4, "layouts.rollout.tp=2"), "`rollout: vllm` has tp"),

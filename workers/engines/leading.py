@@ -48,43 +48,40 @@ class Leading(Rollout):
     def version(self) -> int:
         return self.engine.version
 
-    def candidates(self, version: int) -> set[int]:
-        if version < 0 and time.monotonic() - self.told_at < _BEAT:
-            return {version}
-        return {version, *self.tell(version)}
+    def candidates(self, key: str) -> set[str]:
+        if not key and time.monotonic() - self.told_at < _BEAT:
+            return {key}
+        return {key, *self.tell(key)}
 
-    def tell(self, version: int, *call: Any) -> list[int]:
-        """Have the others make a call; which weights they have come with. Collective over the share."""
+    def tell(self, key: str, *call: Any) -> list[str]:
+        """Have the others make a call; the keys of the weights that have come to them. Collective over the share."""
         self.told_at, page = time.monotonic(), pulse.current().read()
-        said = msgpack.packb([version, page.step, page.finished, call])
-        return [int(heard) for heard in gather(said)[1:]]
+        said = msgpack.packb([key, page.step, page.finished, call])
+        return [heard.decode() for heard in gather(said)[1:]]
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
-        self.tell(-1, "session", key, temperature, keeps)
+        self.tell("", "session", key, temperature, keeps)
         return _Led(self, next(self.sessions), self.engine.session(key, temperature, keeps), keeps)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        self.tell(version, "load")
+        self.tell("", "load")
         return self.engine.load(weights, version)
 
-    def pause(self) -> None:
-        self.paused = True
-
     def sleep(self) -> None:
-        self.tell(-1, "sleep")
+        self.tell("", "sleep")
         self.engine.sleep()
 
     def wake(self) -> None:
-        self.tell(-1, "wake")
+        self.tell("", "wake")
         self.engine.wake()
 
     def check_health(self) -> None:
-        self.tell(-1, "check_health")
+        self.tell("", "check_health")
         self.engine.check_health()
 
     def part(self) -> None:
         """Nothing is sampled any more: the others may go."""
-        self.tell(-1, "part")
+        self.tell("", "part")
 
     def close(self) -> None:
         self.engine.close()
@@ -137,7 +134,7 @@ class _Led(Session):
         return rows
 
     def _tell(self, *call: Any) -> None:
-        self.leading.tell(-1, "of_session", self.number, *call)
+        self.leading.tell("", "of_session", self.number, *call)
 
 
 class Following:
@@ -160,9 +157,9 @@ class Following:
         parted = False
         while not parted:
             weights = self.updates.arrived() if self.updates else None
-            mine = weights.version if weights else -1
-            newest, step, finished, call = msgpack.unpackb(gather(str(mine).encode())[0])
-            if newest > mine >= 0:
+            mine = weights.key if weights else ""
+            first, step, finished, call = msgpack.unpackb(gather(mine.encode())[0])
+            if first and mine and first != mine:
                 self.updates.drop()
             self._keep_up(step, finished)
             parted = call == ["part"]
@@ -172,7 +169,7 @@ class Following:
     def _make(self, weights: Weights | None, name: str, *given: Any) -> None:
         if name == "load":
             self.engine.load(weights.tensors(), weights.version)
-            self.updates.drop()
+            self.updates.loaded()
         elif name == "session":
             self.sessions.append(_Followed(self.engine.session(*given), keeps=given[-1]))
         elif name == "of_session":
@@ -225,8 +222,9 @@ class _Followed:
 
 
 def _packed(tokens: Tensor) -> bytes:
-    return tokens.to(torch.int64).numpy().tobytes()
+    return tokens.to(torch.int32).numpy().tobytes()
 
 
 def _unpacked(tokens: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(tokens), dtype=torch.int64) if tokens else torch.empty(0, dtype=torch.int64)
+    values = torch.frombuffer(bytearray(tokens), dtype=torch.int32) if tokens else torch.empty(0)
+    return values.to(torch.int64)

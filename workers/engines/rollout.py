@@ -220,10 +220,10 @@ class Rollout(Sampler):
             EngineError: a name or a shape is not the model's.
         """
 
-    def candidates(self, version: int) -> set[int]:
-        """The weights that could be loaded now, by version: `version`, which is here, and those that have come to other
-        ranks of the engine, which load at the same time; -1 stands for none."""
-        return {version}
+    def candidates(self, key: str) -> set[str]:
+        """The weights that could be loaded now: those with `key`, which are here, and those that have come to other
+        ranks of the engine, which load at the same time. Empty: none have come."""
+        return {key}
 
     def part(self) -> None:  # noqa: B027 - most have nobody who follows them
         """Nothing is sampled any more."""

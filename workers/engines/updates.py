@@ -30,7 +30,7 @@ class Updates:
         self.job = self.pool.submit(self._pull)
 
     def arrived(self) -> Weights | None:
-        """Weights that have come. No others are pulled until these are dropped.
+        """Weights that have come. No others are pulled until they are loaded, or dropped.
 
         Raises what has ended the thread.
         """
@@ -38,8 +38,13 @@ class Updates:
             self.job.result()
         return self.fresh
 
+    def loaded(self) -> None:
+        """The engine has them."""
+        self.version = self.fresh.version
+        self.drop()
+
     def drop(self) -> None:
-        """They are in use now, or others are wanted."""
+        """Pull the newest again: another rank of the engine has others than these."""
         with self.changed:
             self.fresh = None
             self.changed.notify_all()
@@ -58,7 +63,7 @@ class Updates:
                 with contextlib.suppress(WeightsLate):  # it goes on where it stood
                     weights = self.puller.pull(seconds=_PATIENCE)
                     with self.changed:
-                        self.fresh, self.version = weights, weights.version
+                        self.fresh = weights
                         self.changed.wait_for(lambda: self.fresh is None or self.over)
             with self.changed:
                 self.changed.wait_for(lambda: self.over, timeout=_MOMENT)
