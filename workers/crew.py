@@ -75,26 +75,25 @@ class Crew:
         self.streams: Mapping[str, Stream] = {}
         self.held: dict[int, tuple[Lease, float]] = {}
         """Leases by number, and when each was last renewed."""
-        self.sampled: queue.SimpleQueue[_Sampled] = queue.SimpleQueue()
+        self.sampled: queue.SimpleQueue[_Sampled | None] = queue.SimpleQueue()
+        """None comes last."""
         self.unfinished: dict[int, tuple[Unfinished, int]] = {}
         """By lease, the rows that are sampled, and the turn as which they are saved if they are left so."""
         samples = Fans(plan.tasks, plan.source).times(self.head[-1].out_fan)
         self.shared = spec.run.mode == "semi_sync" and samples == channel.rows
         """Whether some crews end while others go on, which get what is begun by then: rows, as the dock knows them."""
-        self.loading = threading.Lock()
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
         self.doing = ""
         self.failure: BaseException | None = None
         self.ended = False
-        self.taken, self.put = threading.Event(), threading.Event()
-        """No prompt is sampled any more; all that were are in the dock."""
+        self.put = threading.Event()
+        """All prompts that were sampled are in the dock."""
 
     def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
         """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then,
         with what there is of them, and those that are sampled are put into the dock."""
         self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, {}
-        self.taken.clear()
         self.put.clear()
         for name, stream in streams.items():
             self.roles[name].many = stream
@@ -130,8 +129,7 @@ class Crew:
         room = threading.Semaphore(self.most)
         with self.channel.dock(self.who) as dock:
             with ThreadPoolExecutor(self.most, "prompt") as pool:
-                while not self.over:
-                    self.ended = self.ended or over(dock)
+                while not (self.over or over(dock)):
                     self._renew_leases(dock)
                     if not room.acquire(timeout=_MOMENT):
                         continue
@@ -142,11 +140,15 @@ class Crew:
                         continue
                     self.held[lease.number] = (lease, time.monotonic())
                     saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
-                    pool.submit(self._sample, lease, *saved, room).add_done_callback(self._notice)
+                    metrics = Metrics()
+                    with recording(metrics):
+                        prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
+                    pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
+                self.ended = True
             try:
                 self._hand_over(dock)
             finally:
-                self.taken.set()
+                self.sampled.put(None)
             while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
                 self._renew_leases(dock)
         # With the connection go the leases of prompts that were under way: others take them at once.
@@ -171,20 +173,18 @@ class Crew:
                     self.held.pop(number)
                     self.held[number] = (lease, time.monotonic())
 
-    def _sample(self, lease: Lease, saved: Batch, turns: Tensor, room: threading.Semaphore) -> None:
+    def _sample(self, lease: Lease, prompt: Batch, metrics: Metrics, saved: Batch, turns: Tensor,
+                room: threading.Semaphore) -> None:
         """One prompt up to the last node that samples, of which others may have saved some turns."""
-        prompt, metrics = lease.ids[:1] // self.channel.rows, Metrics()
-        step = int(prompt) // self.channel.prompts
+        step = int(prompt.ids) // self.channel.prompts
         if self.leads:
             pulse.current().begin(step + 1)
         try:
             for name, version in self.channel.versions_of(int(lease.versions[0])).items():
                 self.streams[name].wait(version)
             with recording(metrics):
-                with self.loading:
-                    batch = self.loader.at(prompt)
                 buffer = self._buffer(metrics)
-                buffer.start(batch)
+                buffer.start(prompt)
                 rows = Unfinished(self.streams[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
                 self.unfinished[lease.number] = rows, int(turns.max()) + 1 if len(turns) else 0
                 self._run(self.head, buffer, step, rows)
@@ -196,13 +196,15 @@ class Crew:
     def _finish_prompts(self) -> None:
         """Compute what is left, of all prompts of a step that have come, and put it into the dock."""
         with self.channel.dock(f"{self.who}, which puts") as dock:
-            while not (self.taken.is_set() and self.sampled.empty()) and self.failure is None:
+            going_on = True
+            while going_on and self.failure is None:
                 found: dict[int, list[_Sampled]] = {}
                 with contextlib.suppress(queue.Empty):
                     each = self.sampled.get(timeout=_MOMENT)
-                    while True:
+                    while each is not None:
                         found.setdefault(each.step, []).append(each)
                         each = self.sampled.get_nowait()
+                    going_on = False
                 for step, some in sorted(found.items()):
                     self._finish(dock, step, sorted(some, key=lambda each: int(each.lease.ids[0])))
         self.put.set()

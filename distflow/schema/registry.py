@@ -168,7 +168,7 @@ class Turn:
     reward: float = 0.0
 
 
-def environment(kind: type | None = None, *, safe: bool = False) -> Any:
+def environment(kind: type | None = None, *, safe: bool = False, together: int = 512) -> Any:
     """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
 
     `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
@@ -178,9 +178,11 @@ def environment(kind: type | None = None, *, safe: bool = False) -> Any:
     Args:
         safe: doing the same steps again in a new instance gives the same and changes nothing elsewhere. A step that
             failed because its process ended is then tried again; else the trajectory is left out.
+        together: steps that a process of safe ones has under way at a time, if `step` is a coroutine. Others wait for
+            them: give fewer where a step computes, for the time that it may take runs from its beginning.
     """
     def register(kind: type) -> type:
-        kind.__distflow_safe__ = safe  # type: ignore[attr-defined]
+        kind.__distflow_safe__, kind.__distflow_together__ = safe, together  # type: ignore[attr-defined]
         return _register(ENVIRONMENTS, kind)  # type: ignore[type-var, arg-type]
 
     return register if kind is None else register(kind)

@@ -17,8 +17,8 @@ from distflow.schema.registry import Turn
 
 _LARGEST = 1 << 20
 """Bytes of an answer."""
-_TOGETHER = 64
-"""Steps that a process is asked for at a time. Those that are no coroutines it does one after the other."""
+_AHEAD = 64
+"""Steps that a process is asked for at a time, which it does one after the other."""
 _PATIENCE = 0.25
 """Seconds that steps wait behind another one before they go to another process."""
 
@@ -45,6 +45,8 @@ class Hosting:
     """That a step may take."""
     memory_gib: float = 4.0
     """For each process."""
+    together: int = 64
+    """Steps that a process is asked for at a time, if they are coroutines."""
 
 
 @dataclass(eq=False)
@@ -96,7 +98,8 @@ class Process:
 
     def pump(self) -> None:
         """Ask for what waits, as much as the process takes on at a time."""
-        while self.waiting and len(self.asked) < _TOGETHER:
+        most = self.hosting.together if self.hosting.coroutine else _AHEAD
+        while self.waiting and len(self.asked) < most:
             talk = self.waiting.popleft()
             made = talk.row in self.made
             self.made.add(talk.row)

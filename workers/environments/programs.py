@@ -11,7 +11,7 @@ from workers.sandbox import run_python
 _PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-@environment(safe=True)
+@environment(safe=True, together=64)
 class PythonSandbox:
     """Runs the last fenced program of a turn and shows what it printed; a turn without one is the last.
 

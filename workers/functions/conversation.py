@@ -61,9 +61,10 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     """
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
-    kind = kind_of(load_environment(environment))
+    found = load_environment(environment)
+    kind = kind_of(found)
     hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
-                      memory_gib)
+                      memory_gib, found.__distflow_together__)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, hosting) as host:

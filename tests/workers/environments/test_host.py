@@ -128,17 +128,20 @@ def test_a_slow_step_has_its_process_for_itself(hosted, tmp_path):
 
 
 def test_coroutines_wait_together(hosted, tmp_path):
-    host, word = hosted("Patient", processes=1), tmp_path / "word"
-    for row in range(20):
+    """As many as may be under way at a time; those behind them wait."""
+    host, word = hosted("Patient", processes=1, together=200), tmp_path / "word"
+    for row in range(199):
         host.step(row, {"question": str(word)}, "wait")
-    host.step(20, {"question": str(word)}, "now")
-    assert host.turns(60.0) == [(20, Turn("at last", True, 1.0))]
-    assert host.busy
+    host.step(199, {"question": str(word)}, "now")
+    assert host.turns(60.0) == [(199, Turn("at last", True, 1.0))]
+    for row, text in ((200, "wait"), (201, "now")):
+        host.step(row, {"question": str(word)}, text)
+    assert host.turns(1.0) == [], "there was no room for it"
     word.touch()
     found = {}
     while host.busy:
         found |= dict(host.turns(60.0))
-    assert sorted(found) == list(range(20))
+    assert sorted(found) == [*range(199), 200, 201]
 
 
 def test_nothing_is_left_behind(hosted):
