@@ -5,9 +5,12 @@ the call to verified weights in its memory, with everything that belongs to it: 
 of the token, the lease, the manifest, requests, checksums. The raw transport moves as many bytes from the same memory
 to the same memory, and nothing else: one connection that is open already, no header, no checksum.
 
-    memory  one copy out of the other process's memory
+    memory  one copy out of the other process's memory: a transport that copies can do no better
     ucx     messages of 1 MiB from worker to worker; left out where `ucxx` is not installed
     tcp     sendall on one side, recv_into on the other
+
+A pull by memory does not copy: it ends when all bytes have been read for their checksums where they lie, in the
+publisher's memory, which the rollout then has mapped and locked. So it may be faster than the raw copy.
 
 The copy in memory that is printed beside them is the physical limit: memory to memory, within one process. All memory
 has been used before. Repeats of all sides take turns.
@@ -39,7 +42,7 @@ from distflow.weights.publish import Publisher  # noqa: E402
 from distflow.weights.pull import Puller  # noqa: E402
 from distflow.weights.supplier import Connections, Supplier  # noqa: E402
 from distflow.weights.transport import transports  # noqa: E402
-from distflow.weights.transport.memory import MemoryInlet  # noqa: E402
+from distflow.weights.transport.memory import Windows  # noqa: E402
 from distflow.weights.transport.ucx import is_installed  # noqa: E402
 
 TRANSPORTS = ["memory", "ucx", "tcp"] if is_installed() else ["memory", "tcp"]
@@ -81,8 +84,7 @@ class Trainer:
         self.sock = self.server.accept()[0]
 
     def lend(self) -> dict[str, Any]:
-        place, offset = self.publisher.buffers.locate(self.memory)
-        return {"process": os.getpid(), "place": list(place), "offset": offset}
+        return {"process": os.getpid(), "place": list(self.publisher.buffers.place(self.memory))}
 
     def send(self, way: str) -> None:
         """All of it, when the other side has said that it is ready."""
@@ -102,6 +104,7 @@ class Rollout:
 
     def __init__(self, store: dist.Store, token: bytes):
         self.puller = Puller(store, token, "rollout")
+        self.windows = Windows(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
 
     def pull(self, way: str) -> float:
@@ -132,12 +135,11 @@ class Rollout:
             self.inlet.met(reply)
 
     def raw(self, way: str, size: int, lent: dict[str, Any]) -> float:
-        """Into the staging memory that the next pull will use."""
+        """Into the staging memory that the next pull that moves bytes will use."""
         target = self.puller.buffers.take(size)
-        source = MemoryInlet(lent["process"]).windows.open(Place(*lent["place"])) if way == "memory" else None
+        source = self.windows.open(lent["process"], Place(*lent["place"]))[:size] if way == "memory" else None
         view = memoryview(target)
         if source is not None:
-            source = source[lent["offset"] : lent["offset"] + size]
             source[::4096].max()  # its pages are mapped, as those of a source that was pulled from before
         begun, filled = time.perf_counter(), 0
         if source is not None:

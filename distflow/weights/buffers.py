@@ -1,7 +1,9 @@
 """Host memory for whole parts: kept, used again, and open to other processes of the machine.
 
 Pages that are new cost six times what warm ones do, so a buffer is given back when the last view of it is gone, and
-the next version is written into it. Whoever still sends from an old version keeps it from being overwritten.
+the next version is written into it. Other processes of the machine use it where it lies (`transport/memory.py`), each
+with a shared lock on the file for as long as it does: such a buffer is not written to, even if nobody here looks at it.
+The kernel drops the lock of a process that dies, and the memory itself with the last process that has it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -21,7 +24,8 @@ NAME = "distflow-weights"
 
 
 class Place(NamedTuple):
-    """Where a buffer lies, as its owner tells it: number, descriptor, bytes. The descriptor is the owner's."""
+    """Where a buffer lies, as a process tells it that has it: the file's number (inode), the process's descriptor of
+    it, bytes."""
 
     number: int
     descriptor: int
@@ -29,48 +33,68 @@ class Place(NamedTuple):
 
 
 class Buffers:
-    """One process's buffers; `spare` are those that nobody looks at."""
+    """One process's buffers."""
 
     def __init__(self) -> None:
-        self.spare: list[tuple[Place, numpy.ndarray]] = []
-        self.made = 0
+        self.spare: dict[int, tuple[Place, numpy.ndarray]] = {}
+        """Those that nobody here looks at, by the address at which they begin; what was given back last comes last."""
         self.places: dict[int, Place] = {}
-        """By the address at which it begins, of those in use."""
+        """By the address at which it begins, of all memory that is in use here and that others can open: also what is
+        mapped of other processes'."""
+        self.choosing = threading.Lock()
 
     def take(self, size: int) -> numpy.ndarray:
         """[size] uint8, with anything in it. It is spare again when the last view of it is gone."""
         size = max(size, 1)
-        fitting = [pair for pair in self.spare if size <= pair[0].size <= 2 * size + mmap.PAGESIZE]
-        pair = min(fitting, key=lambda pair: pair[0].size) if fitting else self._new(size)
-        self.spare = [each for each in self.spare if each is not pair]
-        part = numpy.frombuffer(memoryview(pair[1])[:size], numpy.uint8)  # of its own: views keep this, not the whole
-        address = part.ctypes.data
-        self.places[address] = pair[0]
-        weakref.finalize(part, self._give_back, pair).atexit = False
+        with self.choosing:
+            place, whole = self._chosen(size) or _new(size)
+            self.places[whole.ctypes.data] = place
+            surplus = max(0, len(self.spare) - len(self.places))
+            for address in list(self.spare)[:surplus]:  # whoever still looks at one keeps its memory
+                self.spare.pop(address, None)
+        part = numpy.frombuffer(memoryview(whole)[:size], numpy.uint8)  # of its own: views keep this, not the whole
+        weakref.finalize(part, self._give_back, place, whole).atexit = False
         return part
 
-    def locate(self, view: numpy.ndarray) -> tuple[Place, int]:
-        """In which buffer a view of one lies, and at which byte of it."""
-        address = view.ctypes.data
-        begin = max(begin for begin in list(self.places) if begin <= address)
-        return self.places[begin], address - begin
+    def place(self, memory: numpy.ndarray) -> Place:
+        """Where others find a buffer."""
+        return self.places[memory.ctypes.data]
 
     def trim(self) -> None:
         """Give spare memory back to the system."""
-        self.spare = []
+        self.spare.clear()
 
-    def _new(self, size: int) -> tuple[Place, numpy.ndarray]:
-        self.made += 1
-        size = max(size, mmap.PAGESIZE)
-        if not machine_name():
-            return Place(self.made, -1, size), numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        memory = mmap.mmap(descriptor, size)
-        weakref.finalize(memory, os.close, descriptor).atexit = False
-        return Place(self.made, descriptor, size), numpy.frombuffer(memory, numpy.uint8)
+    def _chosen(self, size: int) -> tuple[Place, numpy.ndarray] | None:
+        fitting = [pair for pair in list(self.spare.values()) if size <= pair[0].size <= 2 * size + mmap.PAGESIZE]
+        found = next((pair for pair in sorted(fitting, key=lambda pair: pair[0].size) if _is_free(pair[0])), None)
+        return None if found is None else self.spare.pop(found[1].ctypes.data)
 
-    def _give_back(self, pair: tuple[Place, numpy.ndarray]) -> None:
-        self.places.pop(pair[1].ctypes.data, None)
-        self.spare = [*self.spare, pair]
+    def _give_back(self, place: Place, whole: numpy.ndarray) -> None:
+        """Called when the garbage is collected, in the middle of anything: it must not wait for a lock."""
+        self.places.pop(whole.ctypes.data, None)
+        self.spare[whole.ctypes.data] = place, whole
+
+
+def _new(size: int) -> tuple[Place, numpy.ndarray]:
+    size = max(size, mmap.PAGESIZE)
+    if not machine_name():
+        return Place(-1, -1, size), numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    memory = mmap.mmap(descriptor, size)
+    weakref.finalize(memory, os.close, descriptor).atexit = False
+    return Place(os.fstat(descriptor).st_ino, descriptor, size), numpy.frombuffer(memory, numpy.uint8)
+
+
+def _is_free(place: Place) -> bool:
+    """Whether no other process has it locked. One that locks it later asks afterwards whether it still is what it was,
+    and is told that it is not: so the lock need not be kept."""
+    if place.descriptor < 0:
+        return True
+    try:
+        fcntl.flock(place.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(place.descriptor, fcntl.LOCK_UN)
+    return True

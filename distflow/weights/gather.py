@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy
+
 from distflow.data.dock.errors import Refused
 from distflow.observe.events import record
 from distflow.weights.choice import can_be_had, is_fed, ordered
@@ -34,13 +36,16 @@ class Gather:
     """Fills a holding.
 
     Args:
+        old: another version, whole: chunks that it has too need not be moved.
+        room: makes memory of this process's own, of so many bytes.
         deadline: seconds without a byte after which a source is left.
         until: when to give up (monotonic).
     """
 
-    def __init__(self, directory: Directory, head: Head, holding: Holding, connections: Connections,
-                 deadline: float, until: float):
+    def __init__(self, directory: Directory, head: Head, holding: Holding, old: Holding | None,
+                 room: Callable[[int], numpy.ndarray], connections: Connections, deadline: float, until: float):
         self.directory, self.head, self.holding, self.connections = directory, head, holding, connections
+        self.old, self.room = old, room
         self.me, self.deadline, self.until = directory.mine.who, deadline, until
         self.avoided: dict[str, int] = {}
         """By name, the sign of life of those that failed: they are not asked before the next one."""
@@ -179,13 +184,15 @@ class Gather:
         failed.callback(supplier.close)
         try:
             while self.holding.lacks():
-                while len(asked) < WINDOW and (run := self.holding.claim(supplier.have)) is not None:
+                while len(asked) < WINDOW and (run := self._claim(supplier)) is not None:
                     asked.append(run)
                     supplier.ask(run)
                 if asked:
                     self._take(supplier, asked)
                     heard = time.monotonic()
                     continue
+                if not self.holding.lacks():
+                    break  # the version before had the rest
                 known = supplier.count, supplier.moved
                 supplier.look()
                 heard = time.monotonic() if known != (supplier.count, supplier.moved) else heard
@@ -203,6 +210,16 @@ class Gather:
             for run in asked:
                 self.holding.give_up(run)
 
+    def _claim(self, supplier: Supplier) -> Run | None:
+        """Chunks that it is to bring, and memory for them."""
+        for number in self.holding.free(supplier.have):
+            self._settle(number, supplier.show(number))
+        return self.holding.claim(supplier.have, supplier.run)
+
+    def _settle(self, number: int, shown: numpy.ndarray | None) -> None:
+        if self.holding.settle(number, shown, self.room) and self.old is not None:
+            self.holding.take_over(number, self.old)
+
     def _take(self, supplier: Supplier, asked: deque[Run]) -> None:
         def bad(chunk: Chunk) -> None:
             self.corrupt[chunk] += 1
@@ -211,9 +228,9 @@ class Gather:
             record("weights_corrupt", who=self.me, version=self.head.version, source=supplier.who, part=chunk[0],
                    chunk=chunk[1], transport=supplier.transport)
 
-        place = self.holding.place(asked[0])
+        place, (part, first, count) = self.holding.place(asked[0]), asked[0]
         arrival = Arrival(self.holding, asked[0], bad)
-        supplier.take(place, arrival.moved)
+        supplier.take(part, self.holding.parts[part].span(first, count), place, arrival.moved)
         asked.popleft()
         self.came[supplier.who] += len(place)
         self.gained = time.monotonic() if arrival.good else self.gained

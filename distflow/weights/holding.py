@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 
@@ -13,16 +14,15 @@ from distflow.weights.manifest import Chunk, Head, Part, Run, checksum
 
 Marks = Mapping[int, numpy.ndarray]
 """By part: [chunks] bool."""
-_RUN = 16 << 20
-"""Bytes of chunks that are asked for at once if they lie together: few requests, and still one chunk lost at most."""
 
 
 class Holding:
     """Chunks come in from one side and go out at the other at the same time.
 
-    memory: by part [bytes] uint8, None for parts that are not here. have: the chunks that are here and verified.
-    wanted: those that are to come; entire: they are all that is needed for whole tensors. moved: bytes that came so
-    far, in whole chunks or not: a sign of life.
+    memory: by part [bytes] uint8, as soon as it is settled where the part lies: in this process's own memory, or in a
+    source's. have: the chunks that are here and verified. wanted: those that are to come; entire: they are all that is
+    needed for whole tensors. moved: bytes that came so far, in whole chunks or not: a sign of life. unchanged: bytes
+    that were taken over from another version.
     """
 
     def __init__(self, version: int, key: str):
@@ -30,17 +30,22 @@ class Holding:
         self.parts: dict[int, Part] = {}
         self.packed: dict[int, bytes] = {}
         self.memory: dict[int, numpy.ndarray] = {}
+        self.shown: set[int] = set()
+        """The parts that lie in a source's memory, which this process does not write to."""
         self.have: dict[int, numpy.ndarray] = {}
         self.wanted: dict[int, numpy.ndarray] = {}
         self.claimed: dict[int, numpy.ndarray] = {}
         self.changed = threading.Condition()  # re-entrant
-        self.count = self.moved = 0
+        self.count = self.moved = self.unchanged = 0
         self.entire = True
 
-    def add(self, number: int, part: Part, packed: bytes, memory: numpy.ndarray, full: bool = False) -> None:
-        """A part's manifest and its memory; `full` if all of it is there."""
+    def add(self, number: int, part: Part, packed: bytes, memory: numpy.ndarray | None = None) -> None:
+        """A part's manifest; and its memory, if all of it is there."""
+        full = memory is not None
         with self.changed:
-            self.parts[number], self.packed[number], self.memory[number] = part, packed, memory
+            self.parts[number], self.packed[number] = part, packed
+            if memory is not None:
+                self.memory[number] = memory
             self.have[number], self.wanted[number] = numpy.full(len(part), full), numpy.full(len(part), full)
             self.claimed[number] = numpy.zeros(len(part), bool)
             self.count += len(part) if full else 0
@@ -60,17 +65,44 @@ class Holding:
                 touched = part.touching(content, (boxes or {}).get(content.box.name, content.box))
                 self.wanted[number][touched.start : touched.stop] = True
 
-    def claim(self, offered: Marks) -> Run | None:
-        """The first chunks that are wanted, offered, and nobody's task yet: now they are the caller's."""
+    def settle(self, number: int, shown: numpy.ndarray | None, room: Callable[[int], numpy.ndarray]) -> bool:
+        """See that a part has memory to which chunks can come from a source: that which the source itself has `shown`,
+        if nothing of the part is here yet; else `room` of this process's own, with all that is here already.
+
+        Returns whether such room is new.
+        """
+        old = self.memory.get(number)
+        if shown is not None and not self.have[number].any():
+            with self.changed:
+                self.memory[number] = shown
+                self.shown.add(number)
+            return False
+        if old is not None and (number not in self.shown or _is_same(old, shown)):
+            return False
+        own = room(self.parts[number].size)
+        for index in numpy.flatnonzero(self.have[number]).tolist():
+            numpy.copyto(own[self.parts[number].span(index)], self.place((number, index, 1)))
         with self.changed:
-            for number, marks in offered.items():
-                free = self.wanted[number] & ~self.have[number] & ~self.claimed[number] & marks
-                if free.any():
-                    first, most = int(free.argmax()), max(1, _RUN // self.parts[number].chunk)
-                    row = free[first : first + most]
-                    count = len(row) if row.all() else int(row.argmin())
-                    self.claimed[number][first : first + count] = True
-                    return number, first, count
+            self.memory[number] = own
+            self.shown.discard(number)
+        return True
+
+    def free(self, offered: Marks) -> Marks:
+        """What is wanted, offered, and nobody's task yet, of the parts that have such chunks."""
+        with self.changed:
+            found = {number: self.wanted[number] & ~self.have[number] & ~self.claimed[number] & marks
+                     for number, marks in offered.items()}
+            return {number: marks for number, marks in found.items() if marks.any()}
+
+    def claim(self, offered: Marks, size: int) -> Run | None:
+        """The first chunks that are `free`, as many as lie together, up to `size` bytes: now they are the caller's."""
+        with self.changed:
+            for number, free in self.free(offered).items():
+                first, most = int(free.argmax()), max(1, size // self.parts[number].chunk)
+                row = free[first : first + most]
+                count = len(row) if row.all() else int(row.argmin())
+                self.claimed[number][first : first + count] = True
+                return number, first, count
         return None
 
     def give_up(self, run: Run) -> None:
@@ -112,20 +144,21 @@ class Holding:
         """How many chunks are to be here in the end."""
         return sum(int(wanted.sum()) for wanted in self.wanted.values())
 
-    def take_over(self, old: Holding | None) -> int:
-        """Copy the chunks that `old` has too: what did not change need not move. Returns their bytes."""
-        if old is None:
-            return 0
-        known = {part.sum(index): (number, index, 1) for number, part in old.parts.items()
-                 for index in numpy.flatnonzero(old.have[number]).tolist()}
-        copied = 0
-        for number, part in self.parts.items():
-            for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
-                place, same = self.place((number, index, 1)), known.get(part.sum(index))
-                if same is not None and len(old.place(same)) == len(place):
-                    numpy.copyto(place, old.place(same))
-                    copied += len(place) if self.verify((number, index), checksum(place)) else 0
-        return copied
+    def take_over(self, number: int, old: Holding) -> None:
+        """Copy the chunks of a part that `old` has too: what did not change need not move."""
+        part, known = self.parts[number], old.sums
+        for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
+            place, same = self.place((number, index, 1)), known.get(part.sum(index))
+            if same is not None and len(old.place(same)) == len(place):
+                numpy.copyto(place, old.place(same))
+                with self.changed:
+                    self.unchanged += len(place) if self.verify((number, index), checksum(place)) else 0
+
+    @functools.cached_property
+    def sums(self) -> dict[bytes, Run]:
+        """Where chunks are that are here, by their checksums; of a version that is whole."""
+        return {part.sum(index): (number, index, 1) for number, part in self.parts.items()
+                for index in numpy.flatnonzero(self.have[number]).tolist()}
 
 
 class Arrival:
@@ -160,6 +193,10 @@ class Arrival:
             self.bad(chunk)
         self.state.reset()
         self.index += 1
+
+
+def _is_same(memory: numpy.ndarray, other: numpy.ndarray | None) -> bool:
+    return other is not None and memory.ctypes.data == other.ctypes.data
 
 
 def packed(marks: Marks) -> dict[int, bytes]:

@@ -79,7 +79,7 @@ class Publisher:
         self._withdraw()
         part, memory = self._copied(shards, dtype)
         packed, holding = part.pack(), Holding(version, key(version, self.team))
-        holding.add(self.rank, part, packed, memory, full=True)
+        holding.add(self.rank, part, packed, memory)
         self.held.append(holding)
         self.source.offer(holding)
         self.directory.tell(held=tuple(Held(held.version, held.key, held.count, held.count) for held in self.held))

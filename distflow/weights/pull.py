@@ -136,10 +136,10 @@ class Puller:
         if self._is_here(head) and self.whole.wanted == wanted:
             return self.whole
         begun, holding = time.monotonic(), self._holding(head, wanted)
-        gather = Gather(self.directory, head, holding, self.connections, self.deadline, until)
-        gather.manifests(lambda number, packed: self._add(holding, number, packed))
+        gather = Gather(self.directory, head, holding, self.whole and self.whole.holding, self.buffers.take,
+                        self.connections, self.deadline, until)
+        gather.manifests(lambda number, packed: holding.add(number, Part.unpack(packed), packed))
         holding.want(wanted)
-        copied = holding.take_over(self.whole.holding if self.whole is not None else None)
         self.source.offer(holding)
         self._tell(holding)
         gather.chunks()
@@ -147,8 +147,9 @@ class Puller:
         if old is not None and old.holding.key != holding.key:
             self.source.withdraw(old.holding.key)
         self.directory.tell(held=(_held(holding),), source="")
-        record("weights_pulled", version=head.version, who=self.who, bytes=holding.moved, unchanged_bytes=copied,
-               seconds=round(time.monotonic() - begun, 3), sources=dict(gather.came), transports=sorted(gather.ways))
+        record("weights_pulled", version=head.version, who=self.who, bytes=holding.moved,
+               unchanged_bytes=holding.unchanged, seconds=round(time.monotonic() - begun, 3),
+               sources=dict(gather.came), transports=sorted(gather.ways))
         return self.whole
 
     def _holding(self, head: Head, wanted: dict[str, Box]) -> Holding:
@@ -159,10 +160,6 @@ class Puller:
             self.source.withdraw(self.filling[0].key)
         self.filling = Holding(head.version, head.key), wanted
         return self.filling[0]
-
-    def _add(self, holding: Holding, number: int, packed: bytes) -> None:
-        part = Part.unpack(packed)
-        holding.add(number, part, packed, self.buffers.take(part.size))
 
     def _tell(self, holding: Holding) -> None:
         whole = (_held(self.whole.holding),) if self.whole is not None else ()

@@ -18,7 +18,8 @@ from distflow.data.dock.line import Closed, Line
 from distflow.data.dock.listener import Listener
 from distflow.weights.errors import WeightsError
 from distflow.weights.holding import Holding, packed
-from distflow.weights.transport import Outlet, Transport
+from distflow.weights.transport import Transport
+from distflow.weights.transport.ends import Outlet
 
 _log = logging.getLogger("distflow.weights")
 _WAIT = 0.5
@@ -132,7 +133,7 @@ class Source:
                 other.line.hang_up()
             self.tenant, client.key = client, holding.key
         self.told(client.who)
-        return self._have(holding), []
+        return self._have(client, holding), []
 
     def _state(self, client: Client, header: Header) -> tuple[Header, list[Any]]:
         """Answered when there are other chunks than the puller has seen, or after a while."""
@@ -140,17 +141,16 @@ class Source:
         with holding.changed:
             if holding.count == header["seen"]:
                 holding.changed.wait(_WAIT)
-        return self._have(holding), []
+        return self._have(client, holding), []
 
-    def _have(self, holding: Holding) -> Header:
+    def _have(self, client: Client, holding: Holding) -> Header:
         with holding.changed:
+            told = client.outlet.tell(holding.memory) if client.outlet is not None else {}
             return {"count": holding.count, "moved": holding.moved, "have": packed(holding.have),
-                    "grows": holding.lacks()}
+                    "grows": holding.lacks()} | told
 
     def _release(self, client: Client, header: Header) -> None:
         """Not answered."""
-        if client.outlet is not None:
-            client.outlet.rest()
         self._leave(client)
 
     def _leave(self, client: Client) -> None:
@@ -167,7 +167,7 @@ class Source:
             client.line.send({"gone": True})
             return
         place = holding.place(run)
-        client.outlet.give(client.line, self._have(holding), place)
+        client.outlet.give(client.line, self._have(client, holding), place)
         self.sent += len(place)
 
     def _holding(self, key: str) -> Holding:

@@ -15,7 +15,8 @@ from distflow.weights.directory import Entry
 from distflow.weights.errors import NoTransport
 from distflow.weights.holding import Holding, Marks, unpacked
 from distflow.weights.manifest import Chunk, Head, Run, digest
-from distflow.weights.transport import Header, Inlet, Transport
+from distflow.weights.transport import Transport
+from distflow.weights.transport.ends import Header, Inlet
 
 LOST = (OSError, DockError, Closed)
 """What says that a source is gone, cut off, or no source of this run."""
@@ -70,13 +71,16 @@ class Supplier:
         reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]
-        self._agree()
-        self._learn(reply)
+        if self.inlet is None:
+            self._agree()
+            self.look(at_once=True)
+        else:
+            self._learn(reply)
         return ""
 
-    def look(self) -> None:
-        """Ask which chunks are there; waits a little for others than those that are known."""
-        self._learn(self._ask({"op": "state", "key": self.key, "seen": self.count}))
+    def look(self, at_once: bool = False) -> None:
+        """Ask which chunks are there; unless `at_once`, wait a little for others than those that are known."""
+        self._learn(self._ask({"op": "state", "key": self.key, "seen": -1 if at_once else self.count}))
 
     def manifest(self, part: int) -> bytes | None:
         """A part's manifest, if the source has it and it is the right one."""
@@ -87,12 +91,29 @@ class Supplier:
             raise Gone(header["error"])
         return found if header["has"] and digest(found) == self.head.shares[part].digest else None
 
+    def show(self, part: int) -> numpy.ndarray | None:
+        """[bytes] uint8: the source's own memory of a part, in which chunks that are asked for from now on may be used;
+        it stays as it is until the last view of it is gone. None: they must be moved.
+
+        Raises:
+            OSError: there is such memory, but it cannot be had.
+        """
+        memory, size = self.inlet.show(part), self.head.shares[part].size
+        if memory is not None and len(memory) < size:
+            raise ConnectionError(f"{self.who} shows {len(memory)} bytes of memory for a part of {size}")
+        return memory if memory is None else memory[:size]
+
+    @property
+    def run(self) -> int:
+        """Bytes of chunks that are asked for at once."""
+        return self.inlet.run
+
     def ask(self, run: Run) -> None:
         """Have chunks sent; `take` them later, in the order of asking."""
         self.line.send({"op": "chunks", "key": self.key, "run": run})
 
-    def take(self, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """What was asked for; and the source says with it what else it has by now.
+    def take(self, part: int, span: slice, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
+        """What was asked for, the bytes `span` of a part; and the source says with it what else it has by now.
 
         Raises:
             Gone: it is not there any more, or the lease is not ours.
@@ -102,7 +123,7 @@ class Supplier:
         if "gone" in header:
             raise Gone(f"{self.who} does not have it any more")
         self._learn(header)
-        self.inlet.take(self.line, header, size, into, moved)
+        self.inlet.take(self.line, size, part, span, into, moved)
 
     def spoil(self, chunk: Chunk) -> None:
         """Not to be asked of this source again."""
@@ -115,6 +136,8 @@ class Supplier:
 
     def release(self) -> None:
         """End the lease; the connection stays."""
+        if self.inlet is not None:
+            self.inlet.rest()
         self.line.send({"op": "release"})
 
     def is_quiet(self) -> bool:
@@ -128,8 +151,6 @@ class Supplier:
         self.line.close()
 
     def _agree(self) -> None:
-        if self.inlet is not None:
-            return
         for name, way in self.transports.items():
             self.inlet = way.inlet(self.theirs[name], self.deadline) if name in self.theirs else None
             if self.inlet is not None:
@@ -140,6 +161,7 @@ class Supplier:
                           f"for here, {self.who} offers {', '.join(self.theirs) or 'none'}. Set  transport: auto")
 
     def _learn(self, reply: Header) -> None:
+        self.inlet.hear(reply)
         self.count, self.moved, self.grows = reply["count"], reply["moved"], reply["grows"]
         self.have = unpacked(reply["have"], self.head)
         for number, index in self.spoilt:

@@ -96,6 +96,7 @@ class Serving:
     """What both kinds can be told about the chunks that they serve."""
 
     source: Any
+    buffers: Any
 
     def sent(self) -> dict[str, Any]:
         return {"sent": self.source.sent}
@@ -121,7 +122,7 @@ class Serving:
         def serve(client: Any, header: Any) -> None:
             holding, (part, first, count) = self.source.holdings[header["key"]], header["run"]
             if left[0] < count:
-                head = msgpack.packb(self.source._have(holding))
+                head = msgpack.packb(self.source._have(client, holding))
                 place, chunk = holding.place((part, first, count)), holding.parts[part].chunk
                 client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(place)) + head)
                 client.line.sock.sendall(memoryview(place)[: left[0] * chunk + chunk // 2])
@@ -136,13 +137,18 @@ class Serving:
         holding = list(self.source.holdings.values())[-1]
         holding.place((part, chunk, 1))[100] ^= 255
 
+    def files(self) -> dict[str, Any]:
+        """In which files the parts of the newest version lie here."""
+        holding = list(self.source.holdings.values())[-1]
+        return {"files": [self.buffers.place(memory).number for memory in holding.memory.values()]}
+
 
 class Publishing(Serving):
     def __init__(self, store: Any, token: bytes, **settings: Any):
         from distflow.weights.publish import Publisher
 
         self.publisher = Publisher(store, token, **settings)
-        self.source = self.publisher.source
+        self.source, self.buffers = self.publisher.source, self.publisher.buffers
 
     def publish(self, version: int, mib: float, same: int = 0) -> None:
         self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, same))
@@ -166,12 +172,22 @@ class Pulling(Serving):
         from distflow.weights.pull import Puller
 
         self.puller = Puller(store, token, deadline=deadline, **settings)
-        self.source = self.puller.source
+        self.source, self.buffers = self.puller.source, self.puller.buffers
 
     def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
         weights = self.puller.pull(**given)
         good = right(dict(weights.tensors()), weights.version, mib, ranks, same)
         return {"version": weights.version, "right": good}
+
+    def keep(self, version: int, mib: float) -> None:
+        """Of this version, no more than the tensors."""
+        self.kept = dict(self.puller.pull(version).tensors()), version, mib
+
+    def kept_right(self) -> dict[str, Any]:
+        return {"right": right(*self.kept)}
+
+    def drop(self) -> None:
+        del self.kept
 
     def die_pulling(self, chunks: int) -> None:
         """End when so many chunks have come."""

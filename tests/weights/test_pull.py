@@ -24,13 +24,22 @@ def test_each_rank_of_a_trainer_sends_its_part(mover):
 
 
 def test_what_did_not_change_does_not_move(mover, events):
-    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a", transport="tcp")
     for version in (1, 2):
         trainer.ask("publish", version=version, mib=8, same=14)
         assert rollout.ask("pull", mib=8, same=14) == {"version": version, "right": True}
     first, second = events("weights_pulled")
     assert (first["bytes"], first["unchanged_bytes"]) == (8 << 20, 0)
     assert (second["bytes"], second["unchanged_bytes"]) == (1 << 20, 7 << 20)
+
+
+def test_where_nothing_has_to_move_all_is_verified_and_nothing_copied(mover, events):
+    """In the memory of the source; what was there before is of no use."""
+    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a", transport="memory")
+    for version in (1, 2):
+        trainer.ask("publish", version=version, mib=8, same=14)
+        assert rollout.ask("pull", mib=8, same=14) == {"version": version, "right": True}
+    assert [(event["bytes"], event["unchanged_bytes"]) for event in events("weights_pulled")] == [(8 << 20, 0)] * 2
 
 
 def test_a_trainer_sends_once_however_many_pull(mover):

@@ -105,6 +105,5 @@ def test_buffers_are_used_again_when_nobody_looks_at_them():
     del first
     other = buffers.take(5000)
     assert other.ctypes.data != address, "a view is left"
-    assert buffers.locate(piece)[1] == 1000
     del piece
     assert buffers.take(4096).ctypes.data == address

@@ -1,18 +1,28 @@
-"""Chunks within a machine: the puller opens the source's buffer through /proc and copies each chunk out of it.
+"""Chunks within a machine: nothing moves. The puller maps the source's buffer, which it opens through /proc, verifies
+the chunks where they lie, and uses that memory as its own; it can let others map it in turn. However many rollouts a
+machine has, a version lies there once.
 
 That both ends share a machine is proved, not believed: the puller must find in the source's memory what only a process
 with the run's token can have written there, as the dock does (`distflow.data.dock.memory`) the other way round.
+
+Memory that was verified must never change. So the puller first locks the file (a shared `flock`, on a descriptor of its
+own), and then asks for chunks. If the source still gives them, and says that they lie where the lock is, the buffer was
+in use when the lock was there already; and the owner of a buffer does not use it again while somebody has it locked
+(`Buffers.take`). It does not matter who of them dies when: the kernel drops the lock of a puller, and keeps memory that
+somebody maps. A source that is filling itself writes each chunk before it offers it, and not again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hmac
 import mmap
 import os
 import secrets
-from collections import deque
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -20,14 +30,12 @@ import numpy
 from distflow.data.dock.line import Line
 from distflow.data.warehouse import machine_name
 from distflow.weights.buffers import NAME, Buffers, Place
+from distflow.weights.transport.ends import Inlet, Moved, Outlet
 
-_PROOF, _LENT = 32, 4
-"""Bytes of a proof; chunks that a source still looks at for one puller: more than are ever asked for ahead."""
-_WINDOWS = 8
-"""Buffers of one process that are kept open: those of its last versions, and the page with its proof."""
+_PROOF = 32
+"""Bytes of a proof."""
 _BLOCK = 512 << 10
-"""Bytes that are copied at once: still in the core's own cache when their checksum is made. A second thread for
-that costs more than it gains."""
+"""Bytes that are copied at once, where that is needed: still in the core's own cache when their checksum is made."""
 
 
 class Memory:
@@ -36,9 +44,7 @@ class Memory:
     name = "memory"
 
     def __init__(self, buffers: Buffers, token: bytes):
-        self.buffers, self.token = buffers, token
-        self.opened: dict[bytes, Windows] = {}
-        """By the nonce of a process's proof, which no later process with its number has."""
+        self.buffers, self.token, self.windows = buffers, token, Windows(buffers)
         self.shown: tuple[numpy.ndarray, dict[str, Any]] | None = None
 
     def offer(self) -> dict[str, Any] | None:
@@ -49,7 +55,7 @@ class Memory:
             page, nonce = self.buffers.take(_PROOF), secrets.token_bytes(16)
             page[:] = numpy.frombuffer(_proof(self.token, nonce), numpy.uint8)
             self.shown = page, {"machine": machine_name(), "process": os.getpid(), "nonce": nonce,
-                                "place": list(self.buffers.locate(page)[0])}
+                                "place": list(self.buffers.place(page))}
         return self.shown[1]
 
     def outlet(self, said: dict[str, Any]) -> MemoryOutlet:
@@ -59,99 +65,118 @@ class Memory:
         """None: the source is on another machine, or may not be looked into."""
         if offer["machine"] != machine_name():
             return None
-        nonce = bytes(offer["nonce"])
-        inlet = MemoryInlet(int(offer["process"]), self.opened.get(nonce))
+        inlet = MemoryInlet(int(offer["process"]), self.windows)
         try:
-            found = inlet.windows.open(Place(*map(int, offer["place"])))[:_PROOF].tobytes()
+            found = self.windows.open(inlet.process, Place(*map(int, offer["place"])))[:_PROOF].tobytes()
         except OSError:
             return None
-        if not hmac.compare_digest(found, _proof(self.token, nonce)):
-            return None
-        self.opened = {other: windows for other, windows in self.opened.items() if windows.is_alive()}
-        self.opened[nonce] = inlet.windows
-        return inlet
+        return inlet if hmac.compare_digest(found, _proof(self.token, bytes(offer["nonce"]))) else None
 
 
 class Windows:
-    """What was opened of one process's memory. To map pages costs as much as to copy them, so they are kept."""
-
-    def __init__(self, process: int):
-        self.process = process
-        self.there: dict[int, numpy.ndarray] = {}
-
-    def is_alive(self) -> bool:
-        return os.path.exists(f"/proc/{self.process}")
-
-    def open(self, place: Place) -> numpy.ndarray:
-        """[bytes] uint8: a buffer of the process, which must not be written to.
-
-        Raises:
-            OSError: it is not there, or is not what it should be.
-        """
-        if place.number not in self.there:
-            path = f"/proc/{self.process}/fd/{place.descriptor}"
-            if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # opening something else could have consequences
-                raise ConnectionError(f"process {self.process} offers something that is not memory with weights")
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK \
-                        or os.fstat(file).st_size < place.size:
-                    raise ConnectionError(f"process {self.process} offers memory that is not as large as it says")
-                self.there[place.number] = numpy.frombuffer(
-                    mmap.mmap(file, place.size, mmap.MAP_SHARED, mmap.PROT_READ), numpy.uint8)
-            finally:
-                os.close(file)
-            while len(self.there) > _WINDOWS:
-                self.there.pop(next(iter(self.there)))
-        return self.there[place.number]
-
-
-class MemoryOutlet:
-    reply: dict[str, Any] = {}
+    """What is mapped of other processes' memory. To map pages costs as much as to copy them, so a window is kept for
+    the next version, as long as the process that showed the file has it."""
 
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
-        self.lent: deque[numpy.ndarray] = deque(maxlen=_LENT)
-        """Looked at, so that their buffers are not used again."""
+        self.there: dict[int, tuple[str, numpy.ndarray]] = {}
+        """By the file's number: where it was found, and all of it."""
+        self.opening = threading.Lock()
 
-    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
-        place, offset = self.buffers.locate(chunk)
-        self.lent.append(chunk)
-        line.send(header | {"lies": [*place, offset, len(chunk)]})
+    def open(self, process: int, place: Place) -> numpy.ndarray:
+        """[bytes] uint8: a buffer of the process, locked until the last view of it is gone.
 
-    def rest(self) -> None:
-        self.lent.clear()
+        Raises:
+            OSError: it is not there, is not what it should be, or is about to be used for something else.
+        """
+        path = f"/proc/{process}/fd/{place.descriptor}"
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # opening something else could have consequences
+            raise ConnectionError(f"process {process} offers something that is not memory with weights")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.ExitStack() as failed:
+            failed.callback(os.close, file)
+            facts = os.fstat(file)
+            if (facts.st_ino, facts.st_size) != (place.number, place.size) or \
+                    not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ConnectionError(f"process {process} offers memory that is not what it says")
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            part = numpy.frombuffer(memoryview(self._mapped(path, file, place)), numpy.uint8)  # of its own, as a buffer
+            failed.pop_all()
+        weakref.finalize(part, _let_go, file).atexit = False
+        return part
 
-    def close(self) -> None:
-        self.lent.clear()
+    def _mapped(self, path: str, file: int, place: Place) -> numpy.ndarray:
+        with self.opening:
+            if place.number not in self.there:
+                self.there = {number: pair for number, pair in self.there.items() if _is_at(pair[0], number)}
+                memory = mmap.mmap(file, place.size, access=mmap.ACCESS_COPY)  # who writes, writes into its own copy
+                window = numpy.frombuffer(memory, numpy.uint8)
+                ours = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+                self.buffers.places[window.ctypes.data] = place._replace(descriptor=ours)
+                weakref.finalize(memory, self._close, window.ctypes.data, ours).atexit = False
+                self.there[place.number] = path, window
+            return self.there[place.number][1]
+
+    def _close(self, address: int, descriptor: int) -> None:
+        self.buffers.places.pop(address, None)
+        os.close(descriptor)
 
 
-class MemoryInlet:
+class MemoryOutlet(Outlet):
+    def __init__(self, buffers: Buffers):
+        self.buffers = buffers
+
+    def tell(self, memory: Mapping[int, numpy.ndarray]) -> dict[str, Any]:
+        return {"lies": {part: self.buffers.place(each) for part, each in memory.items()}}
+
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
+        line.send(header)
+
+
+class MemoryInlet(Inlet):
     """A puller's way into one source's memory."""
 
-    said: dict[str, Any] = {}
+    run = 1 << 30
 
-    def __init__(self, process: int, windows: Windows | None = None):
-        self.windows = windows or Windows(process)
+    def __init__(self, process: int, windows: Windows):
+        self.process, self.windows = process, windows
+        self.told: dict[int, Place] = {}
+        self.shown: dict[int, numpy.ndarray] = {}
 
-    def met(self, reply: dict[str, Any]) -> None:
-        pass
+    def hear(self, answer: dict[str, Any]) -> None:
+        told = {part: Place(*map(int, place)) for part, place in answer["lies"].items()}
+        if any(told.get(part) != self.told[part] for part in self.shown):
+            raise ConnectionError(f"process {self.process} has its weights elsewhere now")
+        self.told = told
 
-    def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
-             moved: Callable[[int], None]) -> None:
-        number, descriptor, length, offset, count = map(int, header["lies"])
-        memory = self.windows.open(Place(number, descriptor, length))
-        if count != len(into) or not 0 <= offset <= length - count:
-            raise ConnectionError(f"{line.peer} offers {count} bytes at {offset} of {length} for a chunk of "
-                                  f"{len(into)}")
-        source, target = memoryview(memory)[offset : offset + count], memoryview(into)
-        for begin in range(0, count, _BLOCK):
+    def show(self, part: int) -> numpy.ndarray:
+        if part not in self.shown:
+            self.shown[part] = self.windows.open(self.process, self.told[part])
+        return self.shown[part]
+
+    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+        source = self.shown[part][span]
+        if source.ctypes.data == into.ctypes.data:
+            moved(len(into))
+            return
+        for begin in range(0, len(into), _BLOCK):
             block = source[begin : begin + _BLOCK]
-            target[begin : begin + len(block)] = block
+            into[begin : begin + _BLOCK] = block
             moved(len(block))
 
-    def close(self) -> None:
-        pass
+    def rest(self) -> None:
+        self.told, self.shown = {}, {}
+
+
+def _let_go(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping may keep it open
+    os.close(file)
+
+
+def _is_at(path: str, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_ino == number
+    return False
 
 
 def _proof(token: bytes, nonce: bytes) -> bytes:

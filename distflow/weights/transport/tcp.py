@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy
 
 from distflow.data.dock.line import Line
+from distflow.weights.transport.ends import Inlet, Moved, Outlet
 
 
 class Tcp:
@@ -25,29 +25,15 @@ class Tcp:
         return TcpInlet()
 
 
-class TcpOutlet:
-    reply: dict[str, Any] = {}
-
-    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
-        line.send(header, [memoryview(chunk)])
-
-    def rest(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+class TcpOutlet(Outlet):
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
+        line.send(header, [memoryview(chunks)])
 
 
-class TcpInlet:
-    said: dict[str, Any] = {}
-
-    def met(self, reply: dict[str, Any]) -> None:
-        pass
-
-    def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
-             moved: Callable[[int], None]) -> None:
+class TcpInlet(Inlet):
+    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         if size != len(into):
-            raise ConnectionError(f"{line.peer} sent {size} bytes for a chunk of {len(into)}")
+            raise ConnectionError(f"{line.peer} sent {size} bytes for chunks of {len(into)}")
         line.received += size
         view, filled = memoryview(into), 0
         while filled < size:
@@ -56,6 +42,3 @@ class TcpInlet:
                 raise ConnectionResetError("the connection ended within a chunk")
             filled += count
             moved(count)
-
-    def close(self) -> None:
-        pass

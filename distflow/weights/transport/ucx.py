@@ -18,6 +18,7 @@ import numpy
 
 from distflow.data.dock.line import Line
 from distflow.weights.errors import NoTransport
+from distflow.weights.transport.ends import Inlet, Moved, Outlet
 
 PACKAGE = "ucxx-cu12==0.52.0"
 _PIECE = 1 << 20
@@ -117,24 +118,21 @@ class _End:
         self.endpoint = self.worker = None
 
 
-class UcxOutlet:
+class UcxOutlet(Outlet):
     def __init__(self, said: dict[str, Any], devices: dict[str, str]):
         self.end = _End(int(said["tag"]), _STALLED, devices)
         self.end.connect(said["worker"])
         self.reply = {"worker": self.end.address}
 
-    def give(self, line: Line, header: dict[str, Any], chunk: numpy.ndarray) -> None:
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
         line.send(header)
-        self.end.move(self.end.endpoint.tag_send, chunk, lambda _: None)
-
-    def rest(self) -> None:
-        pass
+        self.end.move(self.end.endpoint.tag_send, chunks, lambda _: None)
 
     def close(self) -> None:
         self.end.close()
 
 
-class UcxInlet:
+class UcxInlet(Inlet):
     def __init__(self, deadline: float, devices: dict[str, str]):
         tag = secrets.randbits(63)
         self.end = _End(tag, deadline, devices)
@@ -143,8 +141,7 @@ class UcxInlet:
     def met(self, reply: dict[str, Any]) -> None:
         self.end.connect(reply["worker"])
 
-    def take(self, line: Line, header: dict[str, Any], size: int, into: numpy.ndarray,
-             moved: Callable[[int], None]) -> None:
+    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         self.end.move(self.end.endpoint.tag_recv, into, moved)
 
     def close(self) -> None:

@@ -1,0 +1,189 @@
+"""Weights that several processes of a machine have in one place: shared, and never changed under anybody's eyes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from weights.movers import tensors_of
+
+from distflow.weights.buffers import Buffers
+from distflow.weights.directory import Entry
+from distflow.weights.holding import Arrival, Holding
+from distflow.weights.manifest import Part
+from distflow.weights.publish import Publisher
+from distflow.weights.supplier import Gone, Supplier
+from distflow.weights.transport import transports
+
+MIB, CHUNK = 8, 256 << 10
+WHOLE = MIB << 20
+
+
+def files(mover) -> list[int]:
+    return mover.ask("files")["files"]
+
+
+def own_files(mover) -> int:
+    """How many files with weights the process has, however often it has each open."""
+    found = set()
+    for path in Path(f"/proc/{mover.process.pid}/fd").iterdir():
+        if "memfd:distflow-weights" in os.readlink(path):
+            found.add(path.stat().st_ino)
+    return len(found)
+
+
+def resident(*movers) -> int:
+    """Bytes of weights that the processes have together; shared pages count once."""
+    total, counts = 0, False
+    for mover in movers:
+        for line in Path(f"/proc/{mover.process.pid}/smaps").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            counts = "memfd:distflow-weights" in line if "-" in name.split(" ")[0] else counts
+            total += int(rest.split()[0]) << 10 if counts and name == "Pss" else 0
+    return total
+
+
+def publish(trainer, *versions):
+    for version in versions:
+        trainer.ask("publish", version=version, mib=MIB)
+
+
+def test_rollouts_of_a_machine_have_one_copy(mover, events):
+    trainer, rollouts = mover("publisher", rank=0, ranks=1), [mover("puller", who=f"r{i}") for i in range(3)]
+    publish(trainer, 1)
+    for rollout in rollouts:
+        assert rollout.ask("pull", mib=MIB)["right"]
+        assert files(rollout) == files(trainer)
+    assert WHOLE <= resident(trainer, *rollouts) <= 1.1 * WHOLE
+    assert {tuple(event["transports"]) for event in events("weights_pulled")} == {("memory",)}
+
+
+def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover):
+    """The rollout stands still meanwhile, which holds nobody up."""
+    trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
+    publish(trainer, 1)
+    rollout.ask("keep", version=1, mib=MIB)
+    first = files(trainer)
+    rollout.stop()
+    publish(trainer, 2, 3, 4, 5, 6)
+    rollout.go_on()
+    assert rollout.ask("kept_right")["right"]
+    assert rollout.ask("pull", mib=MIB) == {"version": 6, "right": True}
+    assert rollout.ask("kept_right")["right"]
+    publish(trainer, 7)
+    assert rollout.ask("kept_right")["right"]
+    count = own_files(trainer)
+    rollout.ask("drop")
+    used = []
+    for version in range(8, 20):
+        publish(trainer, version)
+        used += files(trainer)
+        assert rollout.ask("pull", mib=MIB) == {"version": version, "right": True}
+    assert first[0] in used
+    assert own_files(trainer) <= count
+    assert len(set(used)) <= 3, "of two versions, and of one that a rollout has still"
+
+
+def test_the_lock_of_a_rollout_that_was_killed_is_gone(mover):
+    trainer, rollouts = mover("publisher", rank=0, ranks=1), [mover("puller", who=f"r{i}") for i in range(2)]
+    publish(trainer, 1)
+    for rollout in rollouts:
+        rollout.ask("pull", mib=MIB)
+    first = files(trainer)
+    rollouts[0].kill()
+    publish(trainer, 2, 3)
+    assert files(trainer) != first, "the other one has it"
+    rollouts[1].kill()
+    publish(trainer, 4)
+    assert files(trainer) == first
+
+
+def test_relays_pass_memory_on_when_its_owner_is_dead(mover, events):
+    trainer = mover("publisher", rank=0, ranks=1)
+    publish(trainer, 1)
+    owner, where = trainer, files(trainer)
+    for who in ("a", "b", "c"):
+        rollout = mover("puller", who=who, transport="memory")
+        assert rollout.ask("pull", mib=MIB) == {"version": 1, "right": True}
+        assert files(rollout) == where
+        owner.kill()
+        owner = rollout
+    assert [list(event["sources"]) for event in events("weights_pulled")] == [["trainer-0"], ["a"], ["b"]]
+
+
+def test_half_of_it_from_memory_and_the_rest_by_tcp(mover, events):
+    """A relay has a half, in memory that another rollout uses, and dies. Who has all is on another machine."""
+    trainer, source, late = (mover("publisher", rank=0, ranks=1), mover("puller", who="source", transport="tcp"),
+                             mover("puller", who="late", transport="tcp"))
+    half, rollout = mover("puller", who="half", deadline=0.5), mover("puller", who="a", deadline=20.0)
+    publish(trainer, 1)
+    for one in (source, late):
+        one.ask("pull", mib=MIB)
+    trainer.kill()
+    late.stop()
+    source.ask("die_serving", chunks=WHOLE // CHUNK // 2)
+    assert half.ask("pull", mib=MIB, version=1)["error"] == "WeightsLost"
+    rollout.send("pull", mib=MIB, version=1)
+    while half.ask("sent")["sent"] < WHOLE // 2:
+        assert rollout.process.is_alive()
+    half.kill()
+    late.go_on()
+    assert rollout.answer() == {"version": 1, "right": True}
+    told = events("weights_pulled")[-1]
+    assert (told["sources"], told["transports"]) == ({"half": WHOLE // 2, "late": WHOLE // 2}, ["memory", "tcp"])
+
+
+@pytest.fixture
+def supplied(store, token):
+    """A trainer, and a puller's connection that has its lease of version 1."""
+    publisher = Publisher(store, token, rank=0, ranks=1, patience=0.0)
+    publisher.publish(1, tensors_of(1, MIB))
+    ways = transports("memory", Buffers(), token)
+    supplier = Supplier(Entry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0], "a", token,
+                        ways, "memory", 3.0)
+    assert supplier.lease() == ""
+    yield publisher, supplier
+    supplier.close()
+    publisher.close()
+
+
+def whole(publisher):
+    holding = publisher.held[0]
+    return holding, (0, 0, len(holding.parts[0]))
+
+
+def test_memory_that_was_used_again_before_it_was_locked_is_not_taken(supplied):
+    """Where it lies was told, and is true no more: the lock comes too late, and the source says so."""
+    publisher, supplier = supplied
+    run = whole(publisher)[1]
+    for version in (2, 3):
+        publisher.publish(version, tensors_of(version, MIB))
+    stale = supplier.show(0)
+    assert (stale == publisher.held[-1].memory[0]).all(), "it is version 3"
+    supplier.ask(run)
+    with pytest.raises(Gone):
+        supplier.take(0, slice(0, WHOLE), stale, lambda _: None)
+
+
+def test_memory_that_was_locked_in_time_stays(supplied):
+    publisher, supplier = supplied
+    holding, run = whole(publisher)
+    memory = supplier.show(0)
+    supplier.ask(run)
+    supplier.take(0, slice(0, WHOLE), memory, lambda _: None)
+    for version in (2, 3, 4, 5):
+        publisher.publish(version, tensors_of(version, MIB))
+    mine = Holding(1, holding.key)
+    mine.add(0, Part.unpack(holding.packed[0]), holding.packed[0], memory)
+    bad = []
+    Arrival(mine, run, bad.append).moved(WHOLE)
+    assert bad == []
+
+
+def test_a_source_that_has_put_it_elsewhere_is_left(supplied):
+    publisher, supplier = supplied
+    holding, run = whole(publisher)
+    supplier.show(0)
+    holding.memory[0] = publisher.buffers.take(WHOLE)
+    supplier.ask(run)
+    with pytest.raises(ConnectionError, match="elsewhere now"):
+        supplier.take(0, slice(0, WHOLE), supplier.show(0), lambda _: None)
