@@ -94,6 +94,7 @@ class Crew:
         """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then,
         with what there is of them, and those that are sampled are put into the dock."""
         self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, {}
+        self.sampled = queue.SimpleQueue()
         self.put.clear()
         for name, stream in streams.items():
             self.roles[name].many = stream
@@ -125,33 +126,38 @@ class Crew:
             self.failure = self.failure or error
 
     def _take_prompts(self, over: Callable[[Dock], bool]) -> None:
-        """Lease prompts as long as there is room, and give each to a thread."""
-        room = threading.Semaphore(self.most)
-        with self.channel.dock(self.who) as dock:
-            with ThreadPoolExecutor(self.most, "prompt") as pool:
-                while not (self.over or over(dock)):
-                    self._renew_leases(dock)
-                    if not room.acquire(timeout=_MOMENT):
-                        continue
-                    try:
-                        lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
-                    except Overdue:
-                        room.release()
-                        continue
-                    self.held[lease.number] = (lease, time.monotonic())
-                    saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
-                    metrics = Metrics()
-                    with recording(metrics):
-                        prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
-                    pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
-                self.ended = True
-            try:
+        """Lease prompts as long as there is room, and see those that were sampled into the dock."""
+        try:
+            with self.channel.dock(self.who) as dock:
+                self._lease_prompts(dock, over)
                 self._hand_over(dock)
-            finally:
                 self.sampled.put(None)
-            while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
-                self._renew_leases(dock)
+                while not self.put.wait(_MOMENT) and self.failure is None and not self.channel.over:
+                    self._renew_leases(dock)
+        finally:
+            self.sampled.put(None)
         # With the connection go the leases of prompts that were under way: others take them at once.
+
+    def _lease_prompts(self, dock: Dock, over: Callable[[Dock], bool]) -> None:
+        """Give each prompt to a thread."""
+        room = threading.Semaphore(self.most)
+        with ThreadPoolExecutor(self.most, "prompt") as pool:
+            while not (self.over or over(dock)):
+                self._renew_leases(dock)
+                if not room.acquire(timeout=_MOMENT):
+                    continue
+                try:
+                    lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
+                except Overdue:
+                    room.release()
+                    continue
+                self.held[lease.number] = (lease, time.monotonic())
+                saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
+                metrics = Metrics()
+                with recording(metrics):
+                    prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
+                pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
+            self.ended = True
 
     def _hand_over(self, dock: Dock) -> None:
         """Save what there is of prompts under way, for those who go on."""
