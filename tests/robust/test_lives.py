@@ -114,6 +114,17 @@ def test_a_failure_that_comes_late_joins_the_life_that_has_begun(store):
     assert second.next(Life(), failed(rank=1)) == following
 
 
+def test_the_ranks_of_a_new_machine_begin_one_life_whoever_comes_first(store):
+    first, second = (rank_of(store, rank) for rank in range(2))
+    first.next(Life(), failed())  # on the machine before
+    lost = first.before(era=3)
+    assert lost.number == 1
+    following = first.next(lost, failed())
+    assert second.before(era=3).number == 1
+    assert second.next(second.before(era=3), failed()).number == following.number == second.newest().number == 2
+    assert second.before(era=4).number == 2
+
+
 def test_units_know_nothing_of_each_other(store):
     trainer, rollout = rank_of(store, 0), rank_of(store, 0, name="rollout 0")
     trainer.next(Life(), failed())

@@ -44,7 +44,8 @@ TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
 Board.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 seat = Seat(Board, Unit("the run", range(globals().get("ranks", 1)), "ranks"), work, folder, settings, {},
-            globals().get("needless", lambda: False), hooks=globals().get("hooks"))
+            globals().get("needless", lambda: False), globals().get("wanted", lambda: True),
+            hooks=globals().get("hooks"))
 before = len(os.listdir("/proc/self/fd"))
 code = seat.run()
 told("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
@@ -329,3 +330,29 @@ def test_seats_whose_workers_give_way_begin_the_next_life_together(start, tmp_pa
     for rank in range(2):
         numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
         assert numbers == [0, 1, 2, 3]
+
+
+def test_a_seat_that_rests_is_not_missed_by_the_other(start, tmp_path):
+    """Its worker ends, and the other one's, which notices that, has not failed: both begin another life, once it is
+    wanted again."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    body = """if berth.life.number == 0 and Board.rank == 0:
+        told('pid', os.getpid())
+        signal.pause()
+    if berth.life.number == 0:
+        while not (folder / 'pid').exists() or Path('/proc', (folder / 'pid').read_text(), 'fd').exists():
+            time.sleep(0.01)
+        raise ValueError('the other rank has gone')
+
+def wanted():
+    return Board.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
+"""
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [seat.returncode for seat in seats] == [0, 0], said
+    assert events_of(tmp_path, "failure") == []
+    assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
+    for rank in range(2):
+        assert [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
