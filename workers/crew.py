@@ -60,18 +60,24 @@ class Crew:
     """Runs the rollout group's chain on prompts that were ordered, as long as it is told to."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
-                 loader: Dataloader, channel: Channel, who: str, shares: int, leads: bool = False):
-        """`shares`: how many such crews the run has. `leads`: the steps of its prompts are those of this rank, which
-        does nothing else."""
+                 loader: Dataloader, channel: Channel, who: str, shares: int, alone: int = 0):
+        """
+        Args:
+            shares: how many such crews the run has.
+            alone: how many of them have a rank that does nothing else, if this is one. The steps of its prompts are
+                then those of its rank, and what others leave is left to it.
+        """
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
-        self.functions, self.who, self.leads = functions, who, leads
+        self.functions, self.who, self.leads = functions, who, alone > 0
         last = max(place for place, task in enumerate(plan.tasks) if task.samples)
         self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
         self.sampling = {name: role for name, role in roles.items() if role.rollout is not None and any(
             task.samples and task.role == name for task in plan.tasks)}
         fitting = min(role.rollout.generation.batch_rows for role in self.sampling.values()) // channel.rows
-        self.most = max(1, min(fitting, -(-channel.prompts * (spec.run.staleness + 1) // shares)))
-        """Prompts that are sampled at a time: no more than a fair part of those that may be."""
+        older = -(-channel.prompts * spec.run.staleness // alone) if alone else 0
+        self.most = max(1, min(fitting, -(-channel.prompts // shares) + older))
+        """Prompts that are sampled at a time: a fair part of a draw; those of the draws before it are left to ranks
+        that do nothing else."""
         self.streams: Mapping[str, Stream] = {}
         self.held: dict[int, tuple[Lease, float]] = {}
         """Leases by number, and when each was last renewed."""

@@ -22,10 +22,10 @@ class RolloutWorker:
     """Holds a rank's sampling engines, and keeps a crew at work until the trainer says that it is over."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
-                 loader: Dataloader, channel: Channel, who: str, shares: int):
-        """`shares`: how many crews the run has."""
+                 loader: Dataloader, channel: Channel, who: str, shares: int, alone: int):
+        """`shares`: how many crews the run has; `alone`: those whose ranks do nothing else."""
         self.channel = channel
-        self.crew = Crew(spec, plan, functions, roles, loader, channel, who, shares, leads=True)
+        self.crew = Crew(spec, plan, functions, roles, loader, channel, who, shares, alone)
         self.updates = _updates(spec, self.crew.sampling, channel, who)
         self.streams = {name: Stream(role.rollout if plan.ranks == 1 else Leading(role.rollout),
                                      partial(_renew, self.updates.get(name), spec.run.on_new_weights))

@@ -51,8 +51,8 @@ class Weights:
         return self.wanted.get(name, Box.whole(name, first.shape, first.dtype))
 
     def tensors(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor by name, on the CPU; those that lie in one piece are views of this process's staging memory and
-        must not be changed.
+        """Each tensor by name, on the CPU; those that lie in one piece are views of staging memory, which other
+        processes may use too, and must not be changed.
 
         Args:
             into: tensors of the right shapes, of any device or dtype, such as an engine's parameters: what is named
