@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from distflow.observe.folder import RunFolder, agent, choose, of_torchrun
 from distflow.schema.errors import InvalidInput
@@ -133,7 +134,9 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path, torn):
     assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".json", ""}
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
+    # Files of one second are read by this number, as text: a process that has written nine would have 10 before 9.
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0))
     first = RunFolder(tmp_path)
     for step in (1, 2, 3):
         first.write_metrics(step, {"loss": float(step)})
