@@ -44,13 +44,11 @@ def main() -> None:
         kind = load_environment(job["kind"])
     line.sendall(b"{}\n")
     gc.freeze()
-    signal.signal(signal.SIGTERM, _leave)
-    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)  # no code of others runs here any more: it can tidy up first
+    # No code of others runs here any more: it can tidy up first. The rank's death is one more end of the line, as an
+    # exception could be raised in the midst of that.
+    signal.signal(signal.SIGTERM, lambda *_: line.shutdown(socket.SHUT_RD))
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     _Nursery(line, kind, job).serve()
-
-
-def _leave(*_: object) -> None:
-    sys.exit()
 
 
 class _Nursery:
@@ -73,7 +71,6 @@ class _Nursery:
                 else:
                     return
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._end(list(self.children))
 
     def _fork(self, file: int) -> int:

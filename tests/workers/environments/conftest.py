@@ -83,7 +83,8 @@ class Hostile:
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                (self.places / "stray").write_text(str(os.getpid()))
+                (self.places / "written").write_text(str(os.getpid()))
+                (self.places / "written").rename(self.places / "stray")
                 time.sleep(3600)
             os._exit(0)
         time.sleep(3600)

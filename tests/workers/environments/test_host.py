@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -173,9 +174,20 @@ while not os.path.exists({str(tmp_path / 'stray')!r}):
 {end}
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=120, check=False, stderr=subprocess.DEVNULL)
-    while not (written := (tmp_path / "stray").read_text()):
-        pass
-    assert not _lasts(lambda: alive(int(written)))
+    assert not _lasts(lambda: alive(int((tmp_path / "stray").read_text())))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_outlives_the_rank_whatever_interrupts_its_end(hosted, tmp_path, closed):
+    host = hosted("Safe", settings={"places": str(tmp_path)}, seconds=600.0)
+    host.step(1, {"question": "q"}, "fork")
+    while not (tmp_path / "stray").exists():
+        host.turns(0.01)
+    if closed:
+        host.line.shutdown(socket.SHUT_RDWR)
+    while host.nursery.poll() is None:
+        host.nursery.terminate()
+    assert not _lasts(lambda: alive(int((tmp_path / "stray").read_text())))
 
 
 def test_odd_text_goes_to_and_fro(hosted):
