@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 
 from workers.jail import kernel
 from workers.jail.processes import kill_descendants
+
+_NEWS = {signal.SIGCHLD, signal.SIGTERM}
+"""What the guard waits for: the end of a child, and that of who started it. Neither interrupts what it does."""
 
 
 def fork_from_guard(parent: int) -> None:
@@ -21,7 +23,7 @@ def fork_from_guard(parent: int) -> None:
         parent: the process that has started this one; the child and all that stems from it end with it, even if it
             is killed.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NEWS)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -29,33 +31,36 @@ def fork_from_guard(parent: int) -> None:
     guard, child = os.getpid(), os.fork()
     if child:
         _guard(child)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(0)
 
 
-def _leave(*_: object) -> None:
-    sys.exit()
-
-
 def _guard(child: int) -> None:
     """Never comes back."""
-    status = 0
-    try:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # or the child's end could not be noticed by its pipes
-        process = 0
-        while process != child:
-            process, status = os.wait()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        kill_descendants(os.getpid())
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.wait()
-        if os.WIFSIGNALED(status):
-            if (number := os.WTERMSIG(status)) != signal.SIGKILL:
-                signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        os._exit(os.waitstatus_to_exitcode(status))
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # or the child's end could not be noticed by its pipes
+    ended: dict[int, int] = {}
+    while child not in ended and signal.sigwait(_NEWS) == signal.SIGCHLD:
+        ended |= _reaped()
+    kill_descendants(os.getpid())
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    status = ended.get(child, 0)
+    if os.WIFSIGNALED(status):
+        if (number := os.WTERMSIG(status)) != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _reaped() -> dict[int, int]:
+    """The status of each child that has ended."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
