@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import multiprocessing
+import os
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,3 +100,18 @@ def test_the_first_rank_tells_the_others(fails):
     results = run_ranks(2, _told, fails)
     turn = Turn("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)
     assert results == [(leads, [turn], "it has ended" if fails else []) for leads in (True, False)]
+
+
+def _refusal():
+    os.environ["DISTFLOW_MACHINE"] = f"machine {dist.get_rank()}"  # the real thing needs a second one
+    try:
+        Share(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
+    except EngineError as error:
+        return str(error)
+    finally:
+        del os.environ["DISTFLOW_MACHINE"]
+
+
+def test_a_model_over_two_machines_is_refused_on_both():
+    for said in run_ranks(2, _refusal):
+        assert "1 of the 2 ranks over which its model is split are on others" in said

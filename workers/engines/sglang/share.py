@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distflow.data.warehouse import machine_name
 from distflow.schema.errors import EngineError
 
 
 class Share:
-    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone."""
+    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone.
+
+    Raises:
+        EngineError: they are on several machines.
+    """
 
     def __init__(self, mesh: DeviceMesh):
         tensor = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
@@ -22,6 +27,8 @@ class Share:
         self.group = tensor.get_group() if self.size > 1 else None
         self.device = mesh.device_type
         self.leads = self.group is None or dist.get_rank(self.group) == 0
+        if self.group is not None:
+            self._require_one_machine()
 
     def tell(self, ask: Callable[[], Any]) -> Any:
         """What `ask` returns on the first rank, as JSON can say it; collective. Its EngineError is every rank's."""
@@ -36,6 +43,14 @@ class Share:
         if "error" in told:
             raise EngineError(told["error"])
         return told["answer"]
+
+    def _require_one_machine(self) -> None:
+        elsewhere = torch.tensor([int(self.tell(machine_name) != machine_name())], device=self.device)
+        dist.all_reduce(elsewhere, group=self.group)
+        if elsewhere.item():
+            raise EngineError(f"SGLang's server is on one machine, and {elsewhere.item()} of the {self.size} ranks "
+                              "over which its model is split are on others. Let the role's tp divide the ranks of a "
+                              "machine, or write  rollout: vllm")
 
     def _bytes(self, own: bytes) -> bytes:
         """The first rank's."""
