@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from distflow.schema.contract import Contract
 from distflow.schema.errors import Mistake
-from distflow.schema.plan import KEEP, ROLLOUT, SOURCE, TRAINER, Group, Plan, Task, Transfer
+from distflow.schema.plan import KEEP, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 from planners.drawing import draws_of
@@ -39,8 +39,16 @@ class Halves:
     """Ranks that train."""
     replicas: int
     """Rollouts, each of which samples by itself."""
-    width: int = 1
-    """Ranks over which the model of each is split."""
+    model: Layout
+    """How one of them holds its model."""
+    sampling: frozenset[str]
+    """Roles that sample."""
+
+    @property
+    def samplers(self) -> dict[str, Layout]:
+        """How those that train hold the models that sample, by role: split as elsewhere if that is possible."""
+        shares, rest = divmod(self.trainer, self.model.width)
+        return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
     def elsewhere(self, training: bool) -> frozenset[str]:
         """The nodes that one half does not run."""
@@ -69,10 +77,11 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows)
-    trainer, width, found = _sizes(spec, sampling, ranks)
+    trainer, model, found = _sizes(spec, sampling, ranks)
     fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
-    replicas = max((ranks - trainer) // width, 1)
-    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, width)
+    replicas = max((ranks - trainer) // model.width, 1)
+    roles = frozenset(spec.dag.nodes[node].role for node in sampling)
+    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles)
     return halves, [*mistakes, *found]
 
 
@@ -192,32 +201,35 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
     return []
 
 
-def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, int, list[Mistake]]:
-    """How many ranks train, over how many a model that samples is split, and what is wrong with that."""
+def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Mistake]]:
+    """How many ranks train, how a rollout holds its model, and what is wrong with that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
-    width = asked.tp * asked.cp * asked.pp if asked else 1
+    model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp) if asked else Layout(1)
+    width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
         what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
-        return 1, 1, [Mistake(what, spec.run_source.spot(("mode",)), "Start 2 ranks (--ranks 2), or  mode: sync")]
+        remedy = "Start 2 ranks (--ranks 2), or  mode: sync"
+        return 1, Layout(1), [Mistake(what, spec.run_source.spot(("mode",)), remedy)]
     if count >= ranks:
         what = f"groups.rollout: {count} of {ranks} ranks sample, which leaves none to train"
         remedy = f"Instead:  groups: {{rollout: {(ranks - 1) // width * width}}}  or less" if ranks > width else \
             f"Start at least {width + 1} ranks"
-        return 1, 1, [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
-    return ranks - count, width, _check_width(spec, sampling, split, count, width) if split else []
+        return 1, Layout(1), [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
+    return ranks - count, model, _check_width(spec, sampling, split, ranks, count, width) if split else []
 
 
-def _check_width(spec: Spec, sampling: list[str], split: str, count: int, width: int) -> list[Mistake]:
+def _check_width(spec: Spec, sampling: list[str], split: str, ranks: int, count: int, width: int) -> list[Mistake]:
     """That the ranks which sample can be divided so that each rollout has a model, which node `split` wants so wide."""
     if width == 1:
         return []
     where, alone = spec.run_source.spot(("layouts", split)), f"layouts: {{{split}: {{tp: 1}}}}"
-    if spec.run.mode == "semi_sync":
-        what = f"mode semi_sync has a whole model on each rank that samples, and `layouts` wants it on {width}"
-        return [Mistake(what, where, f"Instead:  {alone}  or  mode: async")]
+    if spec.run.mode == "semi_sync" and (ranks - count) % width:
+        what = (f"in mode semi_sync the {ranks - count} ranks that train sample too, and `layouts` wants each model on "
+                f"{width} ranks")
+        return [Mistake(what, where, f"Have a multiple of {width} ranks train, or  {alone}  or  mode: async")]
     if len({spec.dag.nodes[node].role for node in sampling}) > 1:
         what = f"several roles sample, and ranks that share a model (`layouts` wants it on {width}) follow one of them"
         return [Mistake(what, where, f"Instead:  {alone}")]

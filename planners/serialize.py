@@ -34,7 +34,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
-    rollout = _lay_out(spec, draft, halves.width, halves, training=False)
+    rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
     return picture(trainer, rollout, halves, ranks)
 
 
@@ -74,8 +74,10 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
     roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
     generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
-    tenants = memory.estimate(spec, roles, generating, placement.engine_layouts(
-        spec, roles, layouts, draft.sampling, max(ranks, 1)), training)
+    samplers = halves.samplers if halves and training else {}
+    engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
+    engines |= {(role, True): layout for role, layout in samplers.items()}
+    tenants = memory.estimate(spec, roles, generating, engines, training)
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
@@ -95,7 +97,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
         tasks = (of_trainer if training else of_rollout)(tasks, halves)
     notes = notes_of(spec, bound, flows, _generating(spec, bound))
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock,
-                early)
+                early, tuple(samplers.items()))
 
 
 def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout) -> tuple[Task, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 
@@ -12,15 +11,14 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock, DockError
+from distflow.data.dock import DockError
 from distflow.data.dock.lease import Lease
 from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.schema.plan import TRAINER, Plan, Task
 from workers.channel import REPORT, Brought, Channel
-from workers.crew import Crew
-from workers.engines.stream import Stream
 from workers.fusion import Fusion
+from workers.hybrid import Hybrid
 from workers.publication import Publication
 
 
@@ -32,19 +30,17 @@ class Arrivals:
     """
 
     def __init__(self, loader: Dataloader, channel: Channel, plan: Plan, rank: int, staleness: int, draws: int | None,
-                 limit: float, publish: Publication, crew: Crew | None = None, switch_at: float = 1.0,
-                 fusion: Fusion | None = None):
+                 limit: float, publish: Publication, hybrid: Hybrid | None = None, fusion: Fusion | None = None):
         """
         Args:
             draws: of the whole run; None if that depends on what filters leave.
             limit: seconds to wait for a draw's rows.
             publish: makes the newest weights known to the rollouts.
-            crew: samples on this rank too, until `switch_at` of a draw's prompts are done.
+            hybrid: samples on this rank too, until enough of a draw is there.
             fusion: computes what it can of a draw's rows while others are still to come.
         """
         self.loader, self.channel, self.plan, self.publish = loader, channel, plan, publish
-        self.crew, self.enough = crew, math.ceil(switch_at * loader.batch) * channel.rows
-        self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
+        self.hybrid, self.rank, self.staleness, self.draws, self.limit = hybrid, rank, staleness, draws, limit
         self.dock = channel.dock(f"trainer {rank}")
         self.brought, self.fusion = Brought(plan, channel.rows), fusion
         self.leases: list[Lease] = []
@@ -74,8 +70,8 @@ class Arrivals:
             self.publish()
             self.begun = True
         self._order()
-        if self.crew is not None:
-            self._sample()
+        if self.hybrid is not None:
+            self.hybrid.sample()
         self.loader.position += self.loader.batch
         self.dock.doing(f"waiting for the samples of step {number}")
         until = time.monotonic() + self.limit
@@ -118,18 +114,6 @@ class Arrivals:
                 self.dock.commit(self.dock.lease(TRAINER, count, step=number, shares=self.plan.ranks))
         if rows := self.dock.take_back(TRAINER, self.drawn_before):
             events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
-
-    def _sample(self) -> None:
-        """Help with the samples, with the weights that this rank has."""
-        with contextlib.ExitStack() as stack:
-            streams = {name: Stream(stack.enter_context(role.handover.sampling()))
-                       for name, role in self.crew.sampling.items()}
-            self.crew.work(streams, self._have_enough)
-
-    def _have_enough(self, dock: Dock) -> bool:
-        """Another rank of the trainer may have seen it before, and taken its share."""
-        consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
-        return any(each["leases"] or each["ready"] >= self.enough for each in consumers)
 
     @property
     def busy(self) -> float:

@@ -32,12 +32,12 @@ from distflow.schema.robust import Phase
 from distflow.schema.spec import Spec
 from workers.arrivals import Arrivals
 from workers.channel import Channel
-from workers.crew import Crew
 from workers.encode import encoder
 from workers.engines.sampling import key_of
 from workers.execution import Execution
 from workers.eyes import eyes_of
 from workers.fusion import Fusion
+from workers.hybrid import Hybrid
 from workers.pace import Pace, step_of
 from workers.publication import Publication
 from workers.roles import Role, build_roles
@@ -229,16 +229,15 @@ class DagWorker:
         self.buffer.receive(self.source.arrivals())
 
     def _arrivals(self, channel: Channel, functions: dict[str, Callable[..., Any]], rollout: Plan | None) -> Arrivals:
-        spec, crew = self.spec, None
+        spec, hybrid = self.spec, None
         if rollout is not None:
-            crew = Crew(spec, rollout, functions, self.roles, self._dataloader(), channel,
-                        f"trainer {self.rank}, which samples", channel.ranks)
+            hybrid = Hybrid.of(spec, rollout, functions, self.roles, self._dataloader(), channel)
         draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
         fusion = Fusion(self.plan, self.rank, self._dataloader(), channel, spec.run.wait_limit,
                         self._compute_early) if self.plan.early else None
         return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
-                        spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport), crew,
-                        spec.run.switch_at, fusion)
+                        spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport), hybrid,
+                        fusion)
 
     def _dataloader(self) -> Dataloader:
         role = self.roles[prompted_role(self.spec, self.chain)]

@@ -169,7 +169,7 @@ def _sampler(place: Place, berth: Berth, channel: Channel, roles: dict[str, Role
     first = channel.first if berth.first else None
     trajectories().open(place.path / f"trajectories/rank{place.board.rank}.jsonl", spec.run.trajectories, first)
     return RolloutWorker(spec, plan, _load_functions(spec, plan), roles, loader, channel, who,
-                         channel.ranks if spec.run.mode == "semi_sync" else place.group.replicas,
+                         channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else place.group.replicas,
                          place.group.replicas)
 
 

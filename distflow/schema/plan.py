@@ -172,6 +172,8 @@ class Plan:
     """What the rollout group puts into the dock and the trainer fetches, by producer."""
     early: Plan | None = None
     """Of the trainer: what it runs on the prompts of a step as they come, while others are still sampled."""
+    samplers: tuple[tuple[str, Layout], ...] = ()
+    """Of the trainer: how it holds the models, by role, with which others sample, if it samples with them itself."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode, where all ranks run one chain together. Else this plan is a picture of the whole: each rank
     runs that of its group."""
@@ -199,6 +201,8 @@ class Plan:
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """How all ranks together hold the model of a role's engine: the one that samples, or the other one."""
+        if samples and role in dict(self.samplers):
+            return dict(self.samplers)[role]
         return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples
                       and task.type != "COMPUTE"], self.ranks)
 

@@ -29,6 +29,10 @@ staleness: 0
 groups: {{rollout: 2}}
 faults: [{{kind: kill, group: rollout, rank: 2, step: 2, phase: generating}}]
 """
+BESIDE = f"""{SPLIT}mode: semi_sync
+staleness: 0
+groups: {{rollout: 2}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +190,14 @@ def test_a_run_is_the_same_with_either_engine_and_split(workspace):
             assert other[step]["response/fingerprint"] == line["response/fingerprint"]
             assert other[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
             assert other[step]["mismatch/logprob_max"] < 2e-5
+
+
+def test_those_that_train_sample_too_with_a_model_over_two_ranks(workspace):
+    """Ranks 0 and 1 train, and have one model to sample with; 2 and 3 another."""
+    ours, split = run(workspace, 1, "ours", "hf"), run(workspace, 4, "split", "vllm", BESIDE)
+    for step, line in ours.items():
+        assert split[step]["response/fingerprint"] == line["response/fingerprint"]
+        assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
 
 
 def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(workspace):

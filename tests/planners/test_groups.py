@@ -7,7 +7,7 @@ from harness import ROOT
 
 from distflow.cli.plan import describe
 from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import ROLLOUT, TRAINER
+from distflow.schema.plan import ROLLOUT, TRAINER, Layout
 from distflow.schema.spec import load
 from planners import plan
 
@@ -154,6 +154,19 @@ def test_a_model_that_samples_may_be_split(vllm):
     assert "chain of ranks 2–5 (rollout, 2 beside each other, each over 2 ranks)" in "\n".join(describe(made, spec))
 
 
+def test_those_that_train_hold_a_split_model_as_rollouts_do(vllm):
+    """To sample with it too, or to validate; if they cannot be divided so, each has all of it to validate."""
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2")
+    trainer = planned("grpo.yaml", 6, "groups.rollout=2", "mode=semi_sync", *split)[1].groups[0].plan
+    assert trainer.layout_of("actor", samples=True) == Layout(2, tp=2)
+    assert {(task.layout.dp, task.layout.width) for task in trainer.tasks} == {(4, 1)}, "of rows"
+    odd = planned("grpo.yaml", 5, "groups.rollout=2", *split)[1].groups[0].plan
+    assert odd.layout_of("actor", samples=True) == Layout(3)
+    weights = [next(each.bytes for each in each_plan.memory if each.name == "actor: rollout weights")
+               for each_plan in (trainer, odd)]
+    assert 2 * weights[0] == weights[1]
+
+
 def test_what_only_other_modes_need_is_noted():
     _, made = planned("grpo.yaml", 2, "mode=sync", "staleness=3")
     assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
@@ -166,8 +179,9 @@ REFUSED = {
     "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
     "nobody left to train": (("grpo.yaml", 2, "groups.rollout=2"), "leaves none to train"),
     "sampling that waits for the trainer": (("solver_reviser.yaml", 4), "which runs in the trainer"),
-    "hybrid ranks with a split model": (("grpo.yaml", 4, "roles.actor.rollout=vllm", "mode=semi_sync",
-                                         "layouts.rollout.tp=2"), "a whole model on each rank that samples"),
+    "hybrid ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "mode=semi_sync",
+                                            "groups.rollout=2", "layouts.rollout.tp=2"),
+                                           "the 3 ranks that train sample too, and `layouts` wants each model on 2"),
     "ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "layouts.rollout.tp=2",
                                      "groups.rollout=3"), "as  groups: {rollout: 2}"),
     "a share for each rollout": (("grpo.yaml", 6, "roles.actor.rollout=vllm", "groups.rollout=4",

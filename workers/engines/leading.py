@@ -14,6 +14,7 @@ from typing import Any
 
 import msgpack
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.exchange import gather
@@ -30,14 +31,15 @@ run's wait limit."""
 class Leading(Rollout):
     """The engine of a share's first rank. Everything that samples or changes weights is done on all ranks.
 
-    `candidates` says which weights they have: each rank pulls them by itself, while it samples.
+    `candidates` says which weights they have: each rank pulls them by itself, while it samples. `share`: the group of
+    these ranks; None: all that this process has a group with.
 
     Raises:
         RankMissing: in any call; one of the others has ended, or did not come.
     """
 
-    def __init__(self, engine: Rollout):
-        self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
+    def __init__(self, engine: Rollout, share: dist.ProcessGroup | None = None):
+        self.share, self.engine, self.generation, self.end_tokens = share, engine, engine.generation, engine.end_tokens
         self.dtype, self.sessions, self.told_at = engine.dtype, itertools.count(), time.monotonic()
 
     @classmethod
@@ -57,7 +59,7 @@ class Leading(Rollout):
         """Have the others make a call; the keys of the weights that have come to them. Collective over the share."""
         self.told_at, page = time.monotonic(), pulse.current().read()
         said = msgpack.packb([key, page.step, page.finished, call])
-        return [heard.decode() for heard in gather(said)[1:]]
+        return [heard.decode() for heard in gather(said, self.share)[1:]]
 
     def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
         self.tell("", "session", key, temperature, keeps)
@@ -142,10 +144,11 @@ class Following:
 
     Args:
         updates: pulls the weights that `load` takes; None where they stay as they are.
+        share: as `Leading` has it.
     """
 
-    def __init__(self, engine: Rollout, updates: Updates | None):
-        self.engine, self.updates = engine, updates
+    def __init__(self, engine: Rollout, updates: Updates | None, share: dist.ProcessGroup | None = None):
+        self.engine, self.updates, self.share = engine, updates, share
         self.sessions: list[_Followed] = []
 
     def run(self) -> None:
@@ -158,7 +161,7 @@ class Following:
         while not parted:
             weights = self.updates.arrived() if self.updates else None
             mine = weights.key if weights else ""
-            first, step, finished, call = msgpack.unpackb(gather(mine.encode())[0])
+            first, step, finished, call = msgpack.unpackb(gather(mine.encode(), self.share)[0])
             if first and mine and first != mine:
                 self.updates.drop()
             self._keep_up(step, finished)

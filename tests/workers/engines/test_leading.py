@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from workers.engines.leading import Following, Leading
 from workers.engines.meshes import NAMES
 from workers.engines.stream import Stream
 from workers.engines.updates import Updates
+from workers.hybrid import Hybrid
 from workers.rollout_worker import _renew
 
 TOKEN = b"t" * 32
@@ -129,6 +132,37 @@ def test_the_others_do_what_the_first_does():
     assert {version for _, _, versions, _ in first for version in versions} == {0, 1, 2}
     assert version == same == 2
     assert known == left == 0, "a row that nobody asks for any more is kept"
+
+
+class Talking:
+    """A crew that says the same in each phase, to rows of its own."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def work(self, streams, over):
+        for stream in streams.values():
+            prompts = Ragged.from_rows([torch.arange(9, 12)])
+            stream.rollout.generate(prompts, 2, self.first + torch.arange(2), key=7)
+
+
+def sample_beside() -> list:
+    """Two phases of a rank that trains in between, one of two that share a model."""
+    engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
+    role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
+    crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
+    hybrid = Hybrid({"actor": role}, crew, share, enough=0)
+    for _ in range(2):
+        hybrid.sample()
+        dist.all_reduce(torch.ones(1))
+    return engine.rows
+
+
+def test_those_that_train_sample_by_shares():
+    first, second, third, fourth = run_ranks(4, sample_beside)
+    assert first == second
+    assert third == fourth
+    assert [sorted(id for id, *_ in rows) for rows in (first, third)] == [[0, 0, 1, 1], [20, 20, 21, 21]]
 
 
 class Ahead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import os
 import sys
 import tempfile
@@ -51,7 +52,8 @@ def _failures() -> tuple[type[Exception], ...]:
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
           seed: int) -> LLMEngine:
     """An engine for the model's architecture, with weights that mean nothing yet."""
-    with translated("start"), _surroundings(generation, tp), tempfile.TemporaryDirectory() as folder:
+    with translated("start"), _surroundings(generation, tp), _by_turns(device, tp), \
+            tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
         from workers.engines.vllm.sampling import MODE, Drawing
@@ -68,9 +70,27 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
             **(on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
+        _unname_shared_memory()
     _open.add(id(engine.engine_core.engine_core))
-    _unname_shared_memory()
     return engine
+
+
+@contextlib.contextmanager
+def _by_turns(device: str, tp: int) -> Iterator[None]:
+    """On CPU the ranks of a split model find each other by a name that all such engines of the machine have: those of
+    another group of ranks start before or after, not at the same time."""
+    if device != "cpu" or tp == 1:
+        yield
+        return
+    turn = os.open("/dev/shm", os.O_RDONLY)  # where these names are
+    try:
+        if dist.get_rank() == 0:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        dist.barrier()
+        yield
+        dist.barrier()
+    finally:
+        os.close(turn)
 
 
 def _unname_shared_memory() -> None:
