@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from distflow.schema.contract import Contract
+from distflow.schema.contract import ENGINE_TYPES, Contract
 from distflow.schema.errors import Mistake
 from distflow.schema.plan import KEEP, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from distflow.schema.spec import Spec
@@ -50,6 +50,13 @@ class Halves:
         shares, rest = divmod(self.trainer, self.model.width)
         return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
+    def notes(self, spec: Spec) -> tuple[str, ...]:
+        """What nobody may have meant."""
+        if self.samplers or spec.run.validation is None:
+            return ()
+        return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
+                "ranks over which that of a rollout is split do not divide them",)
+
     def elsewhere(self, training: bool) -> frozenset[str]:
         """The nodes that one half does not run."""
         return self.nodes if training else frozenset(self.chain) - self.nodes
@@ -76,7 +83,7 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
-    mistakes += _check_fans(spec, crossing, flows)
+    mistakes += _check_fans(spec, crossing, flows) + _check_hybrid(spec, sampling, nodes, chain)
     trainer, model, found = _sizes(spec, sampling, ranks)
     fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
     replicas = max((ranks - trainer) // model.width, 1)
@@ -201,6 +208,18 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
     return []
 
 
+def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Mistake]:
+    """That those that train have what they sample with."""
+    there = {spec.dag.nodes[node].role for node in chain
+             if node not in nodes and spec.dag.nodes[node].type in ENGINE_TYPES}
+    alone = [node for node in sampling if spec.dag.nodes[node].role not in there]
+    if spec.run.mode != "semi_sync" or not alone:
+        return []
+    what = (f"in mode semi_sync ranks that train sample too, but role `{spec.dag.nodes[alone[0]].role}` of node "
+            f"`{alone[0]}` only samples, so that they do not have it")
+    return [Mistake(what, spec.dag_source.spot(("nodes", alone[0]), key=True), "Instead:  mode: async")]
+
+
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Mistake]]:
     """How many ranks train, how a rollout holds its model, and what is wrong with that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
@@ -213,28 +232,29 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
         what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
         remedy = "Start 2 ranks (--ranks 2), or  mode: sync"
         return 1, Layout(1), [Mistake(what, spec.run_source.spot(("mode",)), remedy)]
-    if count >= ranks:
-        what = f"groups.rollout: {count} of {ranks} ranks sample, which leaves none to train"
-        remedy = f"Instead:  groups: {{rollout: {(ranks - 1) // width * width}}}  or less" if ranks > width else \
-            f"Start at least {width + 1} ranks"
+    hybrid = mode == "semi_sync"
+    fitting = [some for some in range(width, ranks, width) if not hybrid or not (ranks - some) % width]
+    if count not in fitting:
+        what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width)}"
+        more = f"a multiple of {width} ranks, {2 * width} or more" if hybrid else f"at least {width + 1} ranks"
+        nearest = min(fitting, key=lambda some: abs(some - count), default=0)
+        remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
         return 1, Layout(1), [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
-    return ranks - count, model, _check_width(spec, sampling, split, ranks, count, width) if split else []
+    return ranks - count, model, _check_role(spec, sampling, split) if width > 1 else []
 
 
-def _check_width(spec: Spec, sampling: list[str], split: str, ranks: int, count: int, width: int) -> list[Mistake]:
-    """That the ranks which sample can be divided so that each rollout has a model, which node `split` wants so wide."""
-    if width == 1:
-        return []
-    where, alone = spec.run_source.spot(("layouts", split)), f"layouts: {{{split}: {{tp: 1}}}}"
-    if spec.run.mode == "semi_sync" and (ranks - count) % width:
-        what = (f"in mode semi_sync the {ranks - count} ranks that train sample too, and `layouts` wants each model on "
-                f"{width} ranks")
-        return [Mistake(what, where, f"Have a multiple of {width} ranks train, or  {alone}  or  mode: async")]
-    if len({spec.dag.nodes[node].role for node in sampling}) > 1:
-        what = f"several roles sample, and ranks that share a model (`layouts` wants it on {width}) follow one of them"
-        return [Mistake(what, where, f"Instead:  {alone}")]
+def _unfit(ranks: int, count: int, width: int) -> str:
+    """What is wrong with so many ranks that sample, each model on `width` of them."""
+    if count >= ranks:
+        return "which leaves none to train"
     if count % width:
-        fitting = f"groups: {{rollout: {max(count // width, 1) * width}}}"
-        return [Mistake(f"groups.rollout: {count} ranks sample, and `layouts` wants each model on {width} of them",
-                        spec.run_source.spot(("groups", "rollout")), f"A multiple of {width}, as  {fitting}")]
-    return []
+        return f"and `layouts` wants each model on {width} of them"
+    return f"but the {ranks - count} that train do so too in mode semi_sync, and `layouts` wants each model on {width}"
+
+
+def _check_role(spec: Spec, sampling: list[str], split: str) -> list[Mistake]:
+    """That one role samples, if its model is split."""
+    if len({spec.dag.nodes[node].role for node in sampling}) < 2:
+        return []
+    what = "several roles sample, and ranks that share a model, as `layouts` wants it, follow one of them"
+    return [Mistake(what, spec.run_source.spot(("layouts", split)), f"Instead:  layouts: {{{split}: {{tp: 1}}}}")]

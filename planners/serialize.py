@@ -74,7 +74,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
     roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
     generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
-    samplers = halves.samplers if halves and training else {}
+    samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
     tenants = memory.estimate(spec, roles, generating, engines, training)
@@ -95,7 +95,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
         tasks = _tasks(spec, draft, layouts | early_layouts, source)
     if halves:
         tasks = (of_trainer if training else of_rollout)(tasks, halves)
-    notes = notes_of(spec, bound, flows, _generating(spec, bound))
+    notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock,
                 early, tuple(samplers.items()))
 

@@ -25,7 +25,7 @@ from distflow.robust.neighbour import Neighbour, ring
 from distflow.robust.snapshots import Snapshots
 from distflow.robust.watchman import Watchman
 from distflow.schema.errors import DistflowError, InvalidInput
-from distflow.schema.plan import Plan
+from distflow.schema.plan import ROLLOUT, Plan
 from distflow.schema.robust import Robust
 from workers.channel import HOST
 
@@ -223,8 +223,9 @@ def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
     Raises:
         InvalidInput: the ranks of one are on two machines.
     """
-    for group in plan.groups[1:]:
-        width = group.plan.ranks
+    for group in plan.groups:
+        width = group.plan.ranks if group.name == ROLLOUT else max(
+            (layout.width for _, layout in group.plan.samplers), default=1)
         for first in range(group.first, group.last + 1, width):
             if first // local < (first + width - 1) // local:
                 raise InvalidInput(f"--machines {machines}: ranks {first} to {first + width - 1} sample with one "

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,12 +108,16 @@ class Crew:
                           for stream in streams.values())
         works = [partial(self._take_prompts, over), self._finish_prompts, *others]
         with ThreadPoolExecutor(len(works), "crew") as threads:
-            for work in works:
-                threads.submit(work).add_done_callback(self._notice)
+            under_way = [threads.submit(work) for work in works]
+            for work in under_way:
+                work.add_done_callback(self._notice)
             try:
                 first()
             finally:
                 self.ended = True
+            while wait(under_way, _MOMENT).not_done:
+                for stream in streams.values():
+                    stream.rollout.candidates("")  # ranks that follow hear that this one is there
         for name in streams:
             self.roles[name].many = None
         if self.failure is not None:

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from distflow.data.dataloader import Dataloader
 from distflow.data.dock import Dock
+from distflow.schema.errors import RankMissing
 from distflow.schema.plan import TRAINER, Plan
 from distflow.schema.spec import Spec
 from workers.channel import Channel
 from workers.crew import Crew
 from workers.engines.leading import Following, Leading
+from workers.engines.rollout import Rollout
 from workers.engines.stream import Stream
 from workers.roles import Role
 
@@ -53,8 +55,7 @@ class Hybrid:
         with contextlib.ExitStack() as stack:
             engines = {name: stack.enter_context(role.handover.sampling()) for name, role in self.roles.items()}
             if self.crew is None:
-                engine, = engines.values()
-                Following(engine, None, self.share).run()
+                self._follow(*engines.values())
                 return
             if self.share is not None:
                 engines = {name: Leading(engine, self.share) for name, engine in engines.items()}
@@ -62,6 +63,14 @@ class Hybrid:
             self.crew.work(streams, self._have_enough)
             for engine in engines.values():
                 engine.part()
+
+    def _follow(self, engine: Rollout) -> None:
+        try:
+            Following(engine, None, self.share).run()
+        except RankMissing as error:
+            error.add_note(f"rank {dist.get_process_group_ranks(self.share)[0]} takes prompts for this one, which "
+                           "samples with it, and says nothing any more")
+            raise
 
     def _have_enough(self, dock: Dock) -> bool:
         """Another rank of the trainer may have seen it before, and taken its share."""

@@ -64,6 +64,9 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         nodes = {task.node for task in group.plan.chain(0)}
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
                           f" ({group.name}{beside})")
+        for role, layout in group.plan.samplers if plan.mode == "semi_sync" else ():
+            shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""
+            yield f"these ranks sample with `{role}` too, until enough of a step is there (switch_at){shared}"
         if group.plan.early:
             ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))
             yield f"{ahead}: of each prompt as it comes, while others are still sampled (fuse)"

@@ -173,7 +173,8 @@ class Plan:
     early: Plan | None = None
     """Of the trainer: what it runs on the prompts of a step as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
-    """Of the trainer: how it holds the models, by role, with which others sample, if it samples with them itself."""
+    """Of the trainer: how it holds the models, by role, with which others sample, if it samples or validates with
+    them."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode, where all ranks run one chain together. Else this plan is a picture of the whole: each rank
     runs that of its group."""

@@ -89,7 +89,8 @@ def _layout(spec: Spec, costed: Costed, number: int, pool: Pool, tp: int, pp: in
     split = Split(1, tp=tp, pp=pp).split
     apart = problem.mode != SYNC and work.kind == GENERATE
     roles = {each.role for each in problem.works if each.kind == GENERATE}
-    unfit = apart and (pp > 1 or (tp > 1 and (spec.run.mode == "semi_sync" or len(roles) > 1)))
+    hybrid = sum(problem.hardware.all) - sum(pool) if spec.run.mode == "semi_sync" else 0
+    unfit = apart and (pp > 1 or hybrid % tp or (tp > 1 and len(roles) > 1))
     blocks = blocks_of(pool, tp, problem.hardware)
     if unfit or sum(pool) % (tp * pp) or sum(blocks) * tp < sum(pool) \
             or check_split(spec, work.name, (work.role, work.kind == GENERATE), split):

@@ -32,6 +32,7 @@ faults: [{{kind: kill, group: rollout, rank: 2, step: 2, phase: generating}}]
 BESIDE = f"""{SPLIT}mode: semi_sync
 staleness: 0
 groups: {{rollout: 2}}
+faults: [{{kind: kill, group: trainer, rank: 1, step: 2, phase: generating}}]
 """
 
 
@@ -193,8 +194,11 @@ def test_a_run_is_the_same_with_either_engine_and_split(workspace):
 
 
 def test_those_that_train_sample_too_with_a_model_over_two_ranks(workspace):
-    """Ranks 0 and 1 train, and have one model to sample with; 2 and 3 another."""
+    """Ranks 0 and 1 train, and have one model to sample with; 2 and 3 another. Rank 1, which follows, is killed
+    while it samples."""
     ours, split = run(workspace, 1, "ours", "hf"), run(workspace, 4, "split", "vllm", BESIDE)
+    events = [json.loads(line) for line in (workspace / "runs/split/events.jsonl").read_text().splitlines()]
+    assert [event["ranks"] for event in events if event["event"] == "failure"] == [[0, 1]]
     for step, line in ours.items():
         assert split[step]["response/fingerprint"] == line["response/fingerprint"]
         assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)

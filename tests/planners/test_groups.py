@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from harness import ROOT
 
 from distflow.cli.plan import describe
@@ -157,14 +158,26 @@ def test_a_model_that_samples_may_be_split(vllm):
 def test_those_that_train_hold_a_split_model_as_rollouts_do(vllm):
     """To sample with it too, or to validate; if they cannot be divided so, each has all of it to validate."""
     split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2")
-    trainer = planned("grpo.yaml", 6, "groups.rollout=2", "mode=semi_sync", *split)[1].groups[0].plan
+    spec, made = planned("grpo.yaml", 6, "groups.rollout=2", "mode=semi_sync", *split)
+    assert "these ranks sample with `actor` too" in "\n".join(describe(made, spec))
+    trainer = made.groups[0].plan
     assert trainer.layout_of("actor", samples=True) == Layout(2, tp=2)
     assert {(task.layout.dp, task.layout.width) for task in trainer.tasks} == {(4, 1)}, "of rows"
     odd = planned("grpo.yaml", 5, "groups.rollout=2", *split)[1].groups[0].plan
+    assert ["validates with a whole model" in str(each.notes) for each in (trainer, odd)] == [False, True]
     assert odd.layout_of("actor", samples=True) == Layout(3)
     weights = [next(each.bytes for each in each_plan.memory if each.name == "actor: rollout weights")
                for each_plan in (trainer, odd)]
     assert 2 * weights[0] == weights[1]
+
+
+def test_those_that_train_need_what_they_sample_with(tmp_path):
+    """A teacher that only samples is nowhere but on ranks that sample."""
+    shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+    shown["roles"]["teacher"] = {}
+    shown["nodes"]["rollout"]["role"] = "teacher"
+    (tmp_path / "taught.yaml").write_text(yaml.safe_dump(shown))
+    assert "role `teacher` of node `rollout` only samples" in refusal(tmp_path / "taught.yaml", 4, "mode=semi_sync")
 
 
 def test_what_only_other_modes_need_is_noted():
@@ -181,9 +194,12 @@ REFUSED = {
     "sampling that waits for the trainer": (("solver_reviser.yaml", 4), "which runs in the trainer"),
     "hybrid ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "mode=semi_sync",
                                             "groups.rollout=2", "layouts.rollout.tp=2"),
-                                           "the 3 ranks that train sample too, and `layouts` wants each model on 2"),
+                                           "Start a multiple of 2 ranks, 4 or more"),
+    "a rollout too many for those that train": (("grpo.yaml", 8, "roles.actor.rollout=vllm", "mode=semi_sync",
+                                                 "groups.rollout=3", "layouts.rollout.tp=2"),
+                                                "Instead:  groups: {rollout: 2}"),
     "ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "layouts.rollout.tp=2",
-                                     "groups.rollout=3"), "as  groups: {rollout: 2}"),
+                                     "groups.rollout=3"), "Instead:  groups: {rollout: 2}"),
     "a share for each rollout": (("grpo.yaml", 6, "roles.actor.rollout=vllm", "groups.rollout=4",
                                   "layouts.rollout={tp: 2, dp: 2}"), "Leave `dp` out of it"),
     "a split model without ranks": (("grpo.yaml", 2, "roles.actor.rollout=vllm", "layouts.rollout.tp=2"),

@@ -23,6 +23,7 @@ def fork_from_guard(parent: int) -> None:
         parent: the process that has started this one; the child and all that stems from it end with it, even if it
             is killed.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, it would not be sent
     signal.pthread_sigmask(signal.SIG_BLOCK, _NEWS)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
+from distflow.schema.errors import RankMissing
 from distflow.weights.publish import Publisher
 from distflow.weights.pull import Puller
 from workers.engines.leading import Following, Leading
@@ -163,6 +165,24 @@ def test_those_that_train_sample_by_shares():
     assert first == second
     assert third == fourth
     assert [sorted(id for id, *_ in rows) for rows in (first, third)] == [[0, 0, 1, 1], [20, 20, 21, 21]]
+
+
+def left_alone() -> list[str]:
+    """The first rank does something else; what the other one says of it."""
+    share, _ = dist.new_subgroups(2, backend="gloo", timeout=datetime.timedelta(seconds=1))
+    notes = []
+    if dist.get_rank() == 1:
+        role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
+        with pytest.raises(RankMissing) as error:
+            Hybrid({"actor": role}, None, share, enough=0).sample()
+        notes = error.value.__notes__
+    dist.barrier()
+    return notes
+
+
+def test_one_that_follows_says_who_has_left_it():
+    _, notes = run_ranks(2, left_alone)
+    assert any(note.startswith("rank 0 takes prompts for this one") for note in notes)
 
 
 class Ahead:

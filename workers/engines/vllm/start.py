@@ -8,6 +8,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
+from distflow.data.exchange import gather
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation
 from workers.engines.paging import cache_on_cpu
@@ -30,6 +32,8 @@ _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_BLOCK = 32
 """Tokens whose keys and values lie together: prompts share whole blocks only, and vLLM's own choice is 128."""
+_PATIENCE, _MOMENT, _LOOK = 240.0, 1.0, 0.05
+"""Seconds for which engines may wait for others to start, until the other ranks hear of it, and between two looks."""
 _open: set[int] = set()
 """The engines of this process, which share their process groups."""
 
@@ -52,7 +56,7 @@ def _failures() -> tuple[type[Exception], ...]:
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
           seed: int) -> LLMEngine:
     """An engine for the model's architecture, with weights that mean nothing yet."""
-    with translated("start"), _surroundings(generation, tp), _by_turns(device, tp), \
+    with _by_turns(device, tp), translated("start"), _surroundings(generation, tp), \
             tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
@@ -78,19 +82,38 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
 @contextlib.contextmanager
 def _by_turns(device: str, tp: int) -> Iterator[None]:
     """On CPU the ranks of a split model find each other by a name that all such engines of the machine have: those of
-    another group of ranks start before or after, not at the same time."""
+    another group of ranks start before or after, not at the same time.
+
+    Raises:
+        EngineError: on all ranks; others have been starting for too long.
+        RankMissing: a rank has ended meanwhile.
+    """
     if device != "cpu" or tp == 1:
         yield
         return
-    turn = os.open("/dev/shm", os.O_RDONLY)  # where these names are
+    until, turn = time.monotonic() + _PATIENCE, os.open("/dev/shm", os.O_RDONLY)  # where these names are
     try:
-        if dist.get_rank() == 0:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        dist.barrier()
+        while (said := gather(_turn(turn, until))[0]) == b"wait":
+            continue
+        if said == b"late":
+            raise EngineError(f"another engine of this machine has been starting for {_PATIENCE:.0f} s, and two with "
+                              "split models cannot start at once on a CPU. It may hang:  fuser -v /dev/shm  names it")
         yield
-        dist.barrier()
+        gather(b"")
     finally:
+        fcntl.flock(turn, fcntl.LOCK_UN)
         os.close(turn)
+
+
+def _turn(turn: int, until: float) -> bytes:
+    """What the first rank tells the others, within a moment: whether it is their turn."""
+    moment = time.monotonic() + _MOMENT
+    while dist.get_rank() == 0 and time.monotonic() < moment:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return b"ours"
+        time.sleep(_LOOK)
+    return b"wait" if time.monotonic() < until else b"late"
 
 
 def _unname_shared_memory() -> None:
