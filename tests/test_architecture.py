@@ -24,8 +24,7 @@ STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.contained": 0, "work
           "workers.environments": 1, "workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow.launch"}
-MAY_CATCH_ANYTHING = ("distflow.robust.berth", "distflow.robust.seat", "distflow.cli", "distflow.launch",
-                      "workers.contained")
+MAY_CATCH_ANYTHING = ("distflow.robust.berth", "distflow.robust.seat", "distflow.cli", "distflow.launch")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "scipy", "pyarrow", "tokenizers", "networkx"}
 ARRAYS = {"planners.heterogeneous": {"numpy", "scipy"}}
 """Who may compute with arrays on a floor that else does not."""

@@ -218,10 +218,10 @@ def _address(board: str) -> tuple[str, int]:
 
 
 def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
-    """That no machine takes a part of a rollout with it when it goes.
+    """That no model with which ranks sample is split over machines: one that goes would take a part of it along.
 
     Raises:
-        InvalidInput: the ranks of one are on two machines.
+        InvalidInput: one is.
     """
     for group in plan.groups:
         width = group.plan.ranks if group.name == ROLLOUT else max(

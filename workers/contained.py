@@ -13,7 +13,7 @@ def contained(failed: Callable[[BaseException], object], kind: type[BaseExceptio
     so does what is meant for the run and not for one sample (`but`)."""
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, but) or not isinstance(error, kind):
+    except kind as error:
+        if isinstance(error, but):
             raise
         failed(error.with_traceback(error.__traceback__.tb_next))  # as if it were caught where it was raised

@@ -30,7 +30,7 @@ class Hybrid:
         roles: that sample; one, if a model is split over several ranks.
         crew: takes prompts; None on a rank that helps the first of those with which it shares a model.
         share: these ranks; None: this one alone.
-        enough: as many rows of a draw being there, this rank samples no more.
+        enough: as many rows being there, of whichever draws, this rank samples no more.
     """
 
     def __init__(self, roles: Mapping[str, Role], crew: Crew | None, share: dist.ProcessGroup | None, enough: int):

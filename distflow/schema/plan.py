@@ -202,8 +202,8 @@ class Plan:
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """How all ranks together hold the model of a role's engine: the one that samples, or the other one."""
-        if samples and role in dict(self.samplers):
-            return dict(self.samplers)[role]
+        if samples and (held := dict(self.samplers).get(role)):
+            return held
         return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples
                       and task.type != "COMPUTE"], self.ranks)
 

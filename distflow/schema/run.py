@@ -213,7 +213,7 @@ class Run(Document):
     """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
     mode: Literal["sync", "semi_sync", "async"] = "sync"
     """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
-    semi_sync: as async, but those that train sample too, until `switch_at` of a step's prompts are done."""
+    semi_sync: as async, but those that train sample too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
     staleness: NonNegativeInt = 1
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
@@ -223,7 +223,8 @@ class Run(Document):
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins anew."""
     switch_at: float = Field(default=0.5, gt=0, le=1)
-    """The share of a step's prompts after which ranks that do both go over to training (mode semi_sync)."""
+    """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
+    share of a step's, of whichever steps they are."""
     fuse: bool = True
     """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
     prompts that are done while others are still sampled (modes async and semi_sync)."""

@@ -28,18 +28,21 @@ sys.stdin.read()
 
 @pytest.fixture
 def guarded():
-    processes = []
+    processes, hidden = [], []
 
     def start(end: str) -> tuple[subprocess.Popen, int]:
         """A guard whose child ends so when its input is closed, and a process (a pidfd) that hides from it."""
         processes.append(subprocess.Popen([sys.executable, "-c", CHILD.format(end=end)], cwd=ROOT, text=True,
                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        return processes[-1], os.pidfd_open(int(processes[-1].stdout.readline()))
+        hidden.append(os.pidfd_open(int(processes[-1].stdout.readline())))
+        return processes[-1], hidden[-1]
 
     yield start
     for process in processes:
         with process:
             process.kill()
+    for each in hidden:
+        os.close(each)
 
 
 def gone(process: int) -> bool:

@@ -96,8 +96,9 @@ def _by_turns(device: str, tp: int) -> Iterator[None]:
         while (said := gather(_turn(turn, until))[0]) == b"wait":
             continue
         if said == b"late":
-            raise EngineError(f"another engine of this machine has been starting for {_PATIENCE:.0f} s, and two with "
-                              "split models cannot start at once on a CPU. It may hang:  fuser -v /dev/shm  names it")
+            raise EngineError(f"other engines of this machine have been starting for {_PATIENCE:.0f} s, and two with "
+                              "split models cannot start at once on a CPU. It is the turn of "
+                              f"{_whose(turn)}, which may hang")
         yield
         gather(b"")
     finally:
@@ -114,6 +115,13 @@ def _turn(turn: int, until: float) -> bytes:
             return b"ours"
         time.sleep(_LOOK)
     return b"wait" if time.monotonic() < until else b"late"
+
+
+def _whose(turn: int) -> str:
+    """Who has the lock, as far as the kernel tells."""
+    place = f":{os.fstat(turn).st_ino}"
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
+    return "process " + next((lock[4] for lock in locks if lock[5].endswith(place)), "unknown")
 
 
 def _unname_shared_memory() -> None:
