@@ -82,12 +82,17 @@ def stalled(sight: Sight, *, seconds: float = 300.0, busy: float = 1800.0) -> st
 
 
 @detector
-def no_tokens(sight: Sight, *, seconds: float = 60.0, answer: float = 10.0) -> str | None:
-    """No token sampled for this long, and then no answer either. Waiting for prompts, tools or weights is no silence:
-    it is another phase."""
-    if sight.phase == "generating" and sight.silent > seconds and sight.mute > answer:
+def no_tokens(sight: Sight, *, seconds: float = 60.0, answer: float = 10.0, stuck: float = 600.0) -> str | None:
+    """No token sampled for this long, and then no answer either; or, while it answers, none for `stuck`: ranks that
+    share a model wait in a collective for one of them. Waiting for prompts, tools or weights is no silence: it is
+    another phase."""
+    if sight.phase != "generating" or sight.silent <= seconds:
+        return None
+    if sight.mute > answer:
         return (f"has sampled no token for {sight.silent:.0f} s and does not answer for {sight.mute:.0f} s "
                 "(detector `no_tokens`)")
+    if sight.silent > max(seconds, stuck):
+        return f"has sampled no token for {sight.silent:.0f} s, though it answers (detector `no_tokens`)"
     return None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from distflow.observe.events import record
@@ -63,6 +64,14 @@ class Pulse:
             page.phase, page.since = PHASES.index(phase), time.monotonic()
         page.progress += 1
         self.happens(phase)
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """For a while, this worker does something else."""
+        before = self.read().phase
+        self.enter(phase)
+        yield
+        self.enter(before)
 
     def happens(self, phase: Phase) -> None:
         """This is done too, beside the phase that the worker is in."""

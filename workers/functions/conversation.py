@@ -6,6 +6,7 @@ differ by is the rounding of their log-probabilities.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -135,7 +136,8 @@ class _Talking:
         if self.session.busy:
             return self.host.turns()
         start = time.perf_counter()
-        found = self.host.turns(math.inf)
+        with contextlib.nullcontext() if self.session.shared else pulse.current().within("tools"):
+            found = self.host.turns(math.inf)
         until = time.perf_counter() + (0.0 if self.session.shared else step)
         while self.host.busy and (rest := until - time.perf_counter()) > 0:
             found += self.host.turns(rest)

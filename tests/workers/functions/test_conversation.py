@@ -12,6 +12,7 @@ import torch
 from distflow.data.batch import Ragged
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
+from distflow.robust import pulse
 from distflow.schema.errors import RewardsFailed
 from distflow.schema.registry import Turn
 from distflow.schema.run import Generation
@@ -187,7 +188,7 @@ class Late:
     """Answers the even rows at once, and the odd ones when nothing is left to sample."""
 
     def __init__(self, log):
-        self.log, self.asked = log, []
+        self.log, self.asked, self.waited_in = log, [], set()
 
     @property
     def busy(self):
@@ -198,6 +199,8 @@ class Late:
         self.log.append(("ask", row))
 
     def turns(self, patience=0.0):
+        if patience > 60:
+            self.waited_in.add(pulse.current().read().phase)
         ready = [row for row in self.asked if row % 2 == 0] or (self.asked if patience > 60 else [])
         self.asked = [row for row in self.asked if row not in ready]
         self.log += [("answer", row) for row in ready]
@@ -209,9 +212,13 @@ class Late:
 def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkeypatch):
     """The rows with a quick environment come to their ends before any of the slow ones has answered once."""
     log = []
-    monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(Late(log)))
+    late = Late(log)
+    monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(late))
+    pulse.current().enter("generating")
     found = talk(role, prompts)
     assert found.turns.tolist() == [3] * 6
+    assert late.waited_in == {"tools"}  # it is no silence
+    assert pulse.current().read().phase == "generating"
     first_late = log.index(next(event for event in log if event[0] == "answer" and event[1] % 2))
     assert {row: log[:first_late].count(("answer", row)) for row in (0, 2, 4)} == {0: 3, 2: 3, 4: 3}
     assert all(log[:first_late].count(("ask", row)) == 1 for row in (1, 3, 5))
