@@ -8,6 +8,7 @@ into it is gone, and a free one is used again: fresh pages cost six times what w
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import weakref
@@ -126,7 +127,11 @@ def machine_name() -> str:
     if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
+        return f"{_boot()}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
     except OSError:
         return ""  # a sandbox that shows less of /proc
+
+
+@functools.cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
