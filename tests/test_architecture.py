@@ -20,7 +20,7 @@ OURS = ("distflow", "planners", "workers")
 FLOORS = {"distflow": 0, "distflow.schema": 0, "planners": 1, "distflow.data": 2, "distflow.weights": 2,
           "distflow.robust": 2, "distflow.observe": 2, "workers": 3, "distflow.cli": 4, "distflow.launch": 4,
           "benchmarks": 4}
-STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.contained": 0, "workers.rewards": 1,
+STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.contained": 0, "workers.failures": 0, "workers.rewards": 1,
           "workers.environments": 1, "workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow.launch"}

@@ -45,6 +45,8 @@ class Arrivals:
         self.brought, self.fusion = Brought(plan, channel.rows), fusion
         self.leases: list[Lease] = []
         """Of the step, on the rank that commits them."""
+        self.leased = 0
+        """Draws of the step that have come."""
         self.rows: Batch | None = None
         self.ordered = self.drawn_before
         """Draws that rollouts may sample."""
@@ -71,7 +73,7 @@ class Arrivals:
             self.begun = True
         self._order()
         if self.hybrid is not None:
-            self.hybrid.sample()
+            self.hybrid.sample(self.leased)
         self.loader.position += self.loader.batch
         self.dock.doing(f"waiting for the samples of step {number}")
         until = time.monotonic() + self.limit
@@ -79,6 +81,7 @@ class Arrivals:
             self.fusion.run(self.dock, number, until)
         lease = self.dock.lease(TRAINER, self.loader.batch * channel.rows, wait=max(until - time.monotonic(), 0.0),
                                 step=number, share=self.rank, shares=self.plan.ranks)
+        self.leased += 1
         self.rows = self.dock.fetch(lease)
         if self.rank == 0:
             self.leases.append(lease)
@@ -99,7 +102,7 @@ class Arrivals:
         under way the dock keeps the rows, for a worker that starts from the state before."""
         for lease in self.leases:
             self.dock.commit(lease)
-        self.leases = []
+        self.leases, self.leased = [], 0
         if self.drawn_before != self.draws:  # nobody samples after the last draw
             self.publish()
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData
+from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.databuffer import Databuffer
 from distflow.data.dock import Consumer, Dock
 from distflow.data.dock.child import Child, start
 from distflow.data.dock.layout import Address
@@ -127,6 +128,29 @@ class Brought:
         for task, times in self.tasks:
             part = rows if times == 1 else rows.select(torch.arange(0, len(rows), times))
             yield task, {name: part[f"{task.node}/{name}"] for name in task.writes}, part.ids // times
+
+
+def crossing(plan: Plan, buffer: Databuffer) -> Batch:
+    """What the other group needs of these rows; what belongs to several of them is repeated."""
+    tasks = {task.node: task for task in plan.tasks}
+    finest = max(plan.dock, key=lambda move: len(tasks[move.producer].out_fan)).producer
+    ids = buffer.shelves[finest, tasks[finest].layout].ids
+    columns = {}
+    for move in plan.dock:
+        task = tasks[move.producer]
+        part = buffer.shelves[task.node, task.layout]
+        times = len(ids) // len(part)
+        if times > 1:
+            part = part.select(torch.arange(len(part)).repeat_interleave(times))
+        columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
+    return Batch(ids, columns)
+
+
+def reported(reports: list[bytes], rows: int) -> Ragged:
+    """A column that has each prompt's report in the first of its rows, and nothing in the others."""
+    lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
+    lengths[::rows] = torch.tensor([len(report) for report in reports])
+    return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)
 
 
 def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, Shelves
 from distflow.data.dataloader import Dataloader
 from distflow.data.dock import Dock, DockError, LeaseLost, Overdue
@@ -34,7 +34,7 @@ from distflow.schema.contract import ENGINE_TYPES
 from distflow.schema.errors import DistflowError
 from distflow.schema.plan import KEEP, ROLLOUT, Fans, Plan, Task
 from distflow.schema.spec import Spec
-from workers.channel import REPORT, Channel
+from workers.channel import REPORT, Channel, crossing, reported
 from workers.engines.sampling import key_of
 from workers.engines.stream import Stopped, Stream
 from workers.execution import Execution
@@ -91,15 +91,19 @@ class Crew:
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
         self.doing = ""
+        self.awaited: dict[str, int] = {}
+        """Versions of weights that prompts need, by role."""
         self.failure: BaseException | None = None
-        self.ended = False
+        self.ended = self.told = False
+        """Whether no more is sampled; and whether that is because `over` said so."""
         self.put = threading.Event()
         """All prompts that were sampled are in the dock."""
 
     def work(self, streams: Mapping[str, Stream], over: Callable[[Dock], bool]) -> None:
         """Take prompts and sample until `over`, which is asked now and then. Prompts under way are given back then,
         with what there is of them, and those that are sampled are put into the dock."""
-        self.streams, self.ended, self.failure, self.held, self.unfinished = streams, False, None, {}, {}
+        self.streams, self.failure, self.held, self.unfinished = streams, None, {}, {}
+        self.ended = self.told = False
         self.sampled = queue.SimpleQueue()
         self.put.clear()
         for name, stream in streams.items():
@@ -128,9 +132,10 @@ class Crew:
         return self.ended or self.failure is not None
 
     def _notice(self, job: Future[None]) -> None:
-        """An error in any thread ends the worker; unless the run is over, when the dock has gone."""
+        """An error in any thread ends the worker; unless the run is over, when the dock has gone. Where this rank only
+        goes over to training, it is not."""
         error = job.exception()
-        if isinstance(error, DistflowError) and (self.ended or self.channel.over):
+        if isinstance(error, DistflowError) and self.leads and (self.told or self.channel.over):
             self.ended = True
         elif error is not None and not isinstance(error, Stopped):
             self.failure = self.failure or error
@@ -152,22 +157,31 @@ class Crew:
         """Give each prompt to a thread."""
         room = threading.Semaphore(self.most)
         with ThreadPoolExecutor(self.most, "prompt") as pool:
-            while not (self.over or over(dock)):
-                self._renew_leases(dock)
-                if not room.acquire(timeout=_MOMENT):
-                    continue
-                try:
-                    lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
-                except Overdue:
-                    room.release()
-                    continue
-                self.held[lease.number] = (lease, time.monotonic())
-                saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
-                metrics = Metrics()
-                with recording(metrics):
-                    prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
-                pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
-            self.ended = True
+            try:
+                while not (self.over or self._is_told(over(dock))):
+                    self._renew_leases(dock)
+                    if room.acquire(timeout=_MOMENT) and not self._begin_one(dock, pool, room):
+                        room.release()
+            finally:
+                self.ended = True  # prompts under way do not outlast a dock that fails
+
+    def _is_told(self, over: bool) -> bool:
+        self.told = over
+        return over
+
+    def _begin_one(self, dock: Dock, pool: ThreadPoolExecutor, room: threading.Semaphore) -> bool:
+        """Whether there was a prompt."""
+        try:
+            lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
+        except Overdue:
+            return False
+        self.held[lease.number] = (lease, time.monotonic())
+        saved = dock.saved(lease) if self.shared else (_NOTHING, lease.turns[:0])
+        metrics = Metrics()
+        with recording(metrics):
+            prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
+        pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
+        return True
 
     def _hand_over(self, dock: Dock) -> None:
         """Save what there is of prompts under way, for those who go on."""
@@ -180,7 +194,9 @@ class Crew:
                     events.record("begun rows lost", rows=len(begun), reason=str(error))
 
     def _renew_leases(self, dock: Dock) -> None:
-        dock.doing(self.doing)
+        late = [f"version {version} of the weights of `{name}`" for name, version in self.awaited.items()
+                if self.streams[name].version < version]
+        dock.doing(f"waiting for {late[0]} (why: `weights_late` in events.jsonl)" if late else self.doing)
         for number, (lease, since) in list(self.held.items()):
             if time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so
@@ -193,10 +209,12 @@ class Crew:
                 room: threading.Semaphore) -> None:
         """One prompt up to the last node that samples, of which others may have saved some turns."""
         step = int(prompt.ids) // self.channel.prompts
+        metrics.step = step
         if self.leads:
             pulse.current().begin(step + 1)
         try:
             for name, version in self.channel.versions_of(int(lease.versions[0])).items():
+                self.awaited[name] = version
                 self.streams[name].wait(version)
             with recording(metrics):
                 buffer = self._buffer(metrics)
@@ -227,14 +245,15 @@ class Crew:
 
     def _finish(self, dock: Dock, step: int, some: list[_Sampled]) -> None:
         metrics = Metrics()
+        metrics.step = step
         with recording(metrics):
             buffer = self._buffer(metrics)
             buffer.shelves = functools.reduce(_joined, (each.shelves for each in some))
             self._run(self.tail, buffer, step)
         some[0].metrics.add_all(metrics.take())
-        reports = _reports([each.metrics.take() for each in some], self.channel.rows)
+        reports = reported([each.metrics.take() for each in some], self.channel.rows)
         dock.doing(f"putting samples of step {step}")
-        dock.put(self._crossing(buffer).with_columns({REPORT: reports}), wait=self.spec.run.wait_limit)
+        dock.put(crossing(self.plan, buffer).with_columns({REPORT: reports}), wait=self.spec.run.wait_limit)
         for each in some:
             self.held.pop(each.lease.number, None)
             try:
@@ -265,28 +284,6 @@ class Crew:
     def _buffer(self, metrics: Metrics) -> Databuffer:
         return Databuffer(self.plan, 0, metrics, limit=self.spec.run.wait_limit)
 
-    def _crossing(self, buffer: Databuffer) -> Batch:
-        """What the trainer needs of these rows; what belongs to several of them is repeated."""
-        tasks = {task.node: task for task in self.plan.tasks}
-        finest = max(self.plan.dock, key=lambda move: len(tasks[move.producer].out_fan)).producer
-        ids = buffer.shelves[finest, tasks[finest].layout].ids
-        columns = {}
-        for move in self.plan.dock:
-            task = tasks[move.producer]
-            part = buffer.shelves[task.node, task.layout]
-            times = len(ids) // len(part)
-            if times > 1:
-                part = part.select(torch.arange(len(part)).repeat_interleave(times))
-            columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
-        return Batch(ids, columns)
-
 
 def _joined(first: Shelves, second: Shelves) -> Shelves:
     return {key: joined(first[key], batch) for key, batch in second.items()}
-
-
-def _reports(reports: list[bytes], rows: int) -> Ragged:
-    """A column that has each prompt's report in the first of its rows, and nothing in the others."""
-    lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
-    lengths[::rows] = torch.tensor([len(report) for report in reports])
-    return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)

@@ -194,6 +194,7 @@ class DagWorker:
             self.step = step
             self.execution.seconds.clear()
             torch.manual_seed(key_of(self.spec.run.seed, step))
+            current().step = step
             for role in self.roles.values():
                 role.step = step
             yield step

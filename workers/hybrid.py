@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,10 +32,12 @@ class Hybrid:
         crew: takes prompts; None on a rank that helps the first of those with which it shares a model.
         share: these ranks; None: this one alone.
         enough: as many rows being there, of whichever draws, this rank samples no more.
+        limit: nor if it has seen no more of them for as many seconds.
     """
 
-    def __init__(self, roles: Mapping[str, Role], crew: Crew | None, share: dist.ProcessGroup | None, enough: int):
-        self.roles, self.crew, self.share, self.enough = roles, crew, share, enough
+    def __init__(self, roles: Mapping[str, Role], crew: Crew | None, share: dist.ProcessGroup | None, enough: int,
+                 limit: float):
+        self.roles, self.crew, self.share, self.enough, self.limit = roles, crew, share, enough, limit
 
     @classmethod
     def of(cls, spec: Spec, rollout: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],
@@ -48,10 +51,12 @@ class Hybrid:
             crew = Crew(spec, rollout, functions, roles, loader, channel, f"trainer {rank}, which samples",
                         channel.ranks // width)
         sampling = {task.role: roles[task.role] for task in rollout.tasks if task.samples}
-        return cls(sampling, crew, share, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows)
+        return cls(sampling, crew, share, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
+                   spec.run.wait_limit)
 
-    def sample(self) -> None:
-        """With the weights that this rank has. Collective."""
+    def sample(self, draws: int) -> None:
+        """With the weights that this rank has; `draws`: of this step that the trainer has already. Collective."""
+        self.draws, self.ready, self.changed = draws, 0, time.monotonic()
         with contextlib.ExitStack() as stack:
             engines = {name: stack.enter_context(role.handover.sampling()) for name, role in self.roles.items()}
             if self.crew is None:
@@ -73,9 +78,14 @@ class Hybrid:
             raise
 
     def _have_enough(self, dock: Dock) -> bool:
-        """Another rank of the trainer may have seen it before, and taken its share."""
+        """Another rank of the trainer may have seen it before, and taken its share. Where nothing comes any more, the
+        trainer's wait for these rows says who has them."""
         consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
-        return any(each["leases"] or each["ready"] >= self.enough for each in consumers)
+        ready, now = sum(each["ready"] for each in consumers), time.monotonic()
+        if ready != self.ready:
+            self.ready, self.changed = ready, now
+        return ready >= self.enough or sum(each["leases"] for each in consumers) > self.draws or \
+            now - self.changed > self.limit
 
 
 def _stay_in_touch(stream: Stream) -> None:

@@ -18,6 +18,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[str, float, float]] = {}
+        self.step = 0
+        """Of which these are; parts of several may come one after the other."""
         self.scope = ""
         """What is reported is also reported as NAME/SCOPE, so that nodes that run one function can be told apart."""
 

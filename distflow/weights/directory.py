@@ -94,6 +94,8 @@ class Directory:
         """Change what this process's entry says; it does nothing if that changes nothing."""
         with self.lock:
             changed = replace(self.mine, **changes)
+            if self.over.is_set():  # the last pullers are being hung up on
+                return
             if changed != self.mine or not self.mine.beat:
                 self.mine = replace(changed, beat=self.mine.beat + 1)
                 self.store.set(f"holder/{self.mine.who}", self.mine.pack())
@@ -103,9 +105,9 @@ class Directory:
         with self.lock:
             self.mine = replace(self.mine, **changes)
 
-    def newest(self) -> int:
-        """The number of the newest version; -1 if there is none."""
-        return int(self.read(_NEWEST) or -1)
+    def newest(self) -> str:
+        """The key of the newest version; empty if there is none."""
+        return self.read(_NEWEST)
 
     def heads(self) -> list[Head]:
         """The versions that were published last, the newest first; all of them whole."""
@@ -117,7 +119,7 @@ class Directory:
         expected, text = (_lines(heads) for heads in (old, [head, *old][:_KEPT]))
         if self.store.compare_set(_HEADS, expected, text).decode() != text:
             return False
-        self.store.set(_NEWEST, str(head.version))
+        self.store.set(_NEWEST, head.key)
         return True
 
     def holders(self, age: float = 0.0) -> dict[str, Entry]:

@@ -113,6 +113,11 @@ def key(version: int, team: str) -> str:
     return f"{version}.{team}"
 
 
+def version_of(key: str) -> int:
+    """The number in a key; -1 if that is empty."""
+    return int(key.partition(".")[0] or -1)
+
+
 class Share(NamedTuple):
     """A part as the head names it: the digest of its manifest, bytes, chunks."""
 

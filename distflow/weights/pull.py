@@ -16,7 +16,7 @@ from distflow.weights.directory import Directory, Entry, Held
 from distflow.weights.errors import WeightsLate, WeightsLost
 from distflow.weights.gather import Gather
 from distflow.weights.holding import Holding
-from distflow.weights.manifest import Head, Part
+from distflow.weights.manifest import Head, Part, version_of
 from distflow.weights.source import Source
 from distflow.weights.supplier import Connections, Supplier
 from distflow.weights.transport import transports
@@ -55,6 +55,10 @@ class Puller:
 
     def newest(self) -> int:
         """The version on the board, -1 if none. It may fall when a trainer goes back to a checkpoint."""
+        return version_of(self.newest_key())
+
+    def newest_key(self) -> str:
+        """The same as a key, which differs where another start of the trainer has used the number again."""
         return self.directory.newest()
 
     def wait(self, version: int, seconds: float) -> int:

@@ -167,7 +167,11 @@ class Source:
             client.line.send({"gone": True})
             return
         place = holding.place(run)
-        client.outlet.give(client.line, self._have(client, holding), place)
+
+        def moved(_: int) -> None:
+            client.heard = time.monotonic()  # a slow link is no silence
+
+        client.outlet.give(client.line, self._have(client, holding), place, moved)
         self.sent += len(place)
 
     def _holding(self, key: str) -> Holding:

@@ -120,7 +120,7 @@ class Supplier:
             OSError: the source is lost.
         """
         header, size = self.line.receive()
-        if "gone" in header:
+        if "gone" in header or "error" in header:
             raise Gone(f"{self.who} does not have it any more")
         self._learn(header)
         self.inlet.take(self.line, size, part, span, into, moved)

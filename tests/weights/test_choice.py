@@ -72,8 +72,8 @@ def test_who_shows_no_sign_of_life_disappears(pair):
 def test_a_version_is_revealed_once(pair):
     ours, theirs = pair
     first, second = Head(1, "x", (Share("d", 5, 1),)), Head(2, "x", (Share("e", 5, 1),))
-    assert (ours.newest(), ours.heads()) == (-1, [])
+    assert (ours.newest(), ours.heads()) == ("", [])
     assert ours.reveal(first, [])
     assert not theirs.reveal(second, []), "somebody was faster"
     assert theirs.reveal(second, theirs.heads())
-    assert (ours.newest(), ours.heads()) == (2, [second, first])
+    assert (ours.newest(), ours.heads()) == (second.key, [second, first])

@@ -2,11 +2,13 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from distflow.observe.events import Events
 from distflow.weights.buffers import Buffers
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport import transports
@@ -107,3 +109,16 @@ def test_buffers_are_used_again_when_nobody_looks_at_them():
     assert other.ctypes.data != address, "a view is left"
     del piece
     assert buffers.take(4096).ctypes.data == address
+
+
+@UCX
+def test_ucx_that_cannot_start_says_why_or_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("UCX_TLS", "no_such_way")
+    with pytest.raises(NoTransport, match="cannot start: .*UCX_TLS=no_such_way. Correct them, or set  transport: tcp"):
+        transports("ucx", Buffers(), b"t" * 32)
+    events = Events()
+    events.open(tmp_path / "events.jsonl", 0)
+    monkeypatch.setattr("distflow.observe.events._current", events)
+    assert "ucx" not in transports("auto", Buffers(), b"t" * 32)
+    (said,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (said["event"], said["transport"]) == ("transport_left_out", "ucx")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.data.dock import Consumer, Dock, Overdue, Service
+from distflow.data.dock import Consumer, Dock, DockError, Overdue, Service
 from distflow.observe.events import Events
+from distflow.schema.errors import RewardsFailed
 from distflow.schema.plan import TRAINER
 from distflow.schema.spec import load
 from planners import plan
@@ -20,6 +22,7 @@ from workers.arrivals import Arrivals
 from workers.channel import REPORT, Channel
 from workers.crew import Crew
 from workers.fusion import Fusion
+from workers.hybrid import Hybrid
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -81,6 +84,37 @@ def test_begun_rows_that_the_dock_refuses_are_told_and_the_others_handed_over(ch
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["rows"]) == ("begun rows lost", 1)
     assert "never fit into warehouse 0" in event["reason"]
+
+
+@pytest.mark.parametrize(("leads", "told", "over", "fails"), [
+    (True, True, False, False), (True, False, True, False), (True, False, False, True),
+    (False, True, False, True)])  # a rank that goes over to training is not done with what it sampled
+def test_errors_count_unless_the_run_is_over(leads, told, over, fails):
+    job, crew = Future(), SimpleNamespace(leads=leads, told=told, channel=SimpleNamespace(over=over), failure=None)
+    job.set_exception(RewardsFailed("all of them"))
+    Crew._notice(crew, job)
+    assert (crew.failure is not None) == fails
+
+
+def test_a_dock_that_fails_ends_what_is_sampled_at_once():
+    """Not only when all prompts under way have come to their ends."""
+    def fail(dock):
+        raise DockError("it has gone")
+
+    crew = SimpleNamespace(most=1, over=False, ended=False, _is_told=bool, _renew_leases=fail)
+    with pytest.raises(DockError, match="it has gone"):
+        Crew._lease_prompts(crew, None, lambda dock: False)
+    assert crew.ended
+
+
+@pytest.mark.parametrize(("leases", "ready", "silent", "enough"), [
+    (1, 3, 0.0, False),  # of the draw before, which is in this step too
+    (2, 0, 0.0, True), (1, 4, 0.0, True), (1, 3, 11.0, True)])
+def test_when_a_rank_that_trains_samples_no_more(leases, ready, silent, enough):
+    hybrid = Hybrid({}, None, None, enough=4, limit=10.0)
+    hybrid.draws, hybrid.ready, hybrid.changed = 1, 3, time.monotonic() - silent
+    status = [{"controllers": {TRAINER: {"leases": leases, "ready": ready}}}, {"controllers": {}}]
+    assert hybrid._have_enough(SimpleNamespace(status=lambda: status)) == enough
 
 
 def ready(dock: Dock) -> int:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from distflow.observe.events import record
 from distflow.robust import pulse
 from distflow.weights.assembled import Weights
 from distflow.weights.errors import WeightsLate
+from distflow.weights.manifest import version_of
 from distflow.weights.pull import Puller
 
 _MOMENT = 0.05
 """Seconds between two looks at the board."""
 _PATIENCE = 5.0
 """Seconds of pulling after which the thread looks whether it is over."""
+_AGAIN = 1.0
+"""Seconds until a version that nobody has is asked for again."""
 
 
 class Updates:
     """Pulls each new version in a thread of its own."""
 
     def __init__(self, puller: Puller, version: int):
-        """`version`: of the weights that the engine has."""
-        self.puller, self.version = puller, version
+        """`version`: of the weights that the engine has from its files."""
+        self.puller, self.version, self.key = puller, version, ""
+        self.missed = ""
+        """The version that could not be pulled."""
         self.fresh: Weights | None = None
         self.changed = threading.Condition()
         self.over = False
@@ -40,7 +45,7 @@ class Updates:
 
     def loaded(self) -> None:
         """The engine has them."""
-        self.version = self.fresh.version
+        self.version, self.key = self.fresh.version, self.fresh.key
         self.drop()
 
     def drop(self) -> None:
@@ -58,12 +63,28 @@ class Updates:
 
     def _pull(self) -> None:
         while not self.over:
-            if self.puller.newest() > self.version:
+            newest = self.puller.newest_key()
+            if newest != self.key if self.key else version_of(newest) > self.version:
                 pulse.current().happens("pulling")
-                with contextlib.suppress(WeightsLate):  # it goes on where it stood
-                    weights = self.puller.pull(seconds=_PATIENCE)
-                    with self.changed:
-                        self.fresh = weights
-                        self.changed.wait_for(lambda: self.fresh is None or self.over)
+                self._pull_one(newest)
             with self.changed:
                 self.changed.wait_for(lambda: self.over, timeout=_MOMENT)
+
+    def _pull_one(self, newest: str) -> None:
+        try:
+            weights = self.puller.pull(seconds=_PATIENCE)
+        except WeightsLate as error:  # it goes on where it stood
+            self._miss(newest, str(error))
+            return
+        with self.changed:
+            if weights.key == self.key:  # those that are here are no news
+                self._miss(newest, "no process that lives has all of it: the trainer may have died")
+                self.changed.wait_for(lambda: self.over, timeout=_AGAIN)
+                return
+            self.fresh = weights
+            self.changed.wait_for(lambda: self.fresh is None or self.over)
+
+    def _miss(self, newest: str, why: str) -> None:
+        if self.missed != newest:
+            self.missed = newest
+            record("weights_late", who=self.puller.who, version=version_of(newest), why=why)

@@ -27,9 +27,9 @@ from distflow.schema.registry import Environment
 from workers.engines.chat import Between
 from workers.engines.rollout import Row, Session
 from workers.environments.host import Host
-from workers.environments.losses import losses_of
 from workers.environments.process import Failure, Hosting
 from workers.environments.reception import Guest, environments_for
+from workers.failures import failures_of
 from workers.functions.rollout import fingerprint
 from workers.roles import Role
 
@@ -78,7 +78,7 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
         talking.run(talks)
     _report(talks, ids, environment, None if session.shared else talking.idle)
     failures = [talk.failure for talk in talks if talk.failure]
-    if losses_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
+    if failures_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
         raise RewardsFailed(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a "
                             f"row; the last: {failures[-1].reason}")
     return _columns(talks, engine)

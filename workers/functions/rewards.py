@@ -47,13 +47,13 @@ def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Re
     scores = scorer.score({**given, "completions": completions, "answers": answers, "row": names}, names)
     rewards, keep = torch.tensor(scores.rewards, dtype=torch.float32), torch.tensor(scores.keep, dtype=torch.bool)
     _note(scores, rewards[keep], names)
-    scorer.count(scores)
+    scorer.count(scores, current().step)
     return rewards, keep
 
 
 @functools.cache
 def _scorer(scope: str, settings: str) -> Scorer:
-    """One for each node, as it counts the steps."""
+    """One for each node, as it counts what fails."""
     return Scorer(**json.loads(settings))
 
 

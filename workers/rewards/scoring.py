@@ -14,6 +14,7 @@ from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you
 from distflow.schema.recipe import Path, Recipe, Term, read_recipe
 from distflow.schema.registry import REWARDS, RewardMarks, load_module
 from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
+from workers.failures import Failures
 from workers.rewards.pool import Pool
 from workers.rewards.process import Failed, Job
 from workers.rewards.worker import at_once
@@ -41,7 +42,7 @@ class Scores:
 
 
 class Scorer:
-    """Scores batches by one recipe. It counts the batches in a row of which nothing is left."""
+    """Scores batches by one recipe. It counts how many samples in a row have come to nothing."""
 
     def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
                  patience: int = 3):
@@ -52,7 +53,7 @@ class Scorer:
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct(self.recipe.terms)
         self.pool = _pool(workers or _sensible_number(), memory_gib)
-        self.limit, self.patience, self.lost = limit, patience, 0
+        self.limit, self.patience, self.failures = limit, patience, Failures()
 
     def score(self, columns: Columns, names: Sequence[int]) -> Scores:
         """The rewards of all rows. `names` [B]: what a row is called where people read it.
@@ -99,17 +100,17 @@ class Scorer:
                 rest.append(row)
         return rest
 
-    def count(self, scores: Scores) -> None:
-        """Note whether anything is left of a batch.
+    def count(self, scores: Scores, step: int) -> None:
+        """Note whether anything is left of a batch, which may be a part of its step.
 
         Raises:
-            RewardsFailed: this is the last of `patience` batches in a row of which nothing is.
+            RewardsFailed: with it nothing is left of `patience` steps' worth of samples in a row.
         """
-        self.lost = 0 if any(scores.keep) or not scores.keep else self.lost + 1
-        if self.lost < self.patience:
+        steps = self.failures.count(step, len(scores.keep), scores.keep.count(False))
+        if steps < self.patience:
             return
         name, _, failed = scores.failures[-1]
-        raise RewardsFailed(f"no sample of {self.lost} steps in a row has a reward on this rank: there is nothing to "
+        raise RewardsFailed(f"no sample of {steps:.0f} steps in a row has a reward on this rank: there is nothing to "
                             f"learn from. The last: reward `{name}` {failed.reason}\n{failed.trace}".rstrip())
 
 

@@ -19,8 +19,8 @@ class Outlet:
 
     reply: Header = {}
 
-    def give(self, line: Line, header: Header, chunks: numpy.ndarray) -> None:
-        """Answer a request, with this header."""
+    def give(self, line: Line, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
+        """Answer a request, with this header; `moved`: a sign that the puller takes what it is given."""
         raise NotImplementedError
 
     def tell(self, memory: Mapping[int, numpy.ndarray]) -> Header:

@@ -129,7 +129,7 @@ class MemoryOutlet(Outlet):
     def tell(self, memory: Mapping[int, numpy.ndarray]) -> dict[str, Any]:
         return {"lies": {part: self.buffers.place(each) for part, each in memory.items()}}
 
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header)
 
 

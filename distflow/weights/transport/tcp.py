@@ -29,8 +29,9 @@ class Tcp:
 
 
 class TcpOutlet(Outlet):
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header, [memoryview(chunks)])
+        moved(len(chunks))
 
 
 class TcpInlet(Inlet):

@@ -38,7 +38,7 @@ class Ucx:
     """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback.
 
     Raises:
-        NoTransport: it is not installed.
+        NoTransport: it is not installed, or finds nothing here that it could use.
     """
 
     name = "ucx"
@@ -48,6 +48,7 @@ class Ucx:
         if not is_installed():
             raise NoTransport(f"the transport `ucx` needs the package `ucxx`: pip install '{PACKAGE}'  (or "
                               "distflow[ucx])")
+        _context(self.devices)
 
     def offer(self) -> dict[str, Any]:
         return {}
@@ -59,17 +60,30 @@ class Ucx:
         return UcxInlet(deadline, self.devices)
 
 
+def _context(devices: dict[str, str]) -> tuple[Any, Any]:
+    """The library, and a context of it. Raises: NoTransport."""
+    try:
+        from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
+    except ImportError as error:
+        raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Install it anew:  pip install "
+                          f"--force-reinstall '{PACKAGE}'  or set  transport: tcp") from None
+    given = {name: value for name, value in (_SETTINGS | devices).items() if f"UCX_{name}" not in os.environ}
+    try:
+        return libucxx, libucxx.UCXContext(given)
+    except libucxx.UCXError as error:
+        own = ", ".join(f"{name}={value}" for name, value in os.environ.items() if name.startswith("UCX_")) or "none"
+        raise NoTransport(f"the transport `ucx` cannot start: {error}. Its variables in the environment: {own}. "
+                          "Correct them, or set  transport: tcp") from None
+
+
 class _End:
     """A worker, and its endpoint once the other's address is known."""
 
     def __init__(self, tag: int, patience: float, devices: dict[str, str]):
-        from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
-
-        self.ucx, self.patience = libucxx, patience
-        self.tag = libucxx.UCXXTag(tag)
-        given = {name: value for name, value in (_SETTINGS | devices).items()
-                 if f"UCX_{name}" not in os.environ}
-        self.worker = libucxx.UCXWorker(libucxx.UCXContext(given))
+        self.patience = patience
+        self.ucx, context = _context(devices)
+        self.tag = self.ucx.UCXXTag(tag)
+        self.worker = self.ucx.UCXWorker(context)
         self.worker.init_blocking_progress_mode()
         self.endpoint: Any = None
 
@@ -124,9 +138,9 @@ class UcxOutlet(Outlet):
         self.end.connect(said["worker"])
         self.reply = {"worker": self.end.address}
 
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray) -> None:
+    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header)
-        self.end.move(self.end.endpoint.tag_send, chunks, lambda _: None)
+        self.end.move(self.end.endpoint.tag_send, chunks, moved)
 
     def close(self) -> None:
         self.end.close()

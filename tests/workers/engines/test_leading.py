@@ -153,9 +153,9 @@ def sample_beside() -> list:
     engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
     role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
     crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
-    hybrid = Hybrid({"actor": role}, crew, share, enough=0)
+    hybrid = Hybrid({"actor": role}, crew, share, enough=0, limit=60.0)
     for _ in range(2):
-        hybrid.sample()
+        hybrid.sample(0)
         dist.all_reduce(torch.ones(1))
     return engine.rows
 
@@ -174,7 +174,7 @@ def left_alone() -> list[str]:
     if dist.get_rank() == 1:
         role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
         with pytest.raises(RankMissing) as error:
-            Hybrid({"actor": role}, None, share, enough=0).sample()
+            Hybrid({"actor": role}, None, share, enough=0, limit=60.0).sample(0)
         notes = error.value.__notes__
     dist.barrier()
     return notes

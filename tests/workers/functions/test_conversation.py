@@ -16,11 +16,12 @@ from distflow.robust import pulse
 from distflow.schema.errors import RewardsFailed
 from distflow.schema.registry import Turn
 from distflow.schema.run import Generation
+from workers import failures
 from workers.engines.chat import Between
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.environments import losses, reception
+from workers.environments import reception
 from workers.functions import conversation
 from workers.functions.conversation import converse
 
@@ -61,7 +62,7 @@ def role(tmp_path, monkeypatch):
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
     current().collect(lambda mine: [mine])
     reception.close_all()
-    losses._losses.clear()
+    failures._of_environments.clear()
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_an_environment_that_always_fails_ends_the_run(role, prompts):
 
 def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
     """Of three steps that are under way together, one prompt each has failed: that is no reason to end."""
-    counted = losses.Losses()
+    counted = failures.Failures()
     for step in (0, 0, 0, 0):
         counted.count(step, 8, failed=1)
     found = [counted.count(step, 8, failed=8) for step in (1, 2, 3, 1, 1, 1, 2, 2, 2, 3, 3, 3)]

@@ -56,9 +56,11 @@ def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capf
 
 def test_steps_without_any_reward_end_the_run():
     recipe = {"code": {"retries": 0}}
-    for _ in range(2):
+    for step in range(2):
+        current().step = step
         rewards, keep = score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
         assert not keep.any()
+    current().step = 2
     with pytest.raises(RewardsFailed, match="ValueError: tests in JSON"):
         score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
 

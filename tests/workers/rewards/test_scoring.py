@@ -130,24 +130,34 @@ def test_nothing_is_said_when_nothing_fails(score):
 
 def test_a_run_without_any_reward_ends_after_some_steps(score):
     scorer = Scorer({"number": 1.0, "never": 1.0}, patience=3)
-    for _ in range(2):
+    for step in range(2):
         scores = score(None, scorer, completions=["1", "2"])
         assert report(scores, [5, 6]).startswith("EVERY ONE of 2 samples left out: reward `never` raised RuntimeError: "
                                                  "no licence (sample 5, and 1 more)")
-        scorer.count(scores)
+        scorer.count(scores, step)
     with pytest.raises(RewardsFailed, match="of 3 steps in a row .*`never` raised RuntimeError: no licence") as caught:
-        scorer.count(score(None, scorer, completions=["1", "2"]))
+        scorer.count(score(None, scorer, completions=["1", "2"]), 2)
     assert 'raise RuntimeError("no licence")' in str(caught.value)
 
 
 def test_one_good_sample_and_empty_batches_do_not_end_it(score):
     scorer = Scorer("number", patience=2)
-    for completions in (["x"], ["1", "x"], ["x"], ["2"], ["x"]):
-        scorer.count(score(None, scorer, completions=completions))
+    for step, completions in enumerate((["x", "x"], ["1", "x"], ["x", "x"], ["2", "2"], ["x", "x"])):
+        scorer.count(score(None, scorer, completions=completions), step)
     with pytest.raises(RewardsFailed):
-        scorer.count(score(None, scorer, completions=["x"]))
+        scorer.count(score(None, scorer, completions=["x", "x"]), 5)
     fresh = Scorer("number", patience=1)
-    fresh.count(fresh.score({"completions": []}, []))
+    fresh.count(fresh.score({"completions": []}, []), 0)
+
+
+def test_parts_of_a_step_are_no_steps(score):
+    """Where others train, rewards are computed of the prompts that have come, often of one."""
+    scorer = Scorer("number", patience=2)
+    scorer.count(score(None, scorer, completions=["1"] * 8), 0)
+    for step in (1, 1, 2, 1, 2, 1, 2):
+        scorer.count(score(None, scorer, completions=["x", "x"]), step)
+    with pytest.raises(RewardsFailed, match="of 2 steps in a row"):
+        scorer.count(score(None, scorer, completions=["x", "x"]), 2)
 
 
 def test_timeout_and_retries_of_the_recipe_come_before_those_of_the_function(score):

@@ -1,29 +1,29 @@
-"""How many trajectories have failed, so that an environment that never works ends the run."""
+"""How many rows have failed, so that an environment or a reward that never works ends the run."""
 
 from __future__ import annotations
 
 import threading
 
 _STEPS = 64
-"""Of so many it is known how many trajectories they have."""
-_losses: dict[str, Losses] = {}
+"""Of so many it is known how many rows they have."""
+_of_environments: dict[str, Failures] = {}
 
 
-def losses_of(environment: str) -> Losses:
-    return _losses.setdefault(environment, Losses())
+def failures_of(environment: str) -> Failures:
+    return _of_environments.setdefault(environment, Failures())
 
 
-class Losses:
+class Failures:
     """Counts those that have failed since one did not. For many threads."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.lost, self.most = 0, 1
         self.rows: dict[int, int] = {}
-        """Trajectories by step; those of one step may come in several parts, and among those of others."""
+        """By step; those of one step may come in several parts, and among those of others."""
 
     def count(self, step: int, rows: int, failed: int) -> float:
-        """Some `rows` of a step have ended: how many steps' worth has now failed, without one that did not."""
+        """Some `rows` of a step are done: how many steps' worth has now failed, without one that did not."""
         with self.lock:
             self.rows[step] = self.rows.pop(step, 0) + rows
             self.most = max(self.most, self.rows[step])
