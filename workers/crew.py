@@ -91,8 +91,8 @@ class Crew:
         self.computing = threading.Lock()
         """Functions without a model are called one at a time: users need not think of threads."""
         self.doing = ""
-        self.awaited: dict[str, int] = {}
-        """Versions of weights that prompts need, by role."""
+        self.awaited: dict[int, tuple[str, int]] = {}
+        """By lease, the role and the version of its weights for which a prompt waits."""
         self.failure: BaseException | None = None
         self.ended = self.told = False
         """Whether no more is sampled; and whether that is because `over` said so."""
@@ -194,9 +194,9 @@ class Crew:
                     events.record("begun rows lost", rows=len(begun), reason=str(error))
 
     def _renew_leases(self, dock: Dock) -> None:
-        late = [f"version {version} of the weights of `{name}`" for name, version in self.awaited.items()
-                if self.streams[name].version < version]
-        dock.doing(f"waiting for {late[0]} (why: `weights_late` in events.jsonl)" if late else self.doing)
+        waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"
+                   for name, version in list(self.awaited.values())]
+        dock.doing(waiting[0] if waiting else self.doing)
         for number, (lease, since) in list(self.held.items()):
             if time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so
@@ -214,8 +214,9 @@ class Crew:
             pulse.current().begin(step + 1)
         try:
             for name, version in self.channel.versions_of(int(lease.versions[0])).items():
-                self.awaited[name] = version
+                self.awaited[lease.number] = name, version
                 self.streams[name].wait(version)
+            self.awaited.pop(lease.number, None)
             with recording(metrics):
                 buffer = self._buffer(metrics)
                 buffer.start(prompt)

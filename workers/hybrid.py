@@ -32,7 +32,7 @@ class Hybrid:
         crew: takes prompts; None on a rank that helps the first of those with which it shares a model.
         share: these ranks; None: this one alone.
         enough: as many rows being there, of whichever draws, this rank samples no more.
-        limit: nor if it has seen no more of them for as many seconds.
+        limit: nor if there were no more of them for as many seconds, and none on the way here.
     """
 
     def __init__(self, roles: Mapping[str, Role], crew: Crew | None, share: dist.ProcessGroup | None, enough: int,
@@ -64,8 +64,8 @@ class Hybrid:
                 return
             if self.share is not None:
                 engines = {name: Leading(engine, self.share) for name, engine in engines.items()}
-            streams = {name: Stream(engine, _stay_in_touch) for name, engine in engines.items()}
-            self.crew.work(streams, self._have_enough)
+            self.streams = {name: Stream(engine, _stay_in_touch) for name, engine in engines.items()}
+            self.crew.work(self.streams, self._have_enough)
             for engine in engines.values():
                 engine.part()
 
@@ -82,7 +82,7 @@ class Hybrid:
         trainer's wait for these rows says who has them."""
         consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
         ready, now = sum(each["ready"] for each in consumers), time.monotonic()
-        if ready != self.ready:
+        if ready != self.ready or any(stream.was_busy for stream in self.streams.values()):
             self.ready, self.changed = ready, now
         return ready >= self.enough or sum(each["leases"] for each in consumers) > self.draws or \
             now - self.changed > self.limit

@@ -242,5 +242,5 @@ class Run(Document):
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that a collective may wait for the slowest rank, and in mode async the trainer for the samples of a draw,
-    before the run stops and says who is missing."""
+    """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
+    samples of a draw, before the run stops and says who is missing."""

@@ -159,7 +159,7 @@ class Directory:
     def close(self) -> None:
         self.over.set()
         self.thread.join()
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(dist.DistError), self.lock:
             self.forget(self.mine.who)
 
     def _beat(self) -> None:

@@ -11,6 +11,7 @@ import numpy
 
 from distflow.data.dock.errors import DockError
 from distflow.data.dock.line import Closed, dial
+from distflow.observe.events import record
 from distflow.weights.directory import Entry
 from distflow.weights.errors import NoTransport
 from distflow.weights.holding import Holding, Marks, unpacked
@@ -151,12 +152,18 @@ class Supplier:
         self.line.close()
 
     def _agree(self) -> None:
-        for name, way in self.transports.items():
-            self.inlet = way.inlet(self.theirs[name], self.deadline) if name in self.theirs else None
-            if self.inlet is not None:
-                self.transport = name
-                self.inlet.met(self._ask({"op": "by", "transport": name, "said": self.inlet.said}))
-                return
+        for name in [name for name in self.transports if name in self.theirs]:
+            try:
+                self.inlet = self.transports[name].inlet(self.theirs[name], self.deadline)
+                if self.inlet is not None:
+                    self.transport = name
+                    self.inlet.met(self._ask({"op": "by", "transport": name, "said": self.inlet.said}))
+                    return
+            except (NoTransport, Gone) as error:
+                if self.wish != "auto":
+                    raise
+                self.inlet = None
+                record("transport_left_out", transport=name, source=self.who, why=str(error))
         raise NoTransport(f"{self.who} and this process have no transport in common: `transport: {self.wish}` is asked "
                           f"for here, {self.who} offers {', '.join(self.theirs) or 'none'}. Set  transport: auto")
 

@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.observe.events import Events
 from distflow.weights.buffers import Buffers
 from distflow.weights.errors import NoTransport
+from distflow.weights.publish import Publisher
+from distflow.weights.pull import Puller
 from distflow.weights.transport import transports
 from distflow.weights.transport.memory import Memory
 
@@ -112,13 +115,20 @@ def test_buffers_are_used_again_when_nobody_looks_at_them():
 
 
 @UCX
-def test_ucx_that_cannot_start_says_why_or_is_left_out(monkeypatch, tmp_path):
+def test_ucx_that_cannot_start_says_why_or_is_left_out(store, token, tmp_path, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "no_such_way")
+    monkeypatch.setenv("DISTFLOW_MACHINE", "")  # no memory that both see
     with pytest.raises(NoTransport, match="cannot start: .*UCX_TLS=no_such_way. Correct them, or set  transport: tcp"):
-        transports("ucx", Buffers(), b"t" * 32)
-    events = Events()
-    events.open(tmp_path / "events.jsonl", 0)
-    monkeypatch.setattr("distflow.observe.events._current", events)
-    assert "ucx" not in transports("auto", Buffers(), b"t" * 32)
-    (said,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (said["event"], said["transport"]) == ("transport_left_out", "ucx")
+        transports("ucx", Buffers(), token)
+    recorded = Events()
+    recorded.open(tmp_path / "events.jsonl", 0)
+    monkeypatch.setattr("distflow.observe.events._current", recorded)
+    trainer = Publisher(store, token, rank=0, ranks=1)
+    trainer.publish(1, {"weight": torch.arange(1000)})
+    rollout = Puller(store, token, "a")
+    assert torch.equal(dict(rollout.pull().tensors())["weight"], torch.arange(1000))
+    rollout.close()
+    trainer.close()
+    said = list(map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()))
+    assert [event["transport"] for event in said if event["event"] == "transport_left_out"] == ["ucx"]
+    assert [event["transports"] for event in said if event["event"] == "weights_pulled"] == [["tcp"]]

@@ -107,12 +107,13 @@ def test_a_dock_that_fails_ends_what_is_sampled_at_once():
     assert crew.ended
 
 
-@pytest.mark.parametrize(("leases", "ready", "silent", "enough"), [
-    (1, 3, 0.0, False),  # of the draw before, which is in this step too
-    (2, 0, 0.0, True), (1, 4, 0.0, True), (1, 3, 11.0, True)])
-def test_when_a_rank_that_trains_samples_no_more(leases, ready, silent, enough):
+@pytest.mark.parametrize(("leases", "ready", "silent", "busy", "enough"), [
+    (1, 3, 0.0, False, False),  # of the draw before, which is in this step too
+    (2, 0, 0.0, True, True), (1, 4, 0.0, True, True), (1, 3, 11.0, False, True), (1, 3, 11.0, True, False)])
+def test_when_a_rank_that_trains_samples_no_more(leases, ready, silent, busy, enough):
     hybrid = Hybrid({}, None, None, enough=4, limit=10.0)
     hybrid.draws, hybrid.ready, hybrid.changed = 1, 3, time.monotonic() - silent
+    hybrid.streams = {"actor": SimpleNamespace(was_busy=busy)}
     status = [{"controllers": {TRAINER: {"leases": leases, "ready": ready}}}, {"controllers": {}}]
     assert hybrid._have_enough(SimpleNamespace(status=lambda: status)) == enough
 

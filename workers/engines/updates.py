@@ -64,7 +64,9 @@ class Updates:
     def _pull(self) -> None:
         while not self.over:
             newest = self.puller.newest_key()
-            if newest != self.key if self.key else version_of(newest) > self.version:
+            # A trainer that starts anew may use the number again. With a lower one it has only to catch up: what was
+            # ordered before is owed the weights that are here, or newer ones.
+            if newest != self.key and version_of(newest) >= self.version + (not self.key):
                 pulse.current().happens("pulling")
                 self._pull_one(newest)
             with self.changed:

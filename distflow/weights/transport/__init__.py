@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from distflow.data.warehouse import machine_name
-from distflow.observe.events import record
 from distflow.schema.errors import did_you_mean
 from distflow.weights.buffers import Buffers
 from distflow.weights.errors import NoTransport
@@ -47,20 +46,12 @@ def transports(wish: str, buffers: Buffers, token: bytes, host: str = "127.0.0.1
     Raises:
         NoTransport: `wish` is none of them, or cannot be used here.
     """
-    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token), "ucx": lambda: Ucx(host),
-                                                  "tcp": Tcp}
+    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token),
+                                                  "ucx": lambda: Ucx(host, wished=wish == "ucx"), "tcp": Tcp}
     if wish != "auto" and wish not in made:
         raise NoTransport(f"there is no transport `{wish}`. {did_you_mean(wish, ['auto', *made])}")
     if wish == "memory" and not machine_name():
         raise NoTransport("the transport `memory` needs memfd_create and /proc, which this system does not have, or "
                           "DISTFLOW_MACHINE is set to nothing. Set  transport: auto")
-    if wish != "auto":
-        return {wish: made[wish]()}
     there = {"memory": bool(machine_name()), "ucx": is_installed(), "tcp": True}
-    found: dict[str, Transport] = {}
-    for name, make in made.items():
-        try:
-            found |= {name: make()} if there[name] else {}
-        except NoTransport as error:
-            record("transport_left_out", transport=name, why=str(error))
-    return found
+    return {name: make() for name, make in made.items() if name == wish or (wish == "auto" and there[name])}

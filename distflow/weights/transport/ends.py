@@ -20,7 +20,7 @@ class Outlet:
     reply: Header = {}
 
     def give(self, line: Line, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
-        """Answer a request, with this header; `moved`: a sign that the puller takes what it is given."""
+        """Answer a request, with this header. `moved`: told of what the puller has taken, where that takes long."""
         raise NotImplementedError
 
     def tell(self, memory: Mapping[int, numpy.ndarray]) -> Header:

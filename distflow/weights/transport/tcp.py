@@ -31,7 +31,6 @@ class Tcp:
 class TcpOutlet(Outlet):
     def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header, [memoryview(chunks)])
-        moved(len(chunks))
 
 
 class TcpInlet(Inlet):

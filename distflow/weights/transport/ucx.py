@@ -28,6 +28,8 @@ _POLL = 50
 _SETTINGS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 """Three times as fast as UCX's own over plain TCP. Variables of the environment, as UCX_TLS, come first."""
 _STALLED = 60.0
+_set_by_ucxx: set[str] = set()
+"""Variables of the environment, when it was imported."""
 
 
 def is_installed() -> bool:
@@ -38,17 +40,19 @@ class Ucx:
     """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback.
 
     Raises:
-        NoTransport: it is not installed, or finds nothing here that it could use.
+        NoTransport: it is not installed; here if it is `wished` for, else when it is first used: it finds nothing
+            that it could use, or cannot be loaded, which takes a second.
     """
 
     name = "ucx"
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", wished: bool = False) -> None:
         self.devices = {"NET_DEVICES": "lo"} if host == "localhost" or host.startswith("127.") else {}
         if not is_installed():
             raise NoTransport(f"the transport `ucx` needs the package `ucxx`: pip install '{PACKAGE}'  (or "
                               "distflow[ucx])")
-        _context(self.devices)
+        if wished:
+            _context(self.devices)
 
     def offer(self) -> dict[str, Any]:
         return {}
@@ -62,16 +66,19 @@ class Ucx:
 
 def _context(devices: dict[str, str]) -> tuple[Any, Any]:
     """The library, and a context of it. Raises: NoTransport."""
+    before = set(os.environ)
     try:
         from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Install it anew:  pip install "
                           f"--force-reinstall '{PACKAGE}'  or set  transport: tcp") from None
+    _set_by_ucxx.update(os.environ.keys() - before)
     given = {name: value for name, value in (_SETTINGS | devices).items() if f"UCX_{name}" not in os.environ}
     try:
         return libucxx, libucxx.UCXContext(given)
     except libucxx.UCXError as error:
-        own = ", ".join(f"{name}={value}" for name, value in os.environ.items() if name.startswith("UCX_")) or "none"
+        own = ", ".join(f"{name}={value}" for name, value in os.environ.items()
+                        if name.startswith("UCX_") and name not in _set_by_ucxx) or "none"
         raise NoTransport(f"the transport `ucx` cannot start: {error}. Its variables in the environment: {own}. "
                           "Correct them, or set  transport: tcp") from None
 
