@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class _Team:
                                 store=dist.PrefixStore("group", self.store), world_size=self.ranks,
                                 timeout=datetime.timedelta(seconds=limit))
 
+_PATIENCE = 1.0
+"""Seconds that a process which is told to end has to do so by itself."""
+
 
 class _Stopwatch:
     """Seconds of one thing after another."""
@@ -133,9 +137,9 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
     functions = _load_functions(spec, own) | (_load_functions(spec, rollout) if rollout else {})
     with contextlib.ExitStack() as starting:
         if team.rank == 0 and not anew:  # from here on a rank that fails is noticed by the others at once
-            starting.enter_context(_leaving_when_told())
+            undo = starting.enter_context(_leaving_when_told())
             search = [folder for folder in sys.path if folder]
-            starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent))
+            undo.append(starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent)))
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
                            berth if berth.seat and spec.run.robust.snapshots else None,
@@ -174,13 +178,38 @@ def _sampler(place: Place, berth: Berth, channel: Channel, roles: dict[str, Role
 
 
 @contextlib.contextmanager
-def _leaving_when_told() -> Iterator[None]:
-    """SIGTERM, by which torchrun ends the other ranks when one has failed, leaves by way of every `finally`."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _leaving_when_told() -> Iterator[list[Callable[[], None]]]:
+    """SIGTERM, by which seats and torchrun end the other ranks when one has failed, leaves by way of every `finally`.
+    Where this thread hears nothing, since it waits in a call for the rank that has ended, another one does what stands
+    in the list then, and ends the process."""
+    undo: list[Callable[[], None]] = []
+    over = threading.Event()
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one would interrupt the leaving
+        sys.exit(128 + signal.SIGTERM)
+
+    def listen() -> None:
+        while said := os.read(heard, 1):
+            if said[0] == signal.SIGTERM and not over.wait(_PATIENCE):
+                for each in undo:
+                    each()
+                os._exit(128 + signal.SIGTERM)
+
+    before, former = signal.signal(signal.SIGTERM, leave), signal.set_wakeup_fd(told)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     try:
-        yield
+        yield undo
     finally:
+        over.set()
+        signal.set_wakeup_fd(former)
         signal.signal(signal.SIGTERM, before)
+        os.close(told)
+        listener.join()
+        os.close(heard)
 
 
 def end_with(seat: int) -> None:

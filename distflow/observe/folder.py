@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,10 +86,12 @@ class RunFolder:
 
     @staticmethod
     @contextlib.contextmanager
-    def created(path: Path, spec: Spec, plan: Plan, search: list[str], torchrun: str = "") -> Iterator[None]:
+    def created(path: Path, spec: Spec, plan: Plan, search: list[str],
+                torchrun: str = "") -> Iterator[Callable[[], None]]:
         """Make the folder, with everything that another process needs to repeat or resume this run.
 
-        What happens in the block belongs to the start: if it fails, all that was made is taken away again.
+        What happens in the block belongs to the start: if it fails, all that was made is taken away again, by what
+        the block is given.
 
         Args:
             search: where the modules of the user's own functions are found.
@@ -109,7 +111,7 @@ class RunFolder:
             failed.callback(_remove, missing)
             (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
             RunFolder.describe(path, spec, plan)
-            yield
+            yield lambda: _remove(missing)
             failed.pop_all()
 
     @staticmethod
