@@ -67,7 +67,7 @@ def test_models_look_at_prompts_that_are_done_while_others_are_sampled(launch, w
     for node in ("reference", "values"):
         hidden = [step[f"seconds/{node}/hidden"] for step in fused.values()]
         assert sum(hidden) > 0, "no prompt was done before the last one"
-        assert all(part < step[f"seconds/{node}"] for part, step in zip(hidden, fused.values()))
+        assert all(part <= step[f"seconds/{node}"] for part, step in zip(hidden, fused.values()))
         assert not any(f"seconds/{node}/hidden" in step for step in waits.values())
 
 

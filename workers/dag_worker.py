@@ -235,7 +235,7 @@ class DagWorker:
             hybrid = Hybrid.of(spec, rollout, functions, self.roles, self._dataloader(), channel)
         draws = spec.run.steps if all(task.draws == 1 for task in self.plan.tasks) else None
         fusion = Fusion(self.plan, self.rank, self._dataloader(), channel, spec.run.wait_limit,
-                        self._compute_early) if self.plan.early else None
+                        self._compute_early, self.execution.seconds) if self.plan.early else None
         return Arrivals(self._dataloader(), channel, self.plan, self.rank, spec.run.staleness, draws,
                         spec.run.wait_limit, Publication(channel, self.plan, self.roles, spec.run.transport), hybrid,
                         fusion)

@@ -7,7 +7,7 @@ forward passes of all prompts but the last ones. Which nodes these are is the pl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgpack
 import torch
@@ -35,15 +35,16 @@ class Fusion:
     """
 
     def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: Channel, limit: float,
-                 compute: Callable[[Task, Batch], Written]):
+                 compute: Callable[[Task, Batch], Written], spent: Mapping[str, float]):
         """
         Args:
             plan: that of the trainer, which has an `early` one.
             limit: seconds after which a rank that waits for others takes them for lost.
             compute: runs a task's function.
+            spent: seconds of the step in each node's function so far.
         """
         self.plan, self.rank, self.loader, self.channel, self.compute = plan.early, rank, loader, channel, compute
-        self.patience = limit / 4
+        self.spent, self.patience = spent, limit / 4
         """Of others while the first rank looks what has come: they must not take it for lost."""
         self.tasks = self.plan.chain(rank)
         self.kept = [task for task in plan.tasks if task.layout.early]
@@ -119,9 +120,9 @@ class Fusion:
         self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))
         self.buffer.receive(self.brought.of(rows))
         for task in self.tasks:
-            inputs, began = self.buffer.take(task), time.perf_counter()
+            inputs, before = self.buffer.take(task), self.spent.get(task.node, 0.0)
             columns, ids = self.compute(task, inputs)
-            yield task.node, time.perf_counter() - began
+            yield task.node, self.spent.get(task.node, 0.0) - before
             self.buffer.put(task, columns, ids)
             batch = Batch(ids, columns)
             batch = joined(self.written[task.node], batch) if task.node in self.written else batch

@@ -61,7 +61,7 @@ def channel():
 def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     """Or they would take it for lost at the moment when it says what is missing."""
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
-    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, compute=None), time.monotonic() + 0.4
+    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, compute=None, spent={}), time.monotonic() + 0.4
     with channel.dock("trainer 0") as dock:
         look = partial(fused._seen, dock, draw=3, least=ROWS, until=until)
         assert look() == b""
