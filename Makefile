@@ -1,4 +1,6 @@
-# make demo: the main job, from a bare machine.   make test: the tests.   make test-engines: those of the other engines.
+# make demo: the main job, from a bare machine.   make test: the quick tests.   make test-all: all of them.
+# make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
+# make docs: docs/run_file.md, made from the schema.
 # make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-engines sglang-env lint gpu clean
+.PHONY: install demo test test-all test-engines sglang-env docs lint gpu clean
 
 install: $(VENV)/installed
 
@@ -23,10 +25,16 @@ $(VENV)/installed: setup.cfg constraints.txt
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
-# Two at a time, for two cores.
+# Two files at a time, for two cores; the tests of a file share what they have prepared.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(PYTEST) -m "not run or smoke"
+
+test-all: install
+	$(BIN)/ruff check .
+	$(PYTEST)
 
 test-engines: $(ENGINES)/installed sglang-env
 	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
@@ -53,6 +61,10 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 xgrammar==0.2.8
 	echo $(CURDIR)/$(<D) > `$(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/on_cpu.pth
 	touch $@
+
+# The reference of the run file, from the schema; a test fails while it is stale.
+docs: install
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info

@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "node": "distflow.schema.registry",
     "reward": "distflow.schema.registry",
+    "loss": "distflow.schema.registry",
+    "metric": "distflow.observe.metrics",
     "environment": "distflow.schema.registry",
     "hook": "distflow.robust.hooks",
     "detector": "distflow.robust.detect",

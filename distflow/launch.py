@@ -7,8 +7,8 @@ the files are known to be right.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -23,10 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     # Run as a file, Python puts distflow/ itself on the path; its modules must be found as distflow.NAME only.
     sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "distflow")]
+    if "--in-process" not in sys.argv:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
-from distflow.robust.whole import whole  # noqa: E402 - needs the path above
-from distflow.schema.errors import DistflowError, InvalidInput, shown  # noqa: E402
+from distflow.observe.folder import choose, read_launch  # noqa: E402 - needs the path above
+from distflow.observe.lines import leave, show  # noqa: E402
+from distflow.robust.whole import whole  # noqa: E402
+from distflow.schema.errors import DistflowError, InvalidInput, Mistake, shown  # noqa: E402
 from distflow.schema.plan import Plan  # noqa: E402
 from distflow.schema.registry import load_module  # noqa: E402
 from distflow.schema.source import read  # noqa: E402
@@ -40,6 +44,10 @@ _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Records of a dataset that are read before the start, evenly spread, and those whose images are read; a bad one among
 the others ends the run later."""
+_PASSES = 100
+_ROWS = 1_000_000
+"""A step that makes more passes over the data than this, and asks more questions, is a mistake: it would probably never
+end. To train on a few questions again and again is a way to try things."""
 _PATIENCE = 30.0
 """Seconds that other ranks leave to rank 0 to say what is wrong, before they say it themselves."""
 
@@ -79,6 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         refuse_foreign_packages()
+        if __name__ == "__main__":
+            from workers.jail.processes import end_with_torchrun
+
+            end_with_torchrun()
         spec = load_spec(options)
         if options.board or options.machines:
             return apart(spec, options)
@@ -152,9 +164,10 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
     place = settle(spec, plan, folder, bool(options.resume), apart=machines)
     with place.kept(), scaled(place):
         seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                    place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None, machines)
+                    place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None, machines,
+                    place.leave_out, place.renew_companions, place.lock)
         status = seat.run()
-        if status == 0:
+        if status == 0 or seat.stopped:
             place.part()
     return status
 
@@ -209,11 +222,25 @@ def reopened(folder: Path, overrides: list[str] | None = None, cluster: str | No
     Raises:
         InvalidInput: it is no run's folder.
     """
-    if not (folder / "launch.json").is_file():
-        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
-    sys.path += json.loads((folder / "launch.json").read_text())["search"]
+    sys.path += search_paths(folder)
     kept = folder / "cluster.yaml"
     return reload(folder, overrides, cluster or (str(kept) if kept.is_file() else None))
+
+
+def search_paths(folder: Path) -> list[str]:
+    """Return the folders in which a run found the user's modules.
+
+    Raises:
+        InvalidInput: it is no run's folder, or its launch.json is damaged.
+    """
+    if not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+    said = read_launch(folder)
+    if said is None:
+        raise InvalidInput(f"{folder / 'launch.json'} is damaged: it should be  "
+                           '{"search": [FOLDER, …], "torchrun": ""}  with the folders of your own modules. Write it '
+                           "anew, or start the run again under another --name.")
+    return said["search"]
 
 
 def whole_checkpoint(folder: str) -> Path:
@@ -231,25 +258,59 @@ def whole_checkpoint(folder: str) -> Path:
 
 def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
     """On rank 0: look for mistakes in the data, and choose the folder. The other ranks learn it from the board."""
-    from distflow.data.records import check_records, open_records
-    from distflow.observe.folder import choose
-    from distflow.schema.rewards import branches, validation_fields
-
     if rank > 0:
         return None
-    common, held_out = (spec.run.data.question, spec.run.data.answer), spec.run.validation
+    for note in check_data(spec):
+        print(f"note: {note}", flush=True)
+    return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+
+
+def check_data(spec: Spec) -> list[str]:
+    """Read the data of a run. Returns what is no mistake in it, and probably not what was meant.
+
+    Raises:
+        InvalidInput: a record cannot be used, or the batch is far beyond the records.
+    """
+    from distflow.data.records import check_records, fields_of, open_records
+    from distflow.schema.rewards import branches, validation_fields
+
+    notes, held_out = [], spec.run.validation
     sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
             *((data, validation_fields(spec), branches(spec, validation=True))
               for data in (held_out.data.values() if held_out else ()))]
-    for data, own, rewarded in sets:
+    for number, (data, own, rewarded) in enumerate(sets):
         records = open_records(spec.data_path(data))
-        check_records(records, (*common, *own), shares=-(-len(records) // _CHECKED), rewarded=rewarded)
+        if number == 0:
+            notes += _check_batch(spec, len(records))
+        shares = -(-len(records) // _CHECKED)
+        empty = check_records(records, fields_of(spec.run.data, own), shares=shares, rewarded=rewarded)
+        if empty:
+            instead = "others take their place" if number == 0 else "they are left out"
+            read = len(range(0, len(records), shares))
+            notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
+                         f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
         if spec.run.data.images:
             from distflow.data.images import check_images
 
             some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
             check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
-    return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+    return notes
+
+
+def _check_batch(spec: Spec, records: int) -> list[str]:
+    """
+    Raises:
+        InvalidInput: a step would ask more than `_ROWS` questions, and each of them more than `_PASSES` times.
+    """
+    batch = spec.run.data.batch
+    if batch <= records:
+        return []
+    if batch > max(_PASSES * records, _ROWS):
+        what = f"`data.batch` asks for {batch:,} questions in each step, and the data has {records:,}"
+        hint = f"Instead:  data: {{batch: {records}}}"
+        raise InvalidInput(Mistake(what, spec.run_source.spot(("data", "batch")), hint))
+    return [f"data.batch ({batch:,}) is more than the {records:,} records of the data, so that each step asks some of "
+            f"the questions again. Set  data: {{batch: {records}}}"]
 
 
 def restarted(spec: Spec) -> Path | None:
@@ -266,18 +327,20 @@ def _number(name: str, otherwise: int) -> int:
 
 
 def refuse_foreign_packages() -> None:
-    """`planners` and `workers` are generic names; make sure that ours are found.
+    """Make sure that `planners` and `workers`, which are generic names, are distflow's own, and load them.
 
     Raises:
         InvalidInput: names the package that shadows ours.
     """
     for name in ("planners", "workers"):
         found = importlib.util.find_spec(name)
-        place = Path(found.origin).resolve().parent if found and found.origin else None
+        folders = list(found.submodule_search_locations or ()) if found else []  # of a namespace package too
+        place = Path(folders[0] if folders else found.origin).resolve() if found else None
         if place != ROOT / name:
             raise InvalidInput(f"`{name}` is found at {place or 'no place'}, but distflow's own lies at {ROOT / name}. "
-                               "Another package of that name shadows it: take it off PYTHONPATH, or run from another "
-                               "folder.")
+                               "Another package of that name shadows it: rename that one, take its folder off "
+                               "PYTHONPATH, or run from another folder.")
+        importlib.import_module(name)  # from here on it is found, whatever folders of the user's are searched later
 
 
 def report(error: DistflowError, rank: int) -> None:
@@ -286,8 +349,8 @@ def report(error: DistflowError, rank: int) -> None:
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    print(f"{'' if rank == 0 else f'[rank {rank}] '}{text}", file=sys.stderr, flush=True)
+    show(f"{'' if rank == 0 else f'[rank {rank}] '}{text}", sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

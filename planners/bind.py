@@ -133,10 +133,16 @@ def _check_use(spec: Spec, unknown: bool) -> list[Mistake]:
 def _check_run_roles(spec: Spec) -> list[Mistake]:
     """A model must be there for each role that computes; a role that no DAG knows is probably misspelt."""
     mistakes, source = [], spec.run_source
-    foreign = [role for role in spec.run.roles if role not in spec.dag.roles and role not in COMPUTE_ROLES]
+    # A run file may serve several DAGs; what stands on the command line is meant for this one.
+    ordered = {path[1]: spot for path, spot in source.keys.items() if len(path) > 1 and path[0] == "roles"
+               and spot.file.startswith("--set ")}
+    foreign = [role for role in spec.run.roles if role not in spec.dag.roles
+               and (role not in COMPUTE_ROLES or role in ordered)]
     for role in foreign:
         what = f"the run file has a role `{role}`, but DAG `{spec.dag.name}` does not"
-        where = source.spot(("roles", role), key=True)
+        where = ordered.get(role) or source.spot(("roles", role), key=True)
+        if role in ordered:
+            what = f"DAG `{spec.dag.name}` has no role `{role}`, so that this would change nothing"
         mistakes.append(Mistake(what, where, did_you_mean(role, spec.dag.roles, "Roles")))
     missing = {}
     for role in model_roles(spec):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distflow.schema.contract import ENGINE_TYPES, Contract, Read
 from distflow.schema.errors import Mistake, Spot, did_you_mean, nearest
-from distflow.schema.plan import KEEP, ROW, SOURCE, Column
+from distflow.schema.plan import KEEP, REWARD_PARTS, ROW, SOURCE, Column
 from distflow.schema.spec import Spec
 from planners.forms import fits, plain_form
 from planners.graph import Graph
@@ -98,8 +98,8 @@ class _Tracer:
     def check_writers(self) -> None:
         """Two nodes that write one column must run in a known order."""
         for column, nodes in self.writers.items():
-            if column == KEEP:
-                continue  # each drops rows; nobody reads the column
+            if column in (KEEP, REWARD_PARTS):
+                continue  # each drops rows, or says what it gave; nobody reads the column
             for index, first in enumerate(nodes):
                 for second in nodes[index + 1 :]:
                     if not self.graph.ordered(first, second) and not {first, second} & self.unsure:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 from distflow.schema.contract import ENGINE_TYPES, Contract
 from distflow.schema.errors import Mistake
-from distflow.schema.plan import KEEP, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
+from distflow.schema.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 from planners.drawing import draws_of
 from planners.transfers import row_bytes
 
-_READABLE = ("completions", "rewards")
+_READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
 """What a person wants to see of some rows, whether or not the trainer reads it."""
 
 

@@ -11,6 +11,7 @@ from distflow.schema.run import Run
 from distflow.schema.spec import Spec
 from planners.bind import model_roles
 from planners.columns import Flow
+from planners.learning import learning_notes
 from planners.settings import setting_value
 
 _APART = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fuse")
@@ -19,9 +20,9 @@ _APART = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fu
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow], generating: set[str]) -> tuple[str, ...]:
     """One line each. `generating`: the roles that sample."""
-    notes = [f"node `{node}` writes `{column}`, which no node reads" for node, flow in flows.items()
-             for column in flow.writes if column.endswith("_logprobs") and not any(
-                 column == read.name for other in flows.values() for read in other.reads)]
+    notes = [*learning_notes(spec, bound, flows)]
+    notes += [f"role `{role}` stands in the run file, and DAG `{spec.dag.name}` has none of that name: its settings "
+              "change nothing" for role in spec.run.roles if role not in spec.dag.roles]
     notes += [f"node `{node}` reads `{column}`, which changes nothing: its setting `{setting}` is 0"
               for node, column, setting in _idle(spec, bound, flows)
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]

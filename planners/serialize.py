@@ -16,6 +16,7 @@ from planners.columns import Flow
 from planners.drawing import after_drawing, draws_of
 from planners.faults import check_faults
 from planners.groups import Halves, crossings, cut, of_early, of_rollout, of_trainer, picture
+from planners.learning import check_learning
 from planners.notes import notes_of
 from planners.temperatures import check_temperatures
 
@@ -64,7 +65,8 @@ def _draft(spec: Spec) -> _Draft:
     guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
-                                                      *check_temperatures(spec, bound, flows)])
+                                                      *check_temperatures(spec, bound, flows),
+                                                      *check_learning(spec, bound, flows)])
 
 
 def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None, training: bool = True) -> Plan:
@@ -77,7 +79,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: Halves | None = None
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
-    tenants = memory.estimate(spec, roles, generating, engines, training)
+    tenants = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))

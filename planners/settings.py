@@ -42,7 +42,7 @@ def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: An
         return [Mistake(what, source.spot(path, key=True), hint)]
     what = f"node `{node}`: setting `{name}` of `{contract.name}` must be"
     if setting.annotation and not fits(value, setting.annotation):
-        expected = setting.annotation.replace("Literal[", "one of [").strip()
+        expected = setting.annotation.replace("Literal[", "one of [").replace("| Loss", "or MODULE:FUNCTION").strip()
         hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
         hint = contract.marks.refuses.get(name, {}).get(value if isinstance(value, Hashable) else None, hint)
         return [Mistake(f"{what} {expected}, not {value!r}", source.spot(path), hint)]

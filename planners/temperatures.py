@@ -8,15 +8,22 @@ from distflow.schema.lora import base_of
 from distflow.schema.run import RoleRun
 from distflow.schema.spec import Spec
 from planners.columns import Flow
+from planners.settings import setting_value
 
-_JUDGED = "responses"
+_JUDGED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"
 
 
 def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow]) -> list[Mistake]:
     """Nodes whose role judges what another one has given, at another temperature: their log-probabilities could not be
-    compared, and a divergence between them would be wrong."""
+    compared, and a divergence between them would be wrong. A temperature of a node's own is compared with that of
+    the nodes whose log-probabilities it reads, and of those that read what it writes."""
     mistakes: dict[str, Mistake] = {}
+    own = {node: setting_value(spec, node, contract, _SETTING) for node, contract in bound.items()
+           if _SETTING in contract.settings}
     for node, flow in flows.items():
+        mistakes = _unlike(spec, node, bound, own, flow) | mistakes
+        if own.get(node) is not None:
+            continue
         role, marks = spec.dag.nodes[node].role, bound[node].marks
         for column in (each for each in flow.reads if each.parameter == _JUDGED):
             writer = bound.get(column.producer)
@@ -26,6 +33,33 @@ def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, 
             if mistake:
                 mistakes.setdefault(role, mistake)
     return list(mistakes.values())
+
+
+def _unlike(spec: Spec, node: str, bound: dict[str, Contract], own: dict[str, float | None],
+            flow: Flow) -> dict[str, Mistake]:
+    """Find the writers whose log-probabilities have another temperature than the node that reads them, where one of the
+    two has a temperature of its own. A COMPUTE node has none: what it reads must be of one temperature."""
+    given = {column.producer: _at(spec, column.producer, own) for column in flow.reads
+             if column.parameter.endswith(_LOGPROBS) and column.producer in bound}
+    if own.get(node) is None and bound[node].marks.type == "COMPUTE":
+        wanted = next((given[writer] for writer in given if own.get(writer) is None), next(iter(given.values()), None))
+    else:
+        wanted = _at(spec, node, own)
+    found = {}
+    for writer in sorted(given) if wanted is not None else ():
+        either = own.get(node) is not None or own.get(writer) is not None
+        if writer in own and either and given[writer] not in (None, wanted):
+            what = (f"node `{writer}` writes log-probabilities at temperature {given[writer]:g}, but node `{node}`, "
+                    f"which reads them, has {wanted:g}")
+            found[writer] = Mistake(what, spec.dag_source.spot(("nodes", writer)),
+                                    f"Instead:  {writer}: {{…, with: {{temperature: {wanted:g}}}}}")
+    return found
+
+
+def _at(spec: Spec, node: str, own: dict[str, float | None]) -> float | None:
+    """Return a node's temperature: its own, else that of its role."""
+    settings = _in_force(spec, spec.dag.nodes[node].role)
+    return own.get(node) if own.get(node) is not None or settings is None else _temperature(settings)
 
 
 def _compared(spec: Spec, node: str, role: str, giver: str) -> Mistake | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.schema.contract import GROUP
-from distflow.schema.plan import ROW, SOURCE, Fans, Layout, Task, Transfer
+from distflow.schema.plan import REWARD_PARTS, ROW, SOURCE, Fans, Layout, Task, Transfer
 from distflow.schema.spec import Spec
 from planners.columns import Flow
 
@@ -18,6 +18,8 @@ _TOKEN, _NUMBER, _CHARACTERS, _PIXEL = 8, 4, 4, 3
 _OF_TOKENS = {"prompts", "responses", "targets", GROUP}
 _LIMITED = {"prompts": "max_prompt_tokens", "questions": "max_prompt_tokens",
             "targets": "max_target_tokens", "answers": "max_target_tokens"}
+_PARTS = 64
+"""Bytes of what the parts of a reward gave, as text."""
 
 Moved = set[tuple[str, str, Layout]]
 """(producer, column, layout): what earlier tasks of the chain have moved. The databuffer moves nothing twice."""
@@ -79,6 +81,8 @@ def row_bytes(spec: Spec, name: str, form: str) -> int:
     """One row's size at the run's longest."""
     if form == "Tensor":
         return _TOKEN if name in _OF_TOKENS else _NUMBER
+    if name == REWARD_PARTS:
+        return _PARTS
     data = spec.run.data
     if name == "images":  # a prompt that is nothing else
         token = max((shape.token_pixels for shape in spec.shapes.values()), default=0)

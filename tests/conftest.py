@@ -1,4 +1,8 @@
-"""Fixtures: a folder with a tiny run, and a way to launch it."""
+"""Fixtures: a folder with a tiny run, and a way to launch it. Tiers of tests, and failures named as they happen.
+
+`make test` leaves out the tests that are marked `run`, which start whole runs or take long, but for those that are
+marked `smoke` too; `make test-all` leaves out none.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,44 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import REWARD, ROOT, TINY, command, environment
+from harness import command, environment, write_workspace
 from hypothesis import settings
 from ready import Ready
 
 settings.register_profile("distflow", derandomize=True, deadline=None)  # the same examples each time, however slow
 settings.load_profile("distflow")
+RUNNING = {"launch", "ready", "cluster"}
+"""Fixtures that start whole runs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if RUNNING & set(getattr(item, "fixturenames", ())):
+            item.add_marker("run")
+
+
+class FailureNames:
+    """Writes the name of each failed test as soon as it is known, not at the end alone."""
+
+    def __init__(self, terminal: pytest.TerminalReporter):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts
+        config.pluginmanager.register(FailureNames(terminal))
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A folder with ten problems, a tiny run file, and a reward that a random model earns too."""
-    lines = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:10]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "brevity.py").write_text(REWARD)
-    (tmp_path / "grpo.yaml").write_text(
-        (ROOT / "dags/grpo.yaml").read_text().replace("function: score, ", "function: score, with: {reward: brevity}, ")
-        + "imports: [brevity]\n")
+    """A folder with what a tiny run needs."""
+    write_workspace(tmp_path)
     return tmp_path
 
 

@@ -35,6 +35,17 @@ def brevity(completion, answer):
 """
 
 
+def write_workspace(folder: Path) -> None:
+    """Ten problems, a tiny run file, and a reward that a random model earns too, for `grpo.yaml`."""
+    lines = (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()[:10]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "tiny.yaml").write_text(TINY)
+    (folder / "brevity.py").write_text(REWARD)
+    (folder / "grpo.yaml").write_text(
+        (ROOT / "dags/grpo.yaml").read_text().replace("function: score, ", "function: score, with: {reward: brevity}, ")
+        + "imports: [brevity]\n")
+
+
 def command(ranks: int, *arguments: str) -> list[str]:
     """The torchrun line, with a port that the system chooses."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import ROOT, metrics_of
-from safetensors.torch import load_file
+from harness import metrics_of
 
 TOOLS = '''
 import os, time
@@ -44,30 +43,20 @@ imports: [tools]
 """
 
 
+def tools_dag(trouble: bool) -> str:
+    return DAG.replace("TROUBLE", str(trouble).lower())
+
+
 @pytest.fixture
 def tools(workspace):
     (workspace / "tools.py").write_text(TOOLS)
 
     def dag(trouble: bool) -> tuple[str, ...]:
         name = f"tools_{trouble}.yaml".lower()
-        (workspace / name).write_text(DAG.replace("TROUBLE", str(trouble).lower()))
+        (workspace / name).write_text(tools_dag(trouble))
         return ("--dag", name, "--run-file", "tiny.yaml")
 
     return dag
-
-
-def test_one_and_two_ranks_have_the_same_conversations_and_losses(launch, workspace, tools):
-    for ranks in (1, 2):
-        launch(ranks, *tools(False), "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5")
-    one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
-    for step in (1, 2, 3):
-        assert one[step]["environment/turns"] == 3
-        assert one[step]["response/fingerprint"] == two[step]["response/fingerprint"]
-        assert one[step]["environment/reward"] == pytest.approx(two[step]["environment/reward"], abs=1e-9)
-        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-5)
-        assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
-        assert one[step]["grad_norm"] > 0
-        assert two[step]["mismatch/logprob_max"] < 1e-4
 
 
 def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, tools):
@@ -84,7 +73,8 @@ def test_a_run_goes_on_with_hostile_environments_and_says_so(launch, workspace, 
     reasons = {"took longer than 4 s": 0, "its process ended": 1, "ValueError: no such letter": 2}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events = [event for event in events if not event["event"].startswith(("worker ", "checkpoint "))]
-    assert {event["event"] for event in events} == {"environment_failed"}
+    assert {event["event"] for event in events} - {"all_dropped"} == {"environment_failed"}
+    events = [event for event in events if event["event"] == "environment_failed"]
     assert sum(event["count"] for event in events) == failed
     assert {event["reason"] for event in events} <= set(reasons)
     assert done.stderr.count("trajectories failed and are left out") <= 6
@@ -149,38 +139,3 @@ def test_an_environment_that_always_fails_ends_an_async_run(launch, workspace, t
     assert done.returncode != 0
     assert "environment `Tool` has failed for every trajectory of 3 steps in a row" in done.stderr
     assert "no letters at all" in done.stderr
-
-
-def test_two_roles_answer_in_turn_and_each_learns_from_its_own_rewards(launch, workspace):
-    (workspace / "praise.py").write_text("""
-from distflow import reward
-
-@reward
-def short(completion, answer):
-    return 1.0 / (1 + len(completion))
-
-@reward
-def echo(completion, answer):
-    return float(len(completion))
-""")
-    dag = (ROOT / "dags/solver_reviser.yaml").read_text() + "imports: [praise]\n"
-    dag = dag.replace("function: score, dependencies: [solve]", "function: score, with: {reward: short}, "
-                      "dependencies: [solve]")
-    dag = dag.replace("function: score, dependencies: [revise]", "function: score, with: {reward: echo}, "
-                      "dependencies: [revise]")
-    (workspace / "pair.yaml").write_text(dag)
-    for ranks in (1, 2):
-        launch(ranks, "--dag", "pair.yaml", "--run-file", "tiny.yaml", "--name", f"r{ranks}", "--set", "steps=2",
-               "--set", "data.batch=3")
-    one, two = (metrics_of(workspace / f"runs/r{ranks}") for ranks in (1, 2))
-    for step in (1, 2):
-        for node in ("solve", "revise"):
-            name = f"response/fingerprint/{node}"
-            assert one[step][name] == two[step][name]
-        assert one[step]["reward/mean/solved"] <= 1 < one[step]["reward/mean/revised"]
-        for node in ("train_solver", "train_reviser"):
-            assert one[step][f"grad_norm/{node}"] > 0
-            assert one[step][f"loss/{node}"] == pytest.approx(two[step][f"loss/{node}"], abs=1e-5)
-            assert two[step][f"mismatch/logprob_max/{node}"] < 1e-4
-    models = [load_file(workspace / f"runs/r1/model-{role}/model.safetensors") for role in ("actor", "reviser")]
-    assert any(not models[0][name].equal(models[1][name]) for name in models[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, kill_after, metrics_of
+from harness import ROOT, metrics_of
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", "--set", "nodes.reward.with.reward=brevity", "--set",
@@ -17,44 +17,17 @@ REWARD_MODEL = ("--dag", "reward_model.yaml", *PAIRS, "--set",
                 "roles={reward: {model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1}, "
                 "learning_rate: 1e-3}}")
 ONLINE = ("--dag", "online_dpo.yaml", *PPO[2:])
-TOGETHER = ("loss", "value/loss", "value/mean", "preference/margin", "preference/pairs", "response/fingerprint")
+
+
+def write_pairs(folder: Path) -> None:
+    lines = (ROOT / "dags/data/arithmetic/preferences.jsonl").read_text().splitlines()[:10]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture
 def pairs(workspace: Path) -> Path:
-    lines = (ROOT / "dags/data/arithmetic/preferences.jsonl").read_text().splitlines()[:10]
-    (workspace / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    write_pairs(workspace)
     return workspace
-
-
-@pytest.mark.parametrize("dag", [PPO, ("--dag", "dpo.yaml", *PAIRS), REWARD_MODEL, ONLINE], ids=lambda dag: dag[1])
-def test_one_and_two_ranks_have_the_same_metrics(launch, pairs, dag):
-    for ranks in (1, 2):
-        launch(ranks, *dag, "--name", f"r{ranks}", "--set", "steps=3", "--set", "data.batch=5")
-    one, two = (metrics_of(pairs / f"runs/r{ranks}") for ranks in (1, 2))
-    assert set(one) == {1, 2, 3}
-    for step, metrics in one.items():
-        for name in set(TOGETHER) & set(metrics):
-            assert two[step][name] == pytest.approx(metrics[name], abs=1e-5), name
-        for name in {"grad_norm", "value/grad_norm"} & set(metrics):
-            assert two[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
-
-
-def test_two_trained_roles_go_on_where_they_were_killed(launch, workspace):
-    """Both sets of weights and both optimizers, bit for bit; and the actor is the one that is validated."""
-    settings = (*PPO, "--set", "steps=6", "--set", "validation={data: {heldout: train.jsonl}, every: 2}")
-    launch(2, *settings, "--name", "whole")
-    kill_after(workspace, 5, *settings, "--name", "killed")
-    launch(2, "--resume", "runs/killed")
-    whole, killed = (workspace / f"runs/{name}" for name in ("whole", "killed"))
-    for metric in ("loss", "value/loss", "response/fingerprint"):
-        assert [step[metric] for step in metrics_of(whole).values()] == [
-            step[metric] for step in metrics_of(killed).values()]
-    for model in ("model-actor", "model-critic"):
-        assert (whole / model / "model.safetensors").read_bytes() == (killed / model / "model.safetensors").read_bytes()
-    assert "accuracy_after" in json.loads((whole / "summary.json").read_text())
-    launch(1, "--resume", "runs/killed", "--set", "steps=7")  # on another number of ranks
-    assert set(metrics_of(killed)) == set(range(1, 8))
 
 
 def test_a_trained_reward_model_is_one_for_others_too(launch, pairs):

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from harness import ROOT, environment
 
+from distflow import cli
 from distflow.cli import evaluate
 from distflow.cli.evaluated import Subject, subject
 
@@ -103,6 +104,36 @@ def test_the_rewards_of_all_problems_have_more_time_than_those_of_a_training_ste
     what = Subject({}, reward={"reward": "code", "limit": 60.0})
     evaluate._answer(options, what, str(workspace / "train.jsonl"), 500, Path("runs/evaluate-1"))
     assert seen == {"reward": "code", "limit": 150_000.0}
+
+
+def test_problems_with_an_empty_field_are_left_out_and_counted(workspace, monkeypatch, capsys):
+    """As validation leaves them out; another problem in the place of each would count twice."""
+    asked = ["1 + 1?", "", "2 + 2?", None]
+    lines = [json.dumps({"problem": question, "answer": number}) for number, question in enumerate(asked)]
+    (workspace / "some.jsonl").write_text("\n".join(lines))
+    seen = []
+
+    def torchrun(ranks, arguments, quiet):
+        data = yaml.safe_load(Path(arguments[3]).read_text())["data"]
+        seen.extend([data["batch"], Path(data["train"]).read_text().splitlines()])
+        folder = Path("runs", arguments[5])
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("{}\n")
+        return 0
+
+    (workspace / "model").mkdir()
+    (workspace / "model/config.json").write_text("{}")
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(evaluate, "torchrun", torchrun)
+    command = ["evaluate", "model", "--data", "some.jsonl", "--ranks", "1", "--set", "data.question=problem"]
+    assert cli.main(command) == 0
+    assert seen == [2, [lines[0], lines[2]]]
+    assert "some: 2 problems (2 with an empty field left out), answers in" in capsys.readouterr().out
+    assert cli.main([*command, "--set", "data.strict=true"]) == 2
+    assert "some.jsonl:2: field `problem` must be text that is not empty" in capsys.readouterr().err
+    assert cli.main([*command, "--set", "data.strict=perhaps"]) == 2
+    assert "`data.strict` cannot be 'perhaps'" in capsys.readouterr().err
+    assert len(seen) == 2, "nothing has run"
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

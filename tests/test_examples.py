@@ -1,12 +1,14 @@
-"""The examples: short, without mistakes, and right. That they learn is shown in tests/dags/test_learning.py."""
+"""The examples: short, without mistakes, and right. That OPO learns is shown in tests/dags/test_learning.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, metrics_of
 
 from distflow.data.batch import Ragged
 from distflow.schema.spec import load
@@ -21,10 +23,68 @@ def test_an_example_is_one_file_and_less_than_thirty_lines_of_python(path):
     assert sum(len(module.read_text().splitlines()) for module in path.parent.glob("*.py")) < 30
 
 
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}/{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture
+def run(workspace, launch):
+    """`run("NAME", "KEY=VALUE", …)` runs an example in the workspace, where the Python files of all of them lie."""
+    for path in (ROOT / "examples").glob("*/*.py"):
+        shutil.copy(path, workspace)
+
+    def run(name, *given):
+        sets = [word for line in given for word in ("--set", line)]
+        launch(1, "--dag", str(ROOT / f"examples/{name}/{name}.yaml"), "--run-file", "tiny.yaml", "--name", name,
+               *sets)
+        return metrics_of(workspace / "runs" / name)
+
+    return run
+
+
+def test_the_reward_pays_for_what_is_near(monkeypatch):
+    reward = module("near_miss").near_miss
+    assert [reward(text, "7 + 5 = 12 #### 12") for text in ("12", "it is 10", "#### 25", "none", "1,012 or 12")] == \
+        [1.0, 0.8, 0.0, 0.0, 1.0]
+    assert reward("#### 32", "#### 12", reach=40) == 0.5
+
+
+def test_the_loss_is_ppos_at_first_and_fades():
+    loss = module("soft_clip").soft_clip
+    logprobs = torch.tensor([0.0, 0.2, 1.5], requires_grad=True)
+    loss(logprobs, torch.zeros(3), torch.ones(3)).sum().backward()
+    at_once, later, far = (-logprobs.grad).tolist()
+    assert at_once == 1.0
+    assert far < 1e-6 < later < 1.0
+
+
+def test_the_reward_and_the_loss_run(run):
+    metrics = run("near_miss", "steps=2", "nodes.update.with={loss: 'soft_clip:soft_clip', epochs: 2}",
+                     "nodes.reward.with={reward: {near_miss: 1.0, brevity: 1.0}}", "imports=[near_miss, brevity]")
+    for line in metrics.values():
+        assert {"reward/near_miss", "near_miss/answered", "reward/brevity"} <= set(line)
+        assert 0 <= line["near_miss/answered"] <= 1
+        assert line["soft_clip/moved"] > 0
+        assert line["grad_norm"] > 0
+
+
+def test_the_hook_and_the_detector_run(run, workspace):
+    """A random model always says 8 tokens here, so the detector is asked for no growth at all."""
+    run("restart_log", "steps=3", "imports=[restart_log, long_answers]", "checkpoint.every=0",
+                  "robust.detectors.long_answers.factor=1", "faults=[{kind: raise, step: 2, phase: training}]")
+    failed, ready = (workspace / "restarts.log").read_text().splitlines()
+    assert failed.startswith("rank 0 failed in step 2: ")
+    assert ready == "rank 0 trains again"
+    events = [json.loads(line) for line in (workspace / "runs/restart_log/events.jsonl").read_text().splitlines()]
+    assert {event["what"] for event in events if event["event"] == "long_answers"} == \
+        {"answers have grown from 8 to 8 tokens"}
+
+
 def test_the_optimal_baseline_weighs_rewards_by_length():
-    spec = importlib.util.spec_from_file_location("opo", ROOT / "examples/opo/opo.py")
-    opo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(opo)
+    opo = module("opo")
     responses = Ragged.from_rows([torch.zeros(length) for length in (1, 3, 2, 0)])
     advantages = opo.optimal_baseline(torch.tensor([1.0, 0.0, 1.0, 2.0]), torch.tensor([7, 7, 2, 2]), responses)
     assert advantages.tolist() == [0.75, -0.25, 0.0, 1.0]

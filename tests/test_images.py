@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import ROOT, metrics_of
@@ -16,39 +17,30 @@ SEEING = ("--run-file", "tiny.yaml", "--set", f"roles.actor.model={MODEL}", "--s
           "--set", "data.train=pictures.jsonl")
 
 
-@pytest.fixture
-def pictures(workspace):
+def write_pictures(folder: Path) -> None:
     """Ten questions: most with one image, one with two, one with none; the files lie beside the data."""
     records = open_records(ROOT / "dags/data/squares/train.parquet").get(range(12))
     for index, record in enumerate(records):
-        open_images(record, "image", workspace)[0].save(workspace / f"{index}.png")
+        open_images(record, "image", folder)[0].save(folder / f"{index}.png")
     lines = [{"question": f"How many squares? {index}", "answer": "#### 1", "image": f"{index}.png"}
              for index in range(8)]
     lines.append({"question": "Here <image> and there <image>?", "answer": "#### 2", "image": ["8.png", "9.png"]})
     lines.append({"question": "What is not there?", "answer": "#### 0", "image": []})
-    (workspace / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def pictures(workspace):
+    write_pictures(workspace)
     return workspace
 
 
-@pytest.mark.parametrize("lora", [(), ("--set", "roles.actor.lora={rank: 4}")], ids=["whole", "adapters"])
-def test_ranks_and_layouts_change_nothing(launch, pictures, lora):
-    """The last run moves rows, images among them, and has one row without any image to itself now and then."""
-    grpo = ("--dag", "grpo.yaml", *SEEING, *lora, "--set", "data.batch=5")
+def test_a_model_that_sees_is_saved_and_loaded(launch, pictures):
+    grpo = ("--dag", "grpo.yaml", *SEEING, "--set", "steps=1")
     launch(1, *grpo, "--name", "one")
-    launch(2, *grpo, "--name", "two", "--set", "roles.actor.micro_batch_tokens=16", "--set", "layouts.rollout.dp=1",
-           "--set", "layouts.reference.dp=1", "--set", "layouts.reward.dp=1", "--set", "layouts.advantage.dp=1")
-    one, two = (metrics_of(pictures / f"runs/{name}") for name in ("one", "two"))
-    assert set(one) == {1, 2, 3, 4}
-    for step in one:
-        assert one[step]["response/fingerprint"] == two[step]["response/fingerprint"]
-        assert one[step]["loss"] == pytest.approx(two[step]["loss"], abs=1e-5)
-        assert one[step]["grad_norm"] == pytest.approx(two[step]["grad_norm"], rel=1e-3, abs=1e-5)
-        assert two[step]["mismatch/logprob_max"] < 1e-5
-        assert two[step]["data/bytes_sent"] > 0
-    if not lora:
-        AutoModelForImageTextToText.from_pretrained(pictures / "runs/one/model")
-        assert AutoImageProcessor.from_pretrained(pictures / "runs/one/model", backend="pil").patch_size == 8
-        launch(1, *grpo, "--name", "next", "--set", "steps=1", "--set", "roles.actor.model=runs/one/model")
+    AutoModelForImageTextToText.from_pretrained(pictures / "runs/one/model")
+    assert AutoImageProcessor.from_pretrained(pictures / "runs/one/model", backend="pil").patch_size == 8
+    launch(1, *grpo, "--name", "next", "--set", "roles.actor.model=runs/one/model")
 
 
 def test_looking_is_learned(launch, workspace):

@@ -8,6 +8,7 @@ import pytest
 from layouts import run_steps, write
 from ranks import run_ranks
 
+pytestmark = pytest.mark.run
 SPLITS = {"dp4": {}, "dp2-tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-cp2": {"cp": 2}, "tp2-cp2": {"tp": 2, "cp": 2}}
 REPORTED = {"loss": 1e-6, "grad_norm": 1e-4, "policy/ratio": 1e-5, "policy/kl_reference": 1e-6,
             "mismatch/logprob_mean": 1e-5, "tokens": 0}

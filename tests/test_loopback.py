@@ -49,6 +49,7 @@ def listening(processes: set[int]) -> Iterator[tuple[int, str]]:
                 yield owners[name], place.partition(":")[0]
 
 
+@pytest.mark.run
 def test_a_run_listens_on_loopback_alone(workspace):
     """Its store, gloo, the dock's process and the sources of weights."""
     line = ["run", "grpo.yaml", "--run", "tiny.yaml", "--name", "here", "--set", "mode=async", "--set", "steps=6",

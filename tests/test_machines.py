@@ -3,6 +3,7 @@ network and the run's folder."""
 
 from __future__ import annotations
 
+import datetime
 from functools import partial
 
 import pytest
@@ -15,7 +16,6 @@ from distflow.robust.board import store_on
 from planners import plan
 from workers.apart import Apart, digest
 
-pytestmark = pytest.mark.xdist_group("machines")  # two clusters at a time are too many for small computers
 STEPS, FEW = 90, 20
 STEADY = """
 import time
@@ -127,6 +127,7 @@ MISTAKES = {
 def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
     monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("workers.apart._REACHED", datetime.timedelta(seconds=2))
     board = store_on("127.0.0.1")
     board.set("token", digest("the token"))
     address = f"127.0.0.1:{board.port}"

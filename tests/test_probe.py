@@ -23,6 +23,7 @@ def probe(*arguments: str) -> subprocess.CompletedProcess:
                           capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.run
 def test_this_machine_can_be_planned_for(tmp_path) -> None:
     file = tmp_path / "machines.yaml"
     done = probe("--ranks", "2", "--out", str(file), "--name", "here")
@@ -52,6 +53,7 @@ def _on_two_machines() -> list:
     return [devices, links]
 
 
+@pytest.mark.run
 def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
     (devices, links), *others = run_ranks(3, _on_two_machines)
     assert [device.machine for device in devices] == [0, 1, 2]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
+import pytest
+import torch
 import yaml
 from harness import ROOT, metrics_of
 
+import distflow
+from distflow.robust import detect, hooks, judges
+from distflow.schema import registry
 from distflow.schema.engines import ROLLOUTS, TRAINERS
 from distflow.schema.run import Parallel, RoleRun
 from distflow.schema.spec import load
@@ -68,3 +74,60 @@ def test_the_table_of_algorithms_counts_their_lines():
                         for line in (ROOT / f"dags/{dag}.yaml").read_text().splitlines()) for dag, _ in rows}
     assert {dag: int(lines) for dag, lines in rows} == counted
     assert len(rows) >= 15
+
+
+@pytest.fixture
+def run_block(monkeypatch):
+    """Execute a Python block with the public names; what it registers goes afterwards. Returns its names."""
+    monkeypatch.setattr(registry, "REWARDS", dict(registry.REWARDS))
+    monkeypatch.setattr(detect, "OF_STEPS", dict(detect.OF_STEPS))
+    monkeypatch.setattr(hooks, "HOOKS", {when: list(each) for when, each in hooks.HOOKS.items()})
+
+    def run(containing: str) -> dict:
+        names = {name: getattr(distflow, name) for name in distflow._HOMES} | {"re": re}
+        exec(block("python", containing), names)
+        return names
+
+    return run
+
+
+def test_the_loss_is_that_of_the_example_and_its_line_is_right(run_block, workspace, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples/soft_clip"))
+    mine, example = run_block("def soft_clip")["soft_clip"], importlib.import_module("soft_clip").soft_clip
+    given = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(mine(*given), example(*given))
+    text = (ROOT / "examples/soft_clip/soft_clip.yaml").read_text().partition("  update:")[0]
+    (workspace / "mine.yaml").write_text(text + block("yaml", "soft_clip:soft_clip"))
+    made = plan(load(str(workspace / "mine.yaml"), str(workspace / "tiny.yaml")), 1)
+    assert made.tasks[-1].settings["loss_settings"] == {"sharpness": 5.0}
+
+
+def test_the_reward_pays_for_what_is_near(run_block):
+    reward = run_block("def near_miss")["near_miss"]
+    said = {"12": 1.0, "it is 10": 0.8, "#### 25": 0.0, "none": 0.0}
+    assert {text: reward(text, "7 + 5 = 12 #### 12") for text in said} == said
+
+
+def test_the_hook_is_called_and_the_detector_warns(run_block, capsys):
+    names = run_block("def long_answers")
+    failure = hooks.Failure(1, "lost its mind", "training", 3)
+    hooks.call("on_failure", "trainer", hooks.Moment("trainer", 1, 0, failure))
+    assert capsys.readouterr().out == "rank 1 failed in step 3: lost its mind\n"
+    steps = [judges.Step(number, {"response/length": length}) for number, length in ((1, 900.0), (2, 1100.0))]
+    assert detect.OF_STEPS["long_answers"] is names["long_answers"]
+    assert names["long_answers"](steps[:1]) is None
+    assert names["long_answers"](steps, restart=True).restart
+
+
+def test_every_benchmark_that_is_named_has_recorded_results():
+    named = set(re.findall(r"benchmarks/(\w+)\.py", TEXT))
+    assert {"end_to_end_vs_trl", "modes"} <= named
+    assert [name for name in sorted(named) if not (ROOT / f"benchmarks/results/{name}.txt").is_file()] == []
+
+
+@pytest.mark.parametrize("section", ["# distflow", "## Failures", "## Mixed hardware", "## Engines and layouts",
+                                     "## What it does not do yet"])
+def test_what_is_said_of_gpus_says_that_none_was_tried(section):
+    text = re.split(r"^#+ ", TEXT.partition(f"{section}\n")[2], flags=re.MULTILINE)[0]
+    assert "GPU" in text
+    assert re.search(r"run on (a GPU|GPUs)|tried on a GPU|ran on\s+CPUs|have not run", text)

@@ -37,6 +37,7 @@ def joined(moment):
 '''
 
 
+@pytest.mark.run
 def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     (workspace / "hooks.py").write_text(HOOKS)
     dag = (workspace / "grpo.yaml").read_text()
@@ -92,7 +93,7 @@ def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
     groups = {"sync": [], "apart": [{"name": "trainer", "replicas": 1}, {"name": "rollout", "replicas": 2}]}
     for name, each in groups.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text(json.dumps({"groups": each, "mode": "async"}))
+        (tmp_path / name / "plan.json").write_text(json.dumps({"ranks": 3, "groups": each, "mode": "async"}))
         (tmp_path / name / "events.jsonl").write_text(
             json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "life": 0}) + "\n")
     assert main(line) == 2

@@ -53,6 +53,18 @@ def test_a_job_that_begins_forgets_how_many_rollouts_another_had(tmp_path):
     assert scale.read(tmp_path, 3) == 3
 
 
+def test_a_rollout_that_rests_takes_the_place_of_one_that_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, "_LOOK", -1.0)
+    left_out: list[int] = []
+    rollouts = [scale.Scale(tmp_path, place, lambda: left_out) for place in range(3)]
+    scale.write(tmp_path, 1)
+    assert [each.wanted() for each in rollouts] == [True, False, False]
+    left_out.append(0)
+    assert [each.wanted() for each in rollouts[1:]] == [True, False]
+    left_out.append(1)
+    assert rollouts[2].wanted()
+
+
 def lines(*steps: int) -> str:
     return "".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in steps)
 

@@ -105,6 +105,38 @@ def test_what_cannot_change_is_said_and_changes_nothing(launch, workspace, capsy
     assert not (workspace / "run/changes.jsonl").exists()
 
 
+def test_a_run_that_has_ended_is_not_told_anything(workspace, capsys, monkeypatch):
+    run = _begun(workspace, monkeypatch)
+    (run / "summary.json").write_text("{}")
+    assert main(["set", str(run), "samples=3"]) == 2
+    said = capsys.readouterr()
+    assert "has come to its end" in said.err
+    assert f"distflow resume {run} --set steps=N --set samples=3" in said.err
+    assert said.out == ""
+    assert not (run / "changes.jsonl").exists()
+
+
+@pytest.mark.parametrize(("file", "said"), [("launch.json", "launch.json is damaged"), ("plan.json", "damaged")])
+def test_half_a_file_of_a_run_is_named(workspace, capsys, monkeypatch, file, said):
+    run = _begun(workspace, monkeypatch)
+    (run / file).write_text((run / file).read_text()[:9])
+    assert main(["set", str(run), "samples=3"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def _begun(workspace, monkeypatch):
+    """The folder of a run that has just begun."""
+    from distflow.observe.folder import RunFolder
+    from distflow.schema.spec import load
+    from planners import plan
+
+    monkeypatch.chdir(workspace)
+    spec = load("grpo.yaml", "tiny.yaml")
+    with RunFolder.created(workspace / "run", spec, plan(spec, 2), []):
+        pass
+    return workspace / "run"
+
+
 def test_a_folder_that_is_no_run_is_refused(capsys):
     assert main(["set", "nowhere", "samples=3"]) == 2
     assert "nowhere is not the folder of a run" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -106,6 +107,11 @@ class Apart:
                                                 self._keeper(self.era_rank)), self.trains
         elif self.era_rank >= self.trains or self.trains != self.kept_for:
             self.kept.clear()
+
+    @property
+    def job(self) -> str:
+        """A name that this run has on all its machines and that no other run has."""
+        return self.store.compare_set("job", "", secrets.token_hex(8)).decode()
 
     @property
     def trains(self) -> int:

@@ -61,6 +61,11 @@ class Arrivals:
         return self.loader.batch
 
     @property
+    def epoch(self) -> float:
+        """Passes over the dataset so far."""
+        return self.loader.epoch
+
+    @property
     def drawn(self) -> range:
         return self.loader.drawn
 

@@ -21,7 +21,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.data.dock import Consumer, Dock
 from distflow.data.dock.child import Child, start
-from distflow.data.dock.layout import Address
+from distflow.data.dock.layout import Address, Layout
 from distflow.robust.board import Board
 from distflow.schema.errors import EngineError
 from distflow.schema.plan import ROLLOUT, TRAINER, Fans, Plan, Task
@@ -48,6 +48,8 @@ class Channel:
     ranks: int
     child: Child | None = None
     """The process of this machine's warehouse, if this rank keeps it."""
+    layout: Layout | None = None
+    """Of the dock."""
 
     def joined(self, store: dist.Store) -> Channel:
         """The same for a worker, by a connection of its own to the board. The warehouse stays its seat's."""
@@ -107,6 +109,19 @@ class Channel:
         until = time.monotonic() + (_PARTING if self.child is not None else 0.0)
         while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
             time.sleep(_MOMENT)
+
+    def begin_anew(self) -> None:
+        """Start this machine's warehouse again, empty and at the same address. What it held is asked for again by the
+        trainer's next life.
+
+        Raises:
+            DockError: it does not come up.
+        """
+        if self.child is not None:
+            self.child.kill()
+            host, port = self.child.address
+            number = self.addresses.index((host, port))
+            self.child = start(self.token, host=host, port=port, layout=self.layout, number=number)
 
     def close(self) -> None:
         """End this machine's warehouse."""
@@ -169,10 +184,12 @@ def open_channel(plan: Plan, prompts: int, board: Board) -> Channel:
     addresses = [tuple(address) for address in map(json.loads, said) if address]
     fans = Fans(plan.tasks, plan.source)
     rows = max(fans.times(fans.of(move.producer)) for move in plan.groups[0].plan.dock)
-    channel = Channel(board.store, token, addresses, host, rows, prompts, plan.ranks, child)
+    consumers = _consumers(plan, rows, prompts)
+    channel = Channel(board.store, token, addresses, host, rows, prompts, plan.ranks, child,
+                      Layout(tuple(addresses), tuple(consumers)))
     if board.rank == 0:
         with channel.dock("trainer 0") as dock:
-            dock.meet(_consumers(plan, rows, prompts))
+            dock.meet(consumers)
     board.tell("dock met", "yes")
     return channel
 

@@ -158,16 +158,15 @@ class Crew:
         room = threading.Semaphore(self.most)
         with ThreadPoolExecutor(self.most, "prompt") as pool:
             try:
-                while not (self.over or self._is_told(over(dock))):
+                while not self.over:
+                    self.told = over(dock)
+                    if self.told:
+                        break
                     self._renew_leases(dock)
                     if room.acquire(timeout=_MOMENT) and not self._begin_one(dock, pool, room):
                         room.release()
             finally:
                 self.ended = True  # prompts under way do not outlast a dock that fails
-
-    def _is_told(self, over: bool) -> bool:
-        self.told = over
-        return over
 
     def _begin_one(self, dock: Dock, pool: ThreadPoolExecutor, room: threading.Semaphore) -> bool:
         """Whether there was a prompt."""
@@ -254,7 +253,9 @@ class Crew:
         some[0].metrics.add_all(metrics.take())
         reports = reported([each.metrics.take() for each in some], self.channel.rows)
         dock.doing(f"putting samples of step {step}")
-        dock.put(crossing(self.plan, buffer).with_columns({REPORT: reports}), wait=self.spec.run.wait_limit)
+        rows = crossing(self.plan, buffer).with_columns({REPORT: reports})
+        # With their groups: a dock that was lost meanwhile does not know any more what was ordered.
+        dock.put(rows, group=rows.ids // self.channel.rows, wait=self.spec.run.wait_limit)
         for each in some:
             self.held.pop(each.lease.number, None)
             try:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
-from distflow.data.dataloader import ONE, Dataloader
+from distflow.data.dataloader import ONE, Dataloader, WithoutEmpty
 from distflow.data.exchange import attended
-from distflow.data.records import open_records
+from distflow.data.records import fields_of, open_records
 from distflow.observe import events
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
@@ -53,7 +53,7 @@ class DagWorker:
     def __init__(self, spec: Spec, plan: Plan, functions: dict[str, Callable[..., Any]], device: str,
                  folder: Path, resume: bool, presence: Presence, writes: bool = True, channel: Channel | None = None,
                  rollout: Plan | None = None, berth: Berth | None = None, changes: Changes | None = None,
-                 known: int = 0):
+                 known: int = 0, devices: int | None = None):
         """
         Args:
             resume: go on from the newest state that is whole, if there is one.
@@ -62,6 +62,7 @@ class DagWorker:
             rollout: their plan, if this rank samples too.
             berth: with the memory that outlives this worker; None: nothing is kept there.
             changes: of settings, for which it gives way to another worker; it knows those up to number `known`.
+            devices: ranks of the whole run; None: those of `plan`.
         """
         self.presence = presence
         self.spec, self.plan, self.rank = spec, plan, dist.get_rank()
@@ -82,7 +83,8 @@ class DagWorker:
                                  spec.run.wait_limit)
         self.first = self.standing.restore() if resume else 0
         self.judges = Judges(spec.run.robust.detectors)
-        self.changes, self.known, self.stale = changes, known, False
+        self.devices_of_run = devices or plan.ranks
+        self.changes, self.known, self.stale, self.stopping = changes, known, False, False
         self.sampled = Sampled(berth and berth.rows, self.first if resume else None)
         if writes:
             self._open(folder, self.first if resume else None)
@@ -93,7 +95,7 @@ class DagWorker:
         trajectories().open(folder / f"trajectories/rank{self.rank}.jsonl", self.spec.run.trajectories, written)
         validator = self._validator() if self.spec.run.validation else None
         self.sink = Sink(self.spec, self.plan, folder, resumed_at, self.standing.from_memory, validator,
-                         self.standing.save)
+                         self.standing.save, self.devices_of_run)
 
     def run(self) -> bool:
         """All steps, from the first or from where the checkpoint stands; False if it gives way after one of them, all
@@ -109,6 +111,9 @@ class DagWorker:
             with _Watch(self.presence, f"is finishing step {step}", f"at the end of step {step}"), attended():
                 if self._finish(step):
                     break
+                if self.stopping:
+                    self._stop(step + 1)
+                    return True
                 if self.stale:
                     self._leave(step + 1)
                     return False
@@ -126,6 +131,15 @@ class DagWorker:
         self.standing.finish()
         self.sink.flush()
         dist.barrier()  # the seat of one that has left ends the others
+
+    def _stop(self, done: int) -> None:
+        """Write a checkpoint of `done` steps, if the run writes any, and end before the last step."""
+        if self.standing.every and done % self.standing.every:
+            self.standing.save(done)
+        self.standing.finish()
+        self.sink.flush()
+        dist.barrier()
+        pulse.current().page.stop = pulse.STOPPED
 
     def _compute(self, task: Task, step: int, inputs: Batch) -> Written:
         if task.type == "MODEL_TRAIN":
@@ -148,8 +162,9 @@ class DagWorker:
         two of these lines does none of it twice. True after the last step."""
         if self.changes is not None:
             current().apart("changes", self.changes.newest(), self.known)
+        current().apart("stop", pulse.current().page.stop, 0)
         self.standing.report()
-        self._judge(step + 1, self.sink.record(step + 1, self.buffer))
+        self._judge(step + 1, self.sink.record(step + 1, self.buffer, self.source.epoch))
         self.presence.now(f"is remembering step {step}", "saving")
         self.standing.remember(step + 1)
         self.sampled.clear()
@@ -161,13 +176,15 @@ class DagWorker:
         return last
 
     def _judge(self, done: int, values: dict[str, float]) -> None:
-        """What all ranks alike now know: whether settings have changed, and what detectors say of the step.
+        """What all ranks alike now know: whether settings have changed, whether one of them has been told to end, and
+        what detectors say of the step.
 
         Raises:
             StepFailed: a detector wants it done again.
         """
         told = [rank["changes"] for rank in current().of_ranks if "changes" in rank]
         self.stale = any(newest > known for newest, _ in told for _, known in told)
+        self.stopping = any(rank["stop"][0] for rank in current().of_ranks if "stop" in rank)
         for name, alarm in self.judges.look(step_of(done, values, current())):
             self.sink.warn(done, name, alarm)
             if alarm.restart:
@@ -259,9 +276,10 @@ class DagWorker:
 
 def dataloader(spec: Spec, role: Role, share: int | None = None, layout: Layout = ONE) -> Dataloader:
     """The training data, encoded for a role."""
-    path = spec.data_path(spec.run.data.train)
-    return Dataloader(open_records(path), encoder(role.tokenizer, spec.run.data, eyes_of(role, spec.run.data, path)),
-                      spec.run.data.batch, spec.run.seed, share, layout)
+    data, path = spec.run.data, spec.data_path(spec.run.data.train)
+    records = WithoutEmpty(open_records(path), fields_of(data, data.columns))
+    encode = encoder(role.tokenizer, data, eyes_of(role, data, path))
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)
 
 
 def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:

@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import ColumnData, Ragged, encode_text
+from distflow.data.problems import answer_text, messages_of, question_text, tools_of
 from distflow.data.records import Record
 from distflow.observe.metrics import current
 from distflow.schema.run import Data
-from workers.engines.chat import prompt_tokens
+from workers.engines.chat import prompt_tokens, require_template
 from workers.eyes import Eyes
 from workers.roles import encode_targets
 
@@ -21,13 +22,18 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
     """Questions by the tokenizer's chat template (without one, as they are, on a line of their own), answers with end.
 
     A prompt longer than `max_prompt_tokens` loses its beginning, a target its end; the metrics count them.
+
+    Raises:
+        InvalidInput: the run file asks for what the tokenizer's chat template does not have.
     """
+    require_template(tokenizer, data)
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
-        questions, answers = [record[data.question] for record in records], [record[data.answer] for record in records]
+        questions = [question_text(record[data.question]) for record in records]
+        answers = [answer_text(record[data.answer]) for record in records]
         prompts, images, cut = encode_prompts(tokenizer, data, records, eyes)
         current().add("data/prompts_cut", cut)
-        extra = {name: encode_text(str(record[name]) for record in records) for name in data.columns}
+        extra = {name: encode_text(answer_text(record[name]) for record in records) for name in data.columns}
         if images is not None:
             extra["images"] = images
         return {"prompts": prompts,
@@ -42,7 +48,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     """The records' questions, what they show (None without `eyes`), and how many of them lost their beginning."""
     if eyes:
         return *eyes.prompts(tokenizer, data, records), 0
-    prompts = [prompt_tokens(tokenizer, record[data.question]) for record in records]
+    prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
+               for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
     return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), None, cut
 

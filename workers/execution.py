@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_t
 from distflow.observe import times
 from distflow.observe.metrics import current
 from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import ColumnError
+from distflow.schema.errors import ColumnError, shown
 from distflow.schema.measured import Taken
 from distflow.schema.plan import Task
 from workers.roles import Role
@@ -47,15 +48,16 @@ class Execution:
             self.roles[task.role].stream = self.streams[task.node]
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
+        function = self.functions[task.node]
         with self._speaking_for(task):
-            result = self.functions[task.node](*engine, **arguments, **task.settings)
+            result = function(*engine, **arguments, **task.settings)
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
-            raise ColumnError(f"{task.function} changed its input `{name}` in place, which other nodes read too. Write "
-                              f"to a copy:  {name} = {name}.clone()")
+            raise ColumnError(f"{_place(function)}{task.function} changed its input `{name}` in place, which other "
+                              f"nodes read too. Write to a copy:  {name} = {name}.clone()")
         seconds = time.perf_counter() - start
         self.seconds[task.node] += seconds
         current().maximum(f"seconds/{task.node}", self.seconds[task.node])
-        columns = _as_columns(task, result, len(ids))
+        columns = _as_columns(task, _place(function), result, len(ids))
         if times.current().path is not None and task.type in ENGINE_TYPES:
             times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
         return columns, ids
@@ -87,19 +89,39 @@ def _as_form(column: ColumnData, form: str) -> Any:
     return decode_text(column) if form == "list[str]" and isinstance(column, Ragged) else column
 
 
-def _as_columns(task: Task, result: Any, rows: int) -> dict[str, ColumnData]:
+def _as_columns(task: Task, place: str, result: Any, rows: int) -> dict[str, ColumnData]:
+    """What a function returned, by the names of the columns. `place`: where it is written."""
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
+    who = f"{place}{task.function} returned"
     if len(values) != len(task.writes):
-        raise ColumnError(f"{task.function} returned {len(values)} columns; it declares {', '.join(task.writes)}")
-    columns = {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
-               for name, value in zip(task.writes, values)}
-    for name, column in columns.items():
-        if not isinstance(column, torch.Tensor | Ragged):
-            raise ColumnError(f"{task.function} returned {type(column).__name__} for column `{name}`; a column is a "
+        raise ColumnError(f"{who} {len(values)} columns; it declares {', '.join(task.writes)}")
+    for name, value in zip(task.writes, values):
+        if wrong := _wrong(value, rows):
+            raise ColumnError(f"{who} {wrong} for column `{name}`. Return one value for each of the {rows} rows: a "
                               "Tensor, a Ragged or a list of str")
-        if len(column) != rows:
-            raise ColumnError(f"{task.function} returned {len(column)} rows of column `{name}` for {rows} rows")
-    return columns
+    return {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
+            for name, value in zip(task.writes, values)}
+
+
+def _wrong(value: Any, rows: int) -> str:
+    """What keeps a value from being a column of so many rows; empty if nothing does."""
+    if value is None:
+        return "None"
+    if isinstance(value, list):
+        odd = [type(each).__name__ for each in value if not isinstance(each, str)]
+        if odd:
+            return f"a list with a {odd[0]} in it"
+    elif not isinstance(value, torch.Tensor | Ragged):
+        return f"a {type(value).__name__}"
+    elif isinstance(value, torch.Tensor) and not value.ndim:
+        return "a single number"
+    return "" if len(value) == rows else f"{len(value)} rows"
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where a function is written, as `file.py:12: `; empty if it is not Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}: " if code else ""
 
 
 def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],

@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Ragged
 from distflow.data.images import open_images
+from distflow.data.problems import Message, messages_of, tools_of
 from distflow.data.records import Record
 from distflow.schema.errors import InvalidInput
 from distflow.schema.run import Data
+from workers.engines.chat import prompt_tokens
 from workers.engines.vision import Sight
 from workers.roles import Role
 
@@ -42,8 +44,8 @@ class Eyes:
         prompts, shown = [], []
         for record in records:
             images = [self.sight.pixels(image) for image in open_images(record, data.images, self.folder)]
-            message = [{"role": "user", "content": _content(record[data.question], len(images))}]
-            prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            messages = _placed(messages_of(record, data), len(images))
+            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), data.enable_thinking)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
             shown.append(Ragged.from_rows(images) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(shown)
@@ -67,10 +69,25 @@ def eyes_of(role: Role, data: Data, path: Path) -> Eyes | None:
     return Eyes(role.sight, role.config.image_token_id, path.parent) if data.images else None
 
 
-def _content(question: str, images: int) -> list[dict[str, str]]:
-    """Text and images in turn, as chat templates of models that see take them."""
-    texts = question.split(PLACE) if PLACE in question else [*[""] * images, question]
-    if len(texts) != images + 1:
-        raise InvalidInput(f"a question says {PLACE} {len(texts) - 1} times and has {images} images: {question!r}")
+def _placed(messages: list[Message], images: int) -> list[Message]:
+    """The messages with text and images in turn, as chat templates of models that see take them. Messages that are
+    lists of parts already say where their images stand."""
+    said = sum(_places(message) for message in messages)
+    if said not in (0, images):
+        raise InvalidInput(f"a question says {PLACE} {said} times and has {images} images: {messages!r}")
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
+    return [message if isinstance(message.get("content"), list) else
+            {**message, "content": _content(message.get("content") or "", images * (index == first and not said))}
+            for index, message in enumerate(messages)]
+
+
+def _places(message: Message) -> int:
+    content = message.get("content") or ""
+    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else content.count(PLACE)
+
+
+def _content(text: str, before: int) -> str | list[dict[str, str]]:
+    """The parts of a text: images where it says so, and `before` more in front of it; the text itself without any."""
+    texts = [*[""] * before, *text.split(PLACE)]
     parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
-    return [part for part in parts if part.get("text") != ""]
+    return [part for part in parts if part.get("text") != ""] if len(texts) > 1 else text

@@ -44,7 +44,8 @@ class Fusion:
             spent: seconds of the step in each node's function so far.
         """
         self.plan, self.rank, self.loader, self.channel, self.compute = plan.early, rank, loader, channel, compute
-        self.spent, self.patience = spent, limit / 4
+        self.spent = spent
+        self.patience = limit / 4
         """Of others while the first rank looks what has come: they must not take it for lost."""
         self.tasks = self.plan.chain(rank)
         self.kept = [task for task in plan.tasks if task.layout.early]

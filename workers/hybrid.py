@@ -38,6 +38,7 @@ class Hybrid:
     def __init__(self, roles: Mapping[str, Role], crew: Crew | None, share: dist.ProcessGroup | None, enough: int,
                  limit: float):
         self.roles, self.crew, self.share, self.enough, self.limit = roles, crew, share, enough, limit
+        self.streams: Mapping[str, Stream] = {}
 
     @classmethod
     def of(cls, spec: Spec, rollout: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, Role],

@@ -1,16 +1,25 @@
 """torchrun on one machine, whose store nobody else can reach.
 
 torch's store has no password, and holds the run's token; torchrun lets it listen on every interface of the machine,
-also with `--standalone`. Here the ranks meet at a store on loopback instead. All else is torchrun's:
+also with `--standalone`. Here the ranks meet at a store on loopback instead. What torchrun says of a rank that fails
+is left out, since the rank has said why; `LOGLEVEL=WARNING` shows it. All else is torchrun's:
 
     python workers/loopback.py --nproc-per-node 2 distflow/launch.py --dag grpo.yaml
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
+
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -20,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from distflow.robust.board import store_on
+from workers.jail.processes import AGENT
 
 NAME = "loopback"
 _HOST = "127.0.0.1"
@@ -67,10 +77,27 @@ def create(parameters: RendezvousParameters) -> Loopback:
     return Loopback(parameters.run_id)
 
 
-def main() -> None:
+def main() -> int:
+    """Run torchrun with the arguments of this process. Return the exit code of the rank that failed first."""
     rendezvous_handler_registry.register(NAME, create)
-    torch.distributed.run.main(["--rdzv-backend", NAME, "--rdzv-endpoint", "127.0.0.1", "--nnodes", "1", *sys.argv[1:]])
+    os.environ[AGENT] = str(os.getpid())
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = "LOGLEVEL" in os.environ
+    logger.addHandler(logging.NullHandler())
+    given = ["--rdzv-backend", NAME, "--rdzv-endpoint", "127.0.0.1", "--nnodes", "1", *sys.argv[1:]]
+    try:
+        torch.distributed.run.run(torch.distributed.run.parse_args(given))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:  # it has said why
+            return failure.exitcode
+        print(f"rank {rank}: its process {failure.pid} was ended by {signal.Signals(-failure.exitcode).name}, and the "
+              "run with it", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

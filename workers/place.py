@@ -15,6 +15,7 @@ import torch
 
 from distflow.data.exchange import gather
 from distflow.observe.folder import agent
+from distflow.observe.run_lock import RunLock
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.hooks import Moment, When, call
@@ -29,6 +30,8 @@ from workers.apart import Apart
 from workers.channel import Channel, open_channel
 
 _UNKNOWN = 255
+_LEFT_OUT = "left out/{}"
+"""Key on the board: a rollout is not started again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Place:
     """The number of the newest change of settings that `spec` has in it."""
     apart: Apart | None = None
     """The machines of the run, if they start apart."""
+    lock: RunLock | None = None
+    """Of the run's folder, on rank 0."""
 
     @property
     def group(self) -> Group | None:
@@ -85,6 +90,20 @@ class Place:
     def needless(self) -> bool:
         """Whether this rank samples for a trainer that has done its last step."""
         return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
+
+    def leave_out(self) -> bool:
+        """Leave this rank's rollout out of the run, for it is not started again: whether another one is left. Of two
+        that ask at once, at least one sees that the other has gone."""
+        group, replica = self.plan.group_of(self.board.rank)
+        if group is None or group.name != ROLLOUT:
+            return False
+        self.board.store.set(_LEFT_OUT.format(replica), "")
+        return len(self._left_out()) < group.replicas
+
+    def _left_out(self) -> list[int]:
+        """The rollouts that are not started again."""
+        group, _ = self.plan.group_of(self.board.rank)
+        return [each for each in range(group.replicas) if self.board.store.check([_LEFT_OUT.format(each)])]
 
     @property
     def role(self) -> str:
@@ -124,13 +143,24 @@ class Place:
     @functools.cached_property
     def scale(self) -> Scale | None:
         group, replica = self.plan.group_of(self.board.rank)
-        return Scale(self.path, replica) if group is not None and group.name == ROLLOUT else None
+        return Scale(self.path, replica, self._left_out) if group is not None and group.name == ROLLOUT else None
 
     @property
     def companions(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         child = self.channel and self.channel.child
-        return {child.process.stdout.fileno(): "the process of this machine's samples has ended"} if child else {}
+        return {child.process.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
+                                               "place, and what it held is sampled again"} if child else {}
+
+    def renew_companions(self) -> dict[int, str]:
+        """Start those processes again, after one of them has ended on any of the ranks.
+
+        Raises:
+            DockError: one does not come up.
+        """
+        if self.channel:
+            self.channel.begin_anew()
+        return self.companions
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -140,6 +170,8 @@ class Place:
         finally:
             if self.channel:
                 self.channel.close()
+            if self.lock:
+                self.lock.release()
 
     def part(self) -> None:
         """The work is done; wait until nobody needs this rank any more."""
@@ -159,6 +191,7 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
+        InvalidInput: another job has the run that is to go on.
     """
     board = Board(spec.run.wait_limit, apart.look, apart.present) if apart else Board(spec.run.wait_limit)
     board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
@@ -166,11 +199,14 @@ def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: boo
     if apart:
         apart.announce(path)
     resume = bool(board.tell("resume", "yes" if resume else ""))
+    lock = RunLock(path, apart.job if apart else "") if board.rank == 0 and not alone else None
+    if lock and resume:
+        lock.hold()
     device = _device(board)
     channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # then `spec` is that of the job's beginning
     known = 0 if again else max(Changes(path, group).newest() for group in (TRAINER, ROLLOUT))
-    return Place(spec, plan, board, path, device, resume, channel, agent(), known, apart)
+    return Place(spec, plan, board, path, device, resume, channel, agent(), known, apart, lock)
 
 
 def _device(board: Board) -> str:

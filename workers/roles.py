@@ -37,6 +37,7 @@ from workers.engines.meshes import mesh_of
 from workers.engines.precision import halve, is_half, pad_token
 from workers.engines.rollout import Row, Sampler, Samples, Session
 from workers.engines.sampling import key_of
+from workers.engines.stopping import StopStrings
 from workers.engines.stream import Stream
 from workers.engines.trainer import LossOf, Trainer
 
@@ -76,6 +77,8 @@ class Role:
         whole = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
         self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, _end_tokens(model, tokenizer), whole)
+        if self.rollout is not None and settings.generation.stop:
+            self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, whole,
             meshes.experts)
@@ -140,10 +143,12 @@ class Role:
             return contextlib.nullcontext(self.many)
         return self.handover.sampling()
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None) -> Ragged:
-        """The log-probability of each response token, float32."""
+    def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
+                 temperature: float | None = None) -> Ragged:
+        """The log-probability of each response token, float32, by default at the role's temperature."""
         self._require("lm", "logprobs")
-        return self.engine.logprobs(prompts, responses, self.settings.generation.temperature, images)
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.logprobs(prompts, responses, temperature, images)
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """The value before each response token, float32: of the prompt and of the tokens that came before."""

@@ -14,8 +14,8 @@ from distflow.robust.berth import end_beside, start_beside
 from distflow.schema.contract import module_file
 from distflow.schema.plan import ROLLOUT
 from distflow.schema.registry import load_module
+from workers.jail.processes import end_with
 from workers.place import Place
-from workers.start import end_with
 
 
 @contextlib.contextmanager

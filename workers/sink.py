@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.observe import events, times
+from distflow.observe import events, lines, times
 from distflow.observe.folder import RunFolder
 from distflow.observe.metrics import current
 from distflow.observe.progress import StepProgress
 from distflow.robust.judges import Alarm
-from distflow.schema.plan import Plan
+from distflow.schema.plan import REWARD_PARTS, ROW, Plan
 from distflow.schema.spec import Spec
 from planners import plan as make_plan
 from workers.roles import Role
 from workers.validation import Validator
+
+_SHOWN = ("questions", "answers", "completions", "rewards")
+_BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
+"""Columns of which `samples.jsonl` shows rows, the second ones where they are beside the first."""
 
 
 class Sink:
     """Every rank has one and calls it alike; rank 0 writes."""
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, again: bool,
-                 validator: Validator | None, save: Callable[[int], None]):
-        """`again`: the step at which it goes on may not have been concluded."""
+                 validator: Validator | None, save: Callable[[int], None], devices: int):
+        """`again`: the step at which it goes on may not have been concluded. `devices`: ranks of the whole run."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
-        self.again = again
+        self.again, self.devices = again, devices
         self.folder = RunFolder(path, resumed_at, again) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
@@ -54,14 +60,19 @@ class Sink:
         self.began = time.perf_counter()
         return over
 
-    def record(self, done: int, buffer: Databuffer) -> dict[str, float]:
+    def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
         """When the work of a step is done, on every rank: `done` counts from 1. Returns the step's numbers."""
+        _note_memory()
+        if lines.dropped():
+            current().add("lines/dropped", lines.dropped())
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
         times.current().write(done, seconds)
-        values |= {"seconds": seconds, "tokens_per_second": values.get("tokens", 0.0) / seconds}
+        speed = values.get("tokens", 0.0) / seconds
+        values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
+                   "tokens_per_second_per_device": speed / self.devices}
         if self.folder:
-            self.folder.write_metrics(done, values)
+            self.folder.write_step(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
             self._say_what_is_short(done, values)
@@ -95,7 +106,7 @@ class Sink:
         """After the last step: the models as Hugging Face folders, and the summary."""
         write_models(trained, self.path)
         if self.folder:
-            self.folder.close({"plan": self.plan.digest, "ranks": self.plan.ranks, "seed": self.run.seed})
+            self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
 
@@ -112,6 +123,8 @@ class Sink:
             return False
         start = time.perf_counter()
         values = self.validator.run()
+        if self.folder:
+            self.folder.write_answers(step, self.validator.answers)
         for name, value in values.items():
             if self.folder:
                 self.folder.write_metrics(step, {name: value})
@@ -127,7 +140,28 @@ def write_models(trained: dict[str, Role], folder: Path) -> None:
         role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))
 
 
+def _note_memory() -> None:
+    """Report the most memory that this step had on a GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        current().maximum("memory/gpu_allocated_gib", torch.cuda.max_memory_allocated() / 2**30)
+        current().maximum("memory/gpu_reserved_gib", torch.cuda.max_memory_reserved() / 2**30)
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:
     """Some rows of this rank as a person would read them."""
-    columns = buffer.readable(("questions", "answers", "completions", "rewards"), count)
-    return [dict(zip(columns, values)) for values in zip(*columns.values())]
+    columns = buffer.readable(_SHOWN, count, _BESIDE)
+    names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
+    return [_as_sample(dict(zip(names, values))) for values in zip(*(columns[name] for name in names))]
+
+
+def _as_sample(row: dict[str, Any]) -> dict[str, Any]:
+    """Replace the tokens by their number, and the advantages of tokens by their mean."""
+    if "responses" in row:
+        row["length"] = len(row.pop("responses"))
+    if REWARD_PARTS in row:
+        row[REWARD_PARTS] = json.loads(row[REWARD_PARTS])
+    if "advantages" in row:
+        each = row.pop("advantages")
+        row["advantage"] = (sum(each) / len(each) if each else 0.0) if isinstance(each, list) else each
+    return row

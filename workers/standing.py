@@ -18,7 +18,7 @@ from distflow.observe.events import record
 from distflow.observe.metrics import current
 from distflow.robust.berth import Berth
 from distflow.robust.checkpoint import Checkpoints
-from distflow.robust.pieces import bring
+from distflow.robust.pieces import Found, bring
 from distflow.robust.snapshots import Piece, Slot, Snapshots
 from distflow.robust.whole import step_of, whole
 from distflow.schema.errors import CheckpointError
@@ -115,16 +115,19 @@ class Standing:
 
     def restore(self) -> int:
         """Go on from the newest step that all ranks have whole, in memory or on disk; returns how many steps are done,
-        0 if there is nothing to go on from.
+        0 if no step was ever kept.
 
         Raises:
-            CheckpointError: what is there is of something else.
+            CheckpointError: what is there is of something else, damaged, or cannot be read.
             Disagreement: the ranks do not see the same files.
         """
         on_disk = whole(self.folder)
-        remembered = bring(self.copies, self.berth.kept, step_of(on_disk[-1]) if on_disk else -1)
-        if not on_disk and remembered is None:
-            return 0
+        checkpoint, remembered = None, self._remembered(on_disk[-1] if on_disk else None)
+        if remembered is None:
+            checkpoint = self.checkpoints.newest()
+            if checkpoint is None:
+                return 0
+            remembered = self._remembered(checkpoint)  # it may be newer than this one, if others were passed over
         self.from_memory = remembered is not None
         if remembered is not None:
             state = self._state()
@@ -135,13 +138,17 @@ class Standing:
                 self.neighbour.begin(self.copies)
             record("state restored", of_step=progress["step"], source=remembered.source, holder=remembered.holder)
         else:
-            progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()})
+            progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()}, checkpoint)
             record("state restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             self.trained[name].engine.version = version
         self.before.extend([progress["source"]] * 2)
         return progress["step"]
+
+    def _remembered(self, checkpoint: Path | None) -> Found | None:
+        """This rank's piece of the newest state in memory that is not older than a checkpoint. Collective."""
+        return bring(self.copies, self.berth.kept, step_of(checkpoint) if checkpoint else -1)
 
     def _copy(self, step: int) -> None:
         with _blocked("snapshot/seconds"):

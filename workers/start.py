@@ -24,17 +24,23 @@ from distflow.robust import hooks, pulse
 from distflow.robust.berth import Berth
 from distflow.robust.faults import Faults
 from distflow.robust.presence import Presence
+from distflow.robust.stopped import continue_stopped
 from distflow.schema.contract import load_function
 from distflow.schema.plan import ROLLOUT, TRAINER, Plan
 from distflow.schema.registry import load_module
 from distflow.schema.spec import Spec
 from workers.channel import Channel
 from workers.dag_worker import DagWorker, dataloader, prompted_role
-from workers.jail import kernel
+from workers.jail.processes import end_with
 from workers.place import Place
 from workers.roles import Role, build_roles
 from workers.rollout_worker import RolloutHelper, RolloutWorker
 from workers.sink import write_models
+
+_STOPPED = 60.0
+"""Seconds that a process which nobody else watches may stand stopped, unless detector `frozen` has other `seconds`."""
+_PATIENCE = 1.0
+"""Seconds that a process which is told to end has to do so by itself."""
 
 
 def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
@@ -46,6 +52,7 @@ def work(place: Place, berth: Berth, export: Path | None = None) -> bool:
     """
     if berth.seat:
         end_with(berth.seat)
+        continue_stopped(berth.seat, place.spec.run.robust.detectors.get("frozen", {}).get("seconds", _STOPPED))
     pulse.show(berth.pulse)
     berth.pulse.answer()
     watch, place, done = _Stopwatch(), place.renewed(berth.changes), True
@@ -92,9 +99,6 @@ class _Team:
                                 store=dist.PrefixStore("group", self.store), world_size=self.ranks,
                                 timeout=datetime.timedelta(seconds=limit))
 
-_PATIENCE = 1.0
-"""Seconds that a process which is told to end has to do so by itself."""
-
 
 class _Stopwatch:
     """Seconds of one thing after another."""
@@ -136,14 +140,17 @@ def _worker(place: Place, berth: Berth, team: _Team, channel: Channel | None, wr
     rollout = place.plan.groups[1].plan if channel and spec.run.mode == "semi_sync" else None
     functions = _load_functions(spec, own) | (_load_functions(spec, rollout) if rollout else {})
     with contextlib.ExitStack() as starting:
-        if team.rank == 0 and not anew:  # from here on a rank that fails is noticed by the others at once
+        if team.rank == 0 and not (anew and (place.resume or RunFolder.made(place.path, place.agent))):
+            # From here on a rank that fails is noticed by the others at once.
             undo = starting.enter_context(_leaving_when_told())
             search = [folder for folder in sys.path if folder]
             undo.append(starting.enter_context(RunFolder.created(place.path, spec, place.plan, search, place.agent)))
+            if place.lock and not berth.seat:  # else the seat has it
+                place.lock.hold()
         presence = Presence(team.store, team.rank, team.ranks)
         worker = DagWorker(spec, own, functions, place.device, place.path, anew, presence, writes, channel, rollout,
                            berth if berth.seat and spec.run.robust.snapshots else None,
-                           place.changes if berth.seat else None, berth.changes)
+                           place.changes if berth.seat else None, berth.changes, place.plan.ranks)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return worker
 
@@ -210,13 +217,6 @@ def _leaving_when_told() -> Iterator[list[Callable[[], None]]]:
         os.close(told)
         listener.join()
         os.close(heard)
-
-
-def end_with(seat: int) -> None:
-    """A worker whose seat ends in whatever way is to end too: nobody watches it any more."""
-    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != seat:  # it has ended already
-        os._exit(1)
 
 
 def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Ragged
 from distflow.data.exchange import gather
-from distflow.data.records import open_records
+from distflow.data.problems import answer_text, question_text
+from distflow.data.records import fields_of, open_records
 from distflow.observe.metrics import Metrics
 from distflow.schema.plan import Layout
 from distflow.schema.rewards import validation_fields
@@ -41,6 +43,9 @@ class Validator:
         """`layout`: that of the engine that samples; ranks that split a model answer the same questions."""
         self.role, self.scorer = role, Scorer(spec.run.validation.reward)
         self.leads = layout.leads(dist.get_rank())
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+        """This rank's latest answers by name of the set: as many rows of each as `samples.jsonl` gets of a step."""
+        self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, spec.data_path(path), layout)
                        for name, path in spec.run.validation.data.items()}
 
@@ -60,6 +65,11 @@ class Validator:
             own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
             scores = self.scorer.score({**share.columns, **own}, rows)
             tell(scores, rows)
+            self.answers[name] = [
+                {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
+                for row, question, answer, text, reward in zip(
+                    rows[: self.shown], share.columns["questions"], share.columns["answers"], own["completions"],
+                    scores.rewards)]
             metrics.mean(f"validation/{name}", sum(scores.rewards), sum(scores.keep))
             metrics.add(f"reward/failed/{name}", scores.keep.count(False))
             metrics.add(f"data/prompts_cut/{name}", share.cut)
@@ -72,8 +82,11 @@ def _share(spec: Spec, role: Role, path: Path, layout: Layout) -> _Share:
     records = open_records(path)
     share = layout.share(dist.get_rank())
     mine = records.get(layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp))
+    wanted = fields_of(spec.run.data, validation_fields(spec))
+    mine = [record for record in mine if wanted.strict or not wanted.empty(record)]
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
-    columns = {name: [record[field] for record in mine]
-               for name, field in {**fields, **{name: name for name in validation_fields(spec)}}.items()}
+    fields |= {name: name for name in validation_fields(spec)}
+    columns = {name: [text(record[field]) for record in mine] for name, field in fields.items()
+               for text in [question_text if name == "questions" else answer_text]}
     return _Share(prompts, images, columns, cut)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.observe import times
+from distflow.observe.folder import read_plan
 from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import Layout
 from distflow.schema.spec import Spec, load, reload
@@ -131,7 +131,7 @@ def _folder(name: str) -> Path:
 
 
 def _mistakes(spec: Spec, folder: Path) -> Iterator[Mistake]:
-    said = json.loads((folder / "plan.json").read_text())
+    said = read_plan(folder)
     own = reload(folder).dag.model_dump(mode="json")
     wanted = spec.dag.model_dump(mode="json")
     if own != wanted:
@@ -163,7 +163,7 @@ def _ran(spec: Spec, folder: Path) -> Ran:
     from planners.heterogeneous.ran import ran
     from planners.heterogeneous.workload import problem_of
 
-    said = json.loads((folder / "plan.json").read_text())
+    said = read_plan(folder)
     own = reload(folder)
     own.cluster, own.cluster_source = spec.cluster, spec.cluster_source
     sizes = ("dp", "first", "tp", "pp", "cp", "ep")

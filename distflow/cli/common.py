@@ -1,16 +1,13 @@
-"""What several verbs share: naming a DAG, loading it, and starting torchrun."""
+"""What several verbs share: naming a DAG, loading it, and the number of ranks."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 from distflow import launch
-from distflow.launch import ROOT
+from distflow.cli.gpus import gpu_count
+from distflow.observe.folder import choose
 from distflow.schema.errors import InvalidInput
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
@@ -24,7 +21,8 @@ def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N",
-                        help="processes, one per GPU; default: `ranks` of the run file, or 1")
+                        help="processes, one per GPU; default: `ranks` of the run file, else all GPUs of the machine, "
+                             "else 1")
 
 
 def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:
@@ -45,27 +43,14 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec,
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
-    """The spec and the plan, once the data and the name of the run are looked at too."""
+    """The spec and the plan, once the data and the name of the run are looked at too; with notes about the data."""
     spec, plan = load_and_plan(options)
-    launch.prepare(spec, plan.name, options, rank=0)
-    return spec, plan
+    notes = launch.check_data(spec)
+    choose(spec.run.output, plan.name, options.name)
+    return spec, replace(plan, notes=(*plan.notes, *notes))
 
 
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    return next(count for count in (options.ranks, spec.cluster.size, spec.run.ranks, 1) if count is not None)
-
-
-def torchrun(ranks: int, arguments: list[str], quiet: bool = False) -> int:
-    """Print the torchrun line and run it, with a store that only this machine reaches. Returns torchrun's exit code.
-
-    `quiet` leaves out all but errors.
-    """
-    path = ROOT / "distflow" / "launch.py"
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    line = ["--nproc-per-node", str(ranks), str(shown), *arguments]
-    if not quiet:
-        print(shlex.join(["torchrun", "--standalone", *line]), flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    program = [sys.executable, "-P", str(ROOT / "workers" / "loopback.py")]
-    output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([*program, *line], env=environment, stdout=output, check=False).returncode
+    """Return how many ranks the options, the cluster or the run file ask for; else one for each GPU of this machine."""
+    asked = [count for count in (options.ranks, spec.cluster.size, spec.run.ranks) if count is not None]
+    return asked[0] if asked else max(gpu_count(), 1)

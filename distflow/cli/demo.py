@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from distflow.cli.common import torchrun
+from distflow.cli.launcher import torchrun
 from distflow.observe.folder import choose
 
 HELP = "watch a tiny model learn arithmetic, on two CPU cores"
-_WIDTH = 40
+_WIDTH, _SHOWN = 40, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,26 +25,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     common = ["--set", f"seed={options.seed}", "--set", f"output={options.output}"]
     start = choose(options.output, "demo-sft", None)
+    print("A tiny model with random weights learns arithmetic, in two phases.\n\n"
+          "Phase 1 of 2: a weak start. By supervised fine-tuning it imitates a hasty teacher, who is often wrong.",
+          flush=True)
     code = torchrun(options.ranks, ["--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", start.name,
                                     *common])
     if code:
         return code
     folder = choose(options.output, "demo-grpo", None)
+    print("\nPhase 2 of 2: reinforcement learning. By GRPO it gets better from its own answers, right and wrong.",
+          flush=True)
     code = torchrun(options.ranks, ["--dag", "grpo.yaml", "--run-file", "embedded.yaml", "--name", folder.name,
                                     "--set", f"roles.actor.model={start / 'model'}", *common])
     if not code:
-        print("\n".join(_curve(folder)))
+        print("\n".join([*_curve(folder), *_answers(folder), *_further(folder)]))
     return code
 
 
 def _curve(folder: Path) -> Iterator[str]:
-    """Held-out accuracy over the steps, as bars."""
+    """Draw the held-out accuracy over the steps, as bars."""
     summary = json.loads((folder / "summary.json").read_text())
     yield f"\nheld-out accuracy of {folder}"
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        if "validation/heldout" in values:
-            accuracy = values["validation/heldout"]
-            yield f"  step {values['step']:4d}  {accuracy:.3f}  {'█' * round(_WIDTH * accuracy)}"
+    for each in summary["accuracy"]["heldout"]:
+        yield f"  step {each['step']:4d}  {each['accuracy']:.3f}  {'█' * round(_WIDTH * each['accuracy'])}"
     yield (f"\n{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f} in {summary['steps']} steps of GRPO, "
            f"{summary['tokens_per_second']:,.0f} sampled tokens a second on {summary['ranks']} ranks")
+
+
+def _answers(folder: Path) -> Iterator[str]:
+    """Show what the model answered to the first held-out questions before GRPO, and after it."""
+    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], {})[line["row"]] = line
+    before, after = by_step[min(by_step)], by_step[max(by_step)]
+    yield "\nthe first held-out questions, and the model's answers before and after GRPO"
+    for row in sorted(before)[:_SHOWN]:
+        yield f"\n  {before[row]['questions']}"
+        for when, each in (("before", before[row]), ("after", after[row])):
+            verdict = "right" if each["rewards"] == 1 else "wrong"
+            yield f"    {when:<6}  {verdict}  {' '.join(each['completions'].split())}"
+
+
+def _further(folder: Path) -> Iterator[str]:
+    """Name what to look at next."""
+    distflow, tensorboard = _command("distflow"), _command("tensorboard")
+    yield "\nwhere to look next"
+    for line, what in ((f"{tensorboard} --logdir {folder.parent}", "curves and samples; docs/metrics.md explains them"),
+                       (f"less {folder / 'samples.jsonl'}", "what was sampled, its rewards and advantages"),
+                       (f"{distflow} evaluate {folder} --samples 8", "pass@8 with a confidence interval"),
+                       (f"{distflow} plan grpo --ranks 2", "what each rank did, and what moved between them"),
+                       ("less README.md", "your own model, data, reward and algorithm")):
+        yield f"  {line}\n      {what}"
+
+
+def _command(name: str) -> str:
+    """Return how to call a command from here: the one beside this program, else its name alone."""
+    beside = Path(sys.argv[0]).with_name(name)
+    return str(beside) if beside.exists() else name

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from distflow.cli.common import torchrun
 from distflow.cli.evaluated import Subject, subject
+from distflow.cli.gpus import gpu_count
+from distflow.cli.launcher import torchrun
 from distflow.observe.accuracy import interval
 from distflow.observe.folder import choose
-from distflow.schema.errors import InvalidInput
+from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.run import Data
 from distflow.schema.shipped import find, find_yaml
+from distflow.schema.source import parse_value
 
 HELP = "pass@k and mean reward of a run's model, or of a model folder, with confidence intervals"
 
@@ -37,13 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-file", "--run", metavar="FILE", dest="run", help="settings for a model folder")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value, as roles.actor.generation.temperature=0.6")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes, one per GPU")
+    parser.add_argument("--ranks", type=int, metavar="N",
+                        help="processes, one per GPU; default: all GPUs of this machine, or 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="runs", help="folder for each data set's answers and figures")
     parser.add_argument("--json", action="store_true", help="one JSON object a data set, and nothing else")
 
 
 def main(options: argparse.Namespace) -> int:
+    options.ranks = max(gpu_count(), 1) if options.ranks is None else options.ranks
     if options.samples < 1 or options.ranks < 1:
         raise InvalidInput("--samples and --ranks must be at least 1")
     what = subject(options.model, options.role, options.run)
@@ -54,10 +60,12 @@ def main(options: argparse.Namespace) -> int:
     results = []
     for name, path in sets.items():
         folder = choose(options.output, f"evaluate-{name}", None)
-        problems = _count(path)
-        if code := _answer(options, what, path, problems, folder):
-            return code
-        results.append({"data": name, "folder": str(folder), "problems": problems, **_figures(folder)})
+        with tempfile.TemporaryDirectory() as place:
+            asked, problems, left_out = _asked(path, _data(what, options.overrides), Path(place))
+            if code := _answer(options, what, str(asked), problems, folder):
+                return code
+        results.append({"data": name, "folder": str(folder), "problems": problems, "left_out": left_out,
+                        **_figures(folder)})
     for result in results:
         print(json.dumps(result) if options.json else "\n".join(_shown(result)))
     return 0
@@ -68,14 +76,41 @@ def _named(text: str) -> tuple[str, str]:
     return (name, path) if separator else (Path(text).stem, text)
 
 
-def _count(path: str) -> int:
-    from distflow.data.records import open_records
+def _data(what: Subject, overrides: list[str]) -> Data:
+    """Return how records are read: as the run has it, and as `--set data.…` says."""
+    given = dict(what.data)
+    for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
+        given[name.removeprefix("data.")] = parse_value(value, f"--set {name}={value}")
+    known = {name: given[name] for name in ("question", "answer", "tools", "strict", "columns", "images")
+             if name in given}
+    try:
+        return Data(train="", **known)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(map(str, wrong["loc"]))
+        raise InvalidInput(f"`data.{name}` cannot be {wrong['input']!r}: {wrong['msg']}") from None
+
+
+def _asked(path: str, data: Data, place: Path) -> tuple[Path, int, int]:
+    """Return the file of the problems, how many they are, and how many are left out since a field of them is empty, as
+    validation leaves them out; then the file is a new one in the folder `place`, unless `data.strict`."""
+    from distflow.data.records import check_records, fields_of, open_records
 
     found = find(path, "data")
     if found is None:
         raise InvalidInput(f"there is no data `{path}`. Give a .jsonl or .parquet file, or a folder that `datasets` "
                            "saved.")
-    return len(open_records(found))
+    records = open_records(found)
+    empty = set(check_records(records, fields_of(data, data.columns)))
+    if not empty:
+        return found, len(records), 0
+    if data.images:
+        raise InvalidInput(Mistake(f"a field of {len(empty)} records is empty, and records with images cannot be left "
+                                   "out", records.where(min(empty)), "Take them out of the data."))
+    with (place / "problems.jsonl").open("w", encoding="utf-8") as file:
+        for index in (index for index in range(len(records)) if index not in empty):
+            file.write(json.dumps(records.get([index])[0], default=str) + "\n")
+    return place / "problems.jsonl", len(records) - len(empty), len(empty)
 
 
 def _answer(options: argparse.Namespace, what: Subject, path: str, problems: int, folder: Path) -> int:
@@ -88,7 +123,8 @@ def _answer(options: argparse.Namespace, what: Subject, path: str, problems: int
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
     run = {"steps": 1, "seed": options.seed, "ranks": options.ranks, "output": options.output,
-           "data": {**what.data, "train": str(find(path, "data").absolute()), "batch": problems},
+           "data": {**what.data, "train": str(find(path, "data").absolute()), "batch": problems,
+                    "strict": True},  # no problem counts twice in place of another
            "roles": {"actor": role}, "layouts": {"tally": {"dp": 1}}, "samples": problems * options.samples,
            "checkpoint": {"every": 0}}
     with tempfile.TemporaryDirectory() as place:
@@ -113,7 +149,8 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 
 def _shown(result: dict[str, Any]) -> Iterator[str]:
-    yield f"\n{result['data']}: {result['problems']} problems, answers in {result['folder']}/samples.jsonl"
+    left_out = f" ({result['left_out']} with an empty field left out)" if result["left_out"] else ""
+    yield f"\n{result['data']}: {result['problems']} problems{left_out}, answers in {result['folder']}/samples.jsonl"
     for name, figure in sorted(result["figures"].items(), key=lambda item: (len(item[0]), item[0])):
         between = f"  {figure['low']:.3f} to {figure['high']:.3f}" if "low" in figure else ""
         missing = result["problems"] - figure["problems"]

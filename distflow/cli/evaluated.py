@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from distflow.launch import search_paths
 from distflow.schema.errors import InvalidInput, did_you_mean
 from distflow.schema.shipped import find, find_yaml
+from distflow.schema.source import read
 
 _OF_ROLE = ("generation", "dtype", "rollout")
 _NOT_OF_DATA = ("train", "batch")
@@ -47,7 +48,9 @@ def subject(name: str, role: str | None, run: str | None) -> Subject:
 
 
 def _of_run(folder: Path, role: str | None) -> Subject:
-    run, dag = (yaml.safe_load((folder / f"{kind}.yaml").read_text()) for kind in ("run", "dag"))
+    run, dag = (read(folder / f"{kind}.yaml").data for kind in ("run", "dag"))
+    if "roles" not in run or not {"nodes", "roles"} <= dag.keys():
+        raise InvalidInput(f"{folder}: run.yaml or dag.yaml is damaged: it lacks the sections that every run writes")
     trained = [name for name, item in dag["roles"].items() if item["trained"] and item.get("head", "lm") == "lm"]
     if role is not None and role not in trained:
         raise InvalidInput(f"run {folder} trained no role `{role}` that answers. "
@@ -65,9 +68,8 @@ def _of_run(folder: Path, role: str | None) -> Subject:
               if node["function"] == "score"
               or (node["function"] is None and (node["type"], node["role"]) == ("COMPUTE", "reward"))]
     reward = {"reward": validation["reward"]} if validation else scores[0]["with"] if scores else {}
-    search = json.loads((folder / "launch.json").read_text())["search"]
     return Subject(_role(_settings(run, dag, role), model), _data(run), reward, validation.get("data", {}), imports,
-                   search)
+                   search_paths(folder))
 
 
 def _settings(run: dict[str, Any], dag: dict[str, Any], role: str) -> dict[str, Any]:

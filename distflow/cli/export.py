@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from distflow.cli.common import add_ranks, torchrun
+from distflow.cli.common import add_ranks
+from distflow.cli.launcher import torchrun
 from distflow.launch import load_spec
 from planners import plan
 

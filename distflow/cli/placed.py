@@ -28,7 +28,8 @@ HEAD = "# A prediction of the cost model, not a measurement; written by  distflo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixed = parser.add_argument_group("mixed hardware", "a plan for a --cluster with `machines`, by a cost model")
-    mixed.add_argument("--solver", choices=("hybrid", "ilp"), help="search fast, or search and then prove the best")
+    mixed.add_argument("--solver", choices=("hybrid", "ilp"),
+                       help="search fast, or search and then prove the best of the layouts that are considered")
     mixed.add_argument("--runnable", action="store_true",
                        help="of what the solvers may choose, only what  launch.py --plan  can run")
     mixed.add_argument("--out", metavar="FILE", help="write the plan")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from distflow.cli.launcher import attend
 from distflow.launch import ROOT, stay_on_loopback
 from distflow.schema.cluster import Cluster, check_cluster
 from distflow.schema.document import check
@@ -47,10 +46,8 @@ def main(options: argparse.Namespace) -> int:
     ranks = options.ranks or _devices()
     line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe", "--name", options.name]
     line += ["--out", options.out] if options.out else []
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run([sys.executable, "-P", str(ROOT / "workers" / "loopback.py"), *line], env=environment,
-                          check=False).returncode
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return attend(line)
 
 
 def _devices() -> int:
@@ -64,8 +61,10 @@ def _measured(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
+    from workers.jail.processes import end_with_torchrun
     from workers.probing import probe
 
+    end_with_torchrun()
     stay_on_loopback()
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from distflow.cli.common import add_dag_arguments, check, torchrun
+from distflow.cli.common import add_dag_arguments, check
+from distflow.cli.launcher import torchrun
 
 HELP = "run a DAG on the GPUs (or cores) of this machine"
 
@@ -14,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    _, plan = check(options)
-    return torchrun(plan.ranks, _arguments(options))
+    spec, plan = check(options)
+    return torchrun(plan.ranks, _arguments(options), shutdown_timeout=spec.run.robust.shutdown_timeout)
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from distflow.observe.folder import read_plan
 from distflow.robust import scale
 from distflow.schema.errors import InvalidInput
 
@@ -39,9 +39,7 @@ def _seats(folder: Path) -> tuple[int, bool]:
     Raises:
         InvalidInput: it has none, or is no run.
     """
-    if not (folder / "plan.json").is_file():
-        raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = read_plan(folder)
     found = [group["replicas"] for group in plan["groups"] if group["name"] == "rollout"]
     if not found:
         raise InvalidInput(f"{folder} has no rollouts of its own: in mode sync all ranks sample and train. Start it "

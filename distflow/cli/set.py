@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from distflow.launch import reopened
-from distflow.observe.folder import RunFolder
+from distflow.observe.folder import SUMMARY, RunFolder, read_plan
 from distflow.robust import changes
 from distflow.schema.changeable import groups_of, refusal
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing
@@ -26,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     before, after = reopened(folder), reopened(folder, options.settings)
-    planned = plan(after, json.loads((folder / "plan.json").read_text())["ranks"])
+    _require_unfinished(folder, options.settings)
+    planned = plan(after, read_plan(folder)["ranks"])
     paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in options.settings}
     _require_own_settings(before, paths)
     concerned = {text: groups_of(path, after.run.mode) for text, path in paths.items()}
@@ -45,6 +45,17 @@ def main(options: argparse.Namespace) -> int:
         print(f"{key}: {old} → {new}")
     print(f"from the next step on; what starts again: {', '.join(groups)}. events.jsonl says when")
     return 0
+
+
+def _require_unfinished(folder: Path, settings: list[str]) -> None:
+    """
+    Raises:
+        InvalidInput: the run has come to its end, so that no process is left to read its settings.
+    """
+    if (folder / SUMMARY).is_file():
+        wanted = " ".join(f"--set {text}" for text in settings)
+        raise InvalidInput(f"{folder} has come to its end ({SUMMARY} is there), so that nothing would read these "
+                           f"settings. To go on with it under them:  distflow resume {folder} --set steps=N {wanted}")
 
 
 def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:

@@ -134,20 +134,24 @@ class Databuffer:
         return Batch(ids, {column.parameter: found[key] if (key := (column.producer, column.name)) in found
                            else _empty(column.form) for column in task.reads})
 
-    def readable(self, names: Iterable[str], count: int) -> dict[str, list[Any]]:
+    def readable(self, names: Iterable[str], count: int, more: Iterable[str] = ()) -> dict[str, list[Any]]:
         """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them.
 
-        Of the layouts that hold rows here it takes the one with most of the columns, and then with most rows.
+        Of the layouts that hold rows here it takes the one with most of the columns `names`, and then with most rows;
+        columns of `more` come along where they are there.
         """
+        names = set(names)
         held = {name: [(self.fans.of(producer), batch) for (producer, _), batch in self.shelves.items()
-                       if name in batch.columns and len(batch)] for name in names}
+                       if name in batch.columns and len(batch)] for name in (*names, *more)}
         deepest = max((len(fan) for pairs in held.values() for fan, _ in pairs), default=0)
         best: dict[str, list[Any]] = {}
         for fan, batch in (pair for pairs in held.values() for pair in pairs if len(pair[0]) == deepest):
             ids = batch.ids[:: max(1, len(batch) // max(count, 1))][:count]
             found = {name: values for name, pairs in held.items()
                      if (values := self._readable(name, pairs, fan, ids)) is not None}
-            best = max(best, found, key=lambda columns: (len(columns), max(map(len, columns.values()), default=0)))
+            found = {ROW: ids.tolist(), **found} if ROW in held else found
+            best = max(best, found, key=lambda columns: (
+                len(names & columns.keys()), max(map(len, columns.values()), default=0), len(columns)))
         return best if count else {}
 
     def _readable(self, name: str, pairs: list[tuple[Fan, Batch]], fan: Fan, ids: Tensor) -> list[Any] | None:
@@ -232,6 +236,7 @@ class Databuffer:
             raise ColumnError(f"node `{task.node}` wrote column `{KEEP}`, which says which rows stay in the step: it "
                               "must be a Tensor of one bool a row")
         self.metrics.add(f"filter/{task.node}/dropped", (~keep).sum())
+        self.metrics.add(f"filter/{task.node}/kept", keep.sum())
         gather = self.redistributor.neighbours.gather
         whole = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
         if whole and task.draws == 1:

@@ -8,17 +8,61 @@ says. So the samples of a step do not depend on the number of ranks, and the onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.records import Record, Records
+from distflow.data.records import Fields, Record, Records
+from distflow.observe import events
+from distflow.observe.metrics import current
+from distflow.schema.errors import InvalidInput, Mistake, Spot
 from distflow.schema.plan import Layout
 
 ONE = Layout(1)
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
+
+
+class WithoutEmpty:
+    """Records without those in which a field is empty: the next one that says something takes the place of each.
+
+    No index of them is made, so that opening stays quick and each rank finds the same ones.
+    """
+
+    def __init__(self, records: Records, fields: Fields):
+        self.records, self.fields = records, fields
+        self.known: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def where(self, index: int) -> Spot:
+        return self.records.where(index)
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return [self._instead(index) if self.fields.empty(record) else record
+                for index, record in zip(indices, self.records.get(indices))]
+
+    def _instead(self, index: int) -> Record:
+        """
+        Raises:
+            InvalidInput: there is no record that says something.
+        """
+        for place in range(index, index + len(self.records)):
+            record = self.records.get([place % len(self.records)])[0]
+            if not self.fields.empty(record):
+                return record
+            self._tell(place % len(self.records), record)
+        raise InvalidInput(Mistake(f"field `{self.fields.empty(record)}` of every record is empty",
+                                   self.records.where(index)))
+
+    def _tell(self, index: int, record: Record) -> None:
+        """Count the record in the metrics each time, and say in events.jsonl once where it stands."""
+        current().add("data/records_skipped", 1)
+        if index not in self.known:
+            self.known.add(index)
+            events.record("record skipped", field=self.fields.empty(record), where=str(self.records.where(index)))
 
 
 class Dataloader:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 
+from distflow.data.problems import answer_text, is_empty, is_empty_question, wrong_answer, wrong_question, wrong_tools
 from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean
+from distflow.schema.run import Data
 
 Record = dict[str, Any]
+_FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
 _BLANK = 64
@@ -51,29 +55,67 @@ def open_records(path: Path) -> Records:
     return records
 
 
-def check_records(records: Records, fields: Sequence[str], share: int = 0, shares: int = 1,
-                  rewarded: dict[str, list[str]] | None = None) -> None:
-    """Read every `shares`-th record from `share` on and require its fields to be text that is not empty.
+@dataclass(frozen=True)
+class Fields:
+    """The fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
+    missing from some records."""
+
+    question: str
+    texts: Sequence[str] = ()
+    tools: str | None = None
+    strict: bool = True
+    """Whether a record in which one of them is empty is a mistake."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.question, *self.texts)))
+
+    def empty(self, record: Record) -> str:
+        """Return the first field that says nothing; "" if all say something."""
+        return next((name for name in self.all if name in record and self.says_nothing(name, record[name])), "")
+
+    def says_nothing(self, name: str, value: Any) -> bool:
+        return is_empty_question(value) if name == self.question else is_empty(value)
+
+
+def fields_of(data: Data, own: Iterable[str]) -> Fields:
+    """Return the fields that a run needs of each record: question and answer, and `own` beside them."""
+    return Fields(data.question, (data.answer, *own), data.tools, data.strict)
+
+
+def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
+                  rewarded: dict[str, list[str]] | None = None) -> list[int]:
+    """Read every `shares`-th record from `share` on and require that its fields can be used.
 
     `rewarded` says which values a field may have: those for which there is a reward.
 
     What is wrong with one field of many records is one mistake, shown at the first of them.
 
+    Returns:
+        The indices of records with an empty field, unless the fields are strict.
+
     Raises:
-        InvalidInput: names the file and line of the first mistakes.
+        InvalidInput: names the file and line of the first mistakes; or all records that were read have an empty field.
     """
     mistakes: list[Mistake] = []
     known: set[tuple[str, str]] = set()
+    empty: list[int] = []
     for start in range(share, len(records), shares * _BLOCK):
         indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
         for index, record in _read_block(records, indices, mistakes):
+            if not fields.strict and fields.empty(record):
+                empty.append(index)
+                continue
             mistakes += _check_record(records, index, record, fields, known)
             mistakes += _check_rewarded(records, index, record, rewarded or {}, known)
         if len(mistakes) >= _SHOWN:
             last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
             raise InvalidInput([*mistakes[: _SHOWN - 1], last])
+    if empty and not mistakes and len(empty) == len(range(share, len(records), shares)):
+        mistakes += _check_record(records, empty[0], records.get(empty[:1])[0], fields, known)
     if mistakes:
         raise InvalidInput(mistakes)
+    return empty
 
 
 def _read_block(records: Records, indices: Sequence[int], mistakes: list[Mistake]) -> list[tuple[int, Record]]:
@@ -87,18 +129,20 @@ def _read_block(records: Records, indices: Sequence[int], mistakes: list[Mistake
     return [pair for index in indices for pair in _read_block(records, [index], mistakes)]
 
 
-def _check_record(records: Records, index: int, record: Record, fields: Sequence[str],
+def _check_record(records: Records, index: int, record: Record, fields: Fields,
                   known: set[tuple[str, str]]) -> list[Mistake]:
     mistakes = []
-    for name in fields:
-        kind = _trouble(record, name)
+    for name in (*fields.all, *([fields.tools] if fields.tools in record else ())):
+        kind = _trouble(record, name, fields)
         if not kind or (name, kind) in known:
             continue
         known.add((name, kind))
         what = f"the record has no field `{name}`" if name not in record else \
             f"field `{name}` must be {kind}, not {record[name]!r}"
-        hint = "" if name in record else (f"{did_you_mean(name, record, 'It has')}\nSay which fields to take:  "
-                                          "--set data.question=FIELD --set data.answer=FIELD")
+        hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
+            if kind == _FILLED and fields.strict else ""
+        hint = hint if name in record else (f"{did_you_mean(name, record, 'It has')}\nSay which fields to take:  "
+                                            "--set data.question=FIELD --set data.answer=FIELD")
         mistakes.append(Mistake(what, records.where(index), hint))
     return mistakes
 
@@ -107,17 +151,22 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
                     known: set[tuple[str, str]]) -> Iterator[Mistake]:
     for name, values in rewarded.items():
         value = record.get(name)
-        if isinstance(value, str) and value.strip() and value not in values and (name, value) not in known:
+        value = "" if is_empty(value) or wrong_answer(value) else answer_text(value)
+        if value and value not in values and (name, value) not in known:
             known.add((name, value))
             yield Mistake(f"field `{name}` is {value!r}, for which no reward is given", records.where(index),
                           did_you_mean(value, values, "There are rewards for"))
 
 
-def _trouble(record: Record, name: str) -> str:
+def _trouble(record: Record, name: str, fields: Fields) -> str:
     """What a field must be and is not; "" if all is well."""
     if name not in record:
         return "there"
-    return "text" if not isinstance(record[name], str) else "" if record[name].strip() else "text that is not empty"
+    if name == fields.tools:
+        return wrong_tools(record[name])
+    if fields.says_nothing(name, record[name]):
+        return _FILLED
+    return (wrong_question if name == fields.question else wrong_answer)(record[name])
 
 
 class JsonLines:

@@ -30,7 +30,7 @@ class Events:
             return
         short = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in facts.items()}
         event = {"time": round(time.time(), 3), "step": self.step, "rank": self.rank, "event": kind, **short}
-        lines.add(self.path, json.dumps(event, ensure_ascii=False))
+        lines.add_or_drop(self.path, [json.dumps(event, ensure_ascii=False)])
 
 
 _current = Events()

@@ -9,16 +9,27 @@ import math
 import os
 import shutil
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
+from distflow.observe import lines
+from distflow.observe.event_writer import EventWriter
+from distflow.observe.provenance import provenance
+from distflow.observe.run_lock import in_use
 from distflow.robust.processes import began
 from distflow.schema.errors import InvalidInput, Mistake
 from distflow.schema.plan import Plan
 from distflow.schema.spec import Spec
+
+SUMMARY = "summary.json"
+"""The file of a run that has come to its end."""
+_TOTALS = ("tokens_total", "samples_total", "wall_seconds")
 
 
 def choose(output: str, dag: str, name: str | None) -> Path:
@@ -45,8 +56,38 @@ def of_torchrun(output: str) -> Path | None:
     """The folder that the torchrun above this process has made before; None if it has made none."""
     mine = agent()
     found = (place.parent for place in Path(output).glob("*/launch.json")
-             if json.loads(place.read_text()).get("torchrun") == mine)
+             if (read_launch(place.parent) or {}).get("torchrun") == mine)
     return next(found, None)
+
+
+def read_launch(folder: Path) -> dict[str, Any] | None:
+    """Return what a run's launch.json says, or None if the file is missing, cut short or of another form."""
+    try:
+        said = json.loads((folder / "launch.json").read_text())
+    except (OSError, ValueError):
+        return None
+    search = said.get("search") if isinstance(said, dict) else None
+    return said if isinstance(search, list) and all(isinstance(place, str) for place in search) else None
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Return what a run's plan.json says.
+
+    Raises:
+        InvalidInput: the file is missing, cut short or of another form.
+    """
+    file = folder / "plan.json"
+    if not file.is_file() and not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
+    try:
+        said = json.loads(file.read_text())
+    except (OSError, ValueError):
+        said = None
+    if not isinstance(said, dict) or not isinstance(said.get("ranks"), int):
+        raise InvalidInput(Mistake(f"{file} is missing or damaged, so that the run's ranks are not known", None,
+                                   f"Stop the run, if it goes on, and say them, which writes the file anew:  "
+                                   f"distflow resume {folder} --ranks N"))
+    return said
 
 
 def agent() -> str:
@@ -65,6 +106,8 @@ def _remove(made: list[Path]) -> None:
 
 def _exists(path: Path) -> InvalidInput:
     hint = f"Choose another --name, go on with it:  distflow resume {path}   or delete it."
+    if held := in_use(path):
+        hint = f"Process {held.pid} on {held.host} trains it since {held.since}. Choose another --name."
     return InvalidInput(Mistake(f"a run named `{path.name}` exists in {path.parent}", None, hint))
 
 
@@ -77,12 +120,28 @@ class RunFolder:
 
         self.path = path
         if resumed_at is not None:
-            for name in ("metrics.jsonl", "samples.jsonl"):
+            (path / SUMMARY).unlink(missing_ok=True)  # the run goes on
+            for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl"):
                 forget_after(path / name, resumed_at, again)
-        self.metrics = append(path / "metrics.jsonl")
-        self.samples = append(path / "samples.jsonl")
+        self.opened, self.made_by = time.monotonic(), provenance()  # while the code is what this process has loaded
+        self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
+        for each in (self.metrics, self.samples):
+            with contextlib.suppress(OSError):  # its lines are dropped then, which is said
+                each.touch()
+        self.tokens, self.samples_drawn, self.seconds = (0.0,) * 3 if resumed_at is None else self._totals()
         redone = None if resumed_at is None else resumed_at + 1
-        self.board = SummaryWriter(str(path / "tensorboard"), purge_step=redone)
+        self.board = EventWriter(partial(SummaryWriter, str(path / "tensorboard"), purge_step=redone))
+
+    @staticmethod
+    def made(path: Path, torchrun: str) -> bool:
+        """Whether an earlier worker of this torchrun has made the folder of its new run. What one that was killed
+        meanwhile has made of it is taken away."""
+        if (path / "plan.json").is_file():  # which is written last
+            return True
+        started = path / "launch.json"
+        if not started.is_file() or torchrun in started.read_text():
+            shutil.rmtree(path, ignore_errors=True)
+        return False
 
     @staticmethod
     @contextlib.contextmanager
@@ -123,48 +182,74 @@ class RunFolder:
             partial.write_text(text)
             partial.replace(path / name)
 
+    def _totals(self) -> tuple[float, ...]:
+        """Read the totals of the newest step that is written down, from which a resumed run goes on."""
+        written = _read_lines(self.metrics)
+        last = next((line for line in reversed(written) if _TOTALS[0] in line), {})
+        return tuple(last.get(name) or 0.0 for name in _TOTALS)
+
+    def write_step(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics of a step, with totals since the run began."""
+        self.tokens += values.get("tokens", 0.0)
+        self.samples_drawn += values.get("samples", 0.0)
+        totals = (self.tokens, self.samples_drawn, self._wall_seconds())
+        self.write_metrics(step, {**values, **dict(zip(_TOTALS, totals))})
+
+    def _wall_seconds(self) -> float:
+        return round(self.seconds + time.monotonic() - self.opened, 3)
+
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
         """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""
-        self.metrics.write(json.dumps({"step": step, **finite(values)}) + "\n")
-        self.metrics.flush()
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
+        written = lines.add_or_drop(self.metrics, [json.dumps({**finite(values), "step": step})])
+        self.board.add_scalars(step, values, again=written)
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """One line a row."""
-        for row in rows:
-            self.samples.write(json.dumps({"step": step, **finite(row)}, ensure_ascii=False) + "\n")
-        self.samples.flush()
+        """One line a row; the rows of a step are a text in TensorBoard."""
+        lines.add_or_drop(self.samples, [json.dumps({"step": step, **finite(row)}, ensure_ascii=False)
+                                         for row in rows])
+        self.board.add_samples(step, rows)
+
+    def write_answers(self, step: int, sets: dict[str, list[dict[str, Any]]]) -> None:
+        """Write answers to validation sets, one line a row, into `validation.jsonl`."""
+        lines.add_or_drop(self.path / "validation.jsonl", [
+            json.dumps({"step": step, "set": f"validation/{name}", **finite(row)}, ensure_ascii=False)
+            for name, rows in sets.items() for row in rows])
 
     def close(self, facts: dict[str, Any]) -> None:
         """Write the summary, which says that the run came to its end: what all steps say, and `facts`."""
-        self.metrics.close()
-        self.samples.close()
         self.board.close()
-        with (self.path / "metrics.jsonl").open(encoding="utf-8") as lines:
-            summary = {**summarize([json.loads(line) for line in lines]), **facts}
-        (self.path / "summary.json").write_text(json.dumps(finite(summary), indent=1))
+        said = _read_lines(self.metrics)
+        summary = {**summarize(said), "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
+        if lines.dropped():
+            summary["dropped_lines"] = lines.dropped()
+        path = self.path / SUMMARY
+        try:
+            path.write_text(json.dumps(finite(summary), indent=1))
+        except OSError as error:
+            lines.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
+            path.unlink(missing_ok=True)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes() if path.exists() else b""  # as bytes: text has more line ends than JSON Lines
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """A run in a few numbers, from all its metrics lines. The accuracies are those of the first validation set."""
+    """Return a run in a few numbers, from all its metrics lines. `accuracy` has the steps at which each validation set
+    was answered; before and after are of the first set."""
     steps = [line for line in lines if "seconds" in line]
     tokens, seconds = (sum(line.get(name) or 0.0 for line in steps) for name in ("tokens", "seconds"))
-    curves: dict[str, list[float]] = {}
+    curves: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         for name, value in line.items():
             if name.startswith("validation/"):
-                curves.setdefault(name.removeprefix("validation/"), []).append(value)
-    first = next(iter(curves.values()), [None])
-    return {"steps": steps[-1]["step"] if steps else 0, "accuracy_before": first[0], "accuracy_after": first[-1],
-            "accuracy": curves, "seconds_in_steps": round(seconds, 3),
+                curves.setdefault(name.removeprefix("validation/"), []).append(
+                    {"step": line["step"], "accuracy": value})
+    first = next(iter(curves.values()), [{"accuracy": None}])
+    return {"steps": steps[-1]["step"] if steps else 0, "accuracy_before": first[0]["accuracy"],
+            "accuracy_after": first[-1]["accuracy"], "accuracy": curves, "seconds_in_steps": round(seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1) if seconds else None}
-
-
-def append(path: Path) -> TextIO:
-    """The file, to be written to at its end."""
-    # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
-    return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def finite(value: Any) -> Any:
@@ -178,13 +263,21 @@ def finite(value: Any) -> Any:
 
 def forget_after(path: Path, step: int, validation: bool = False) -> None:
     """Drop the lines of steps that a resumed run will do again, with `validation` also those of the step's validation,
-    and a torn last line."""
+    and a torn last line. The file is changed in place: on a full disk there is no room for a second one."""
     if not path.exists():
         return
-    rest = path.with_suffix(".rest")
-    with path.open("rb") as old, rest.open("wb") as new:  # as bytes: text has more line ends than JSON Lines
-        new.writelines(line for line in old if _step_of(line) <= step - (validation and b'"validation/' in line))
-    rest.replace(path)
+    with path.open("r+b") as file:  # as bytes: text has more line ends than JSON Lines
+        end, dropped, later = 0, False, []
+        for line in file:
+            if _step_of(line) > step - (validation and b'"validation/' in line):
+                dropped = True
+            elif dropped:
+                later.append(line)
+            else:
+                end += len(line)
+        file.seek(end)
+        file.writelines(later)
+        file.truncate()
 
 
 def _step_of(line: bytes) -> float:

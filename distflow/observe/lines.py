@@ -1,19 +1,85 @@
-"""Files that several processes append lines to."""
+"""Files that processes append lines to, and what happens to a line that cannot be written.
+
+A full disk is no reason for a run to end: what tells of the run is dropped by whole lines and counted, and the files
+stay valid JSON Lines.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn, TextIO
+
+_dropped: Counter[Path] = Counter()
+_SCREEN = Path("standard output")
 
 
-def add(path: Path, line: str) -> None:
-    """Append a line at once, so that those of several processes do not mix.
+def add(path: Path, *texts: str) -> None:
+    """Append lines at once, so that those of several processes do not mix; all of them, or none.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: they cannot be written.
     """
+    # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
+    data = memoryview("".join(f"{text}\n" for text in texts).encode(errors="backslashreplace"))
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    written = 0
     try:
-        os.write(file, line.encode(errors="backslashreplace") + b"\n")
+        while written < len(data):
+            written += os.write(file, data[written:])
+    except OSError:
+        _undo(file, written)
+        raise
     finally:
         os.close(file)
+
+
+def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
+    """Append each line, or drop it where it cannot be written: the first time with a warning.
+
+    Returns:
+        Whether all are written.
+    """
+    before = _dropped[path]
+    for text in texts:
+        try:
+            add(path, text)
+        except OSError as error:
+            if not _dropped[path]:
+                show(f"warning: {path} cannot be written: {error.strerror}. Until it can, its lines are dropped; the "
+                     "run goes on.", sys.stderr)
+            _dropped[path] += 1
+    return _dropped[path] == before
+
+
+def dropped() -> int:
+    """Lines that this process has dropped."""
+    return _dropped.total()
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, if that can be done: the screen may be a file on a full disk, or gone."""
+    try:
+        print(text, file=stream or sys.stdout, flush=True)
+    except OSError:
+        _dropped[_SCREEN] += 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code that stays the same where its last lines cannot be printed."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        os._exit(code)  # Python would try again, and exit with 120
+    sys.exit(code)
+
+
+def _undo(file: int, written: int) -> None:
+    """Take away the beginning of a line, unless another process has written behind it."""
+    end = os.lseek(file, 0, os.SEEK_CUR)
+    if written and os.fstat(file).st_size == end:
+        os.ftruncate(file, end - written)

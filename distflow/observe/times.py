@@ -57,7 +57,7 @@ class Times:
             return
         each = {name: [round(taken.seconds, 5), *astuple(taken)[1:]] for name, taken in nodes.items()}
         said = {"plan": self.plan, "step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}
-        lines.add(self.path, json.dumps(said))
+        lines.add_or_drop(self.path, [json.dumps(said)])
 
 
 def read(path: Path) -> list[Step]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from distflow.observe.folder import append, finite, forget_after
+from distflow.observe import lines
+from distflow.observe.folder import finite, forget_after
 
 _NODES = 1024
 """Of so many, over all steps, it is known how many rows are written."""
@@ -22,7 +24,6 @@ class Trajectories:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.file: TextIO | None = None
         self.rows = 0
         self.written: dict[tuple[int, int], int] = {}
         """Rows by step and node."""
@@ -52,11 +53,10 @@ class Trajectories:
             return
         line = json.dumps({"step": step + 1, "row": row, **finite(turn)}, ensure_ascii=False)
         with self.lock:
-            if self.file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = append(self.path)
-            self.file.write(line + "\n")
-            self.file.flush()
+            if not self.path.parent.is_dir():
+                with contextlib.suppress(OSError):  # the line is dropped then, which is said
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+            lines.add_or_drop(self.path, [line])
 
 
 _trajectories = Trajectories()

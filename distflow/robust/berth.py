@@ -19,6 +19,7 @@ from distflow.robust.out_of_memory import go_first
 from distflow.robust.pulse import Pulse
 from distflow.robust.rows import KeptRows
 from distflow.robust.snapshots import Snapshots
+from distflow.robust.stopped import wake
 from distflow.schema.errors import DistflowError, InvalidInput, RankMissing
 
 INVALID, FAILED = 2, 1
@@ -60,38 +61,52 @@ def become_worker(work: Callable[[Berth], bool | None], berth: Berth, said: int)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    status = FAILED
-    try:
+    with contextlib.ExitStack() as end:
+        end.push(lambda _, error, __: _leave(said, error))
         if work(berth) is False:
             os.write(said, GIVES_WAY + b"\n")
-        status = 0
-    except DistflowError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        status = INVALID if isinstance(error, InvalidInput) else FAILED
-        _say(said, text, symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status)
-    except SystemExit as error:  # which an engine, or a function of the user's, may raise: it is no way to end a worker
-        _say(said, f"it left by sys.exit({error.code!r})", details=traceback.format_exc())
-    except BaseException as error:  # noqa: BLE001 - whatever ends a worker, its seat is told
-        _say(said, "".join(traceback.format_exception_only(error)).strip(), details=traceback.format_exc())
+
+
+def _leave(said: int, error: BaseException | None) -> None:
+    """End this process. Whatever has ended its work, its seat is told."""
+    status = FAILED
+    try:
+        if error is None:
+            status = 0
+        elif isinstance(error, DistflowError):
+            status = INVALID if isinstance(error, InvalidInput) else FAILED
+            _say(said, "\n".join([str(error), *getattr(error, "__notes__", ())]),
+                 symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status,
+                 outside=error.elsewhere)
+        else:  # an engine, or a function of the user's, may raise SystemExit: that is no way to end a worker
+            what = f"it left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else \
+                "".join(traceback.format_exception_only(error)).strip()
+            _say(said, what, details="".join(traceback.format_exception(error)))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
+        wake(os.getppid())
         os._exit(status)
+
+
+BESIDE: set[int] = set()
+"""Processes that `start_beside` has started."""
 
 
 def start_beside(action: Callable[[], None]) -> int:
     """Do something in a process of its own, whose number is returned. What it raises is shown."""
     process = os.fork()
     if process:
+        BESIDE.add(process)
         return process
     status = FAILED
     try:
         action()
         status = 0
-    except BaseException:  # noqa: BLE001 - it is told, and harms nobody
-        traceback.print_exc()
     finally:
+        if status:
+            traceback.print_exc()
         os._exit(status)
 
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
 from distflow.data.exchange import gather
-from distflow.robust.whole import FILES, PROGRESS, read_progress, whole
+from distflow.observe.events import record
+from distflow.robust.metadata import SafeReader
+from distflow.robust.whole import (
+    CHECKSUM,
+    CHECKSUMS,
+    FILES,
+    PROGRESS,
+    checksum,
+    damage,
+    finished,
+    read_progress,
+    step_of,
+    whole,
+    write_progress,
+)
 from distflow.schema.errors import CheckpointError, Disagreement, DistflowError
 
 
@@ -58,7 +77,8 @@ class Checkpoints:
                                f"memory of rank {dist.get_rank()} has changed since it was made")
             self._on_first(final, lambda: self._prepare(partial))
             dcp.save(dict(sharded), checkpoint_id=partial, process_group=self.group)
-            self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}))
+            checksums = self._checksums(partial)
+            self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}, checksums))
         except (CheckpointException, CheckpointError) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
@@ -71,19 +91,32 @@ class Checkpoints:
             shutil.rmtree(left)
         partial.mkdir(parents=True)
 
-    def _conclude(self, partial: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]]) -> None:
+    def _checksums(self, partial: Path) -> dict[str, str]:
+        """Read back what was written, on the rank that has it in its machine's memory still. Collective."""
+        mine, trouble = {}, ""
+        try:
+            mine = {path.name: checksum(path) for path in partial.glob(f"__{dist.get_rank()}_*")}
+        except OSError as error:
+            trouble = f"{partial} could not be read back: {error}"
+        self._require_none(trouble)
+        return {name: each for part in gather(json.dumps(mine).encode(), self.group)
+                for name, each in json.loads(part).items()}
+
+    def _conclude(self, partial: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]],
+                  checksums: dict[str, str]) -> None:
         for name, write in parts.items():
             try:
                 (partial / name).mkdir()
                 write(partial / name)
             except (OSError, DistflowError) as error:
                 raise CheckpointError(f"{name} could not be written into {partial}: {error}") from error
-        _write_progress(partial, progress)
+        write_progress(partial, progress, checksums)
         final = partial.with_suffix("")
         _remove(final)
         partial.rename(final)
-        for old in whole(self.folder)[: -self.keep]:
-            _remove(old)
+        with contextlib.suppress(CheckpointError):  # one cannot be read now: they are thinned out after the next save
+            for old in whole(self.folder)[: -self.keep]:
+                _remove(old)
 
     def _on_first(self, final: Path, act: Callable[[], None]) -> None:
         """On rank 0."""
@@ -97,44 +130,119 @@ class Checkpoints:
 
     def _require_none(self, trouble: str) -> None:
         """What is wrong on one rank is raised on every rank, or the others would wait."""
-        if found := [each.decode() for each in gather(trouble.encode(), self.group) if each]:
-            raise CheckpointError(found[0])
+        _raise_first(each.decode() for each in gather(trouble.encode(), self.group))
 
-    def load(self, sharded: dict[str, Stateful]) -> dict[str, Any]:
-        """Load the newest whole checkpoint into the engines, for any number of ranks, and return its progress.
+    def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None) -> dict[str, Any]:
+        """Load a checkpoint that `newest` has found (default: ask it) into the engines, for any number of ranks, and
+        return its progress. Collective.
 
         Raises:
             CheckpointError: there is none, or it is not one of these engines.
             Disagreement: the ranks do not see the same files.
         """
-        newest = self._newest()
+        checkpoint = checkpoint or self.newest()
+        if checkpoint is None:
+            raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
         for name, engine in sharded.items():
             state = {name: engine.state_dict()}
             try:
-                dcp.load(state, checkpoint_id=newest, planner=_Exact())
+                dcp.load(state, storage_reader=SafeReader(checkpoint), planner=_Exact())
             except CheckpointException as error:
-                raise CheckpointError(f"{newest} cannot be loaded into role `{name}`: {_first(error)}. Was the model, "
-                                      "its engine or the DAG changed since?") from error
+                raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
+                                      "model, its engine or the DAG changed since?") from error
             engine.load_state_dict(state[name])
-        progress = read_progress(newest)
-        del progress[FILES]
-        return progress
+        progress = read_progress(checkpoint)
+        return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM)}
 
-    def _newest(self) -> Path:
-        found = whole(self.folder)
-        names = [name.decode() for name in gather(found[-1].name.encode() if found else b"")]
-        if len(set(names)) > 1:
-            seen = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(names))
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint of which every file is as it was written; None if none was ever written. Each
+        rank reads its share of the files. Those that are damaged are passed over, with an event and a word on the
+        screen, and get another name, so that they count nowhere. Collective.
+
+        Raises:
+            CheckpointError: on every rank: all are damaged, or a rank cannot read what may be whole.
+            Disagreement: the ranks do not see the same files.
+        """
+        passed_over: dict[Path, str] = {}
+        names = self._seen()
+        for checkpoint in (self.folder / name for name in names):
+            wrong = self._wrong(checkpoint)
+            if not wrong:
+                if dist.get_rank() == 0:
+                    _set_aside(passed_over)
+                return checkpoint
+            passed_over[checkpoint] = f"{checkpoint} is damaged: {wrong}"
+            if dist.get_rank() == 0:
+                record("checkpoint damaged", of_step=step_of(checkpoint), why=passed_over[checkpoint])
+                print(f"warning: {passed_over[checkpoint]}. It is passed over for the one before it.",
+                      file=sys.stderr, flush=True)
+        if not names:
+            return None
+        raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
+
+    def _wrong(self, checkpoint: Path) -> str:
+        """Return what is damaged in a checkpoint, by what all ranks say; nothing if it is whole. Collective."""
+        wrong, unread, seal = "", "", ""
+        try:
+            seal = (read_progress(checkpoint) or {CHECKSUM: "damaged"}).get(CHECKSUM)
+            wrong = damage(checkpoint, dist.get_rank(), dist.get_world_size()) or _misread(checkpoint)
+        except CheckpointError as error:
+            unread = str(error)
+        told = [json.loads(each) for each in gather(json.dumps([wrong, unread, seal]).encode())]
+        _raise_first(text for _, text, _ in told)
+        if any(each != told[0][2] for _, _, each in told):
+            raise Disagreement(f"the ranks see different contents of {checkpoint / PROGRESS}. The folder must be on a "
+                               "file system that all machines share.")
+        return next((each for each, _, _ in told if each), "")
+
+    def _seen(self) -> list[str]:
+        """Return the names of all checkpoints, newest first, as rank 0 sees them."""
+        names, unread = [], ""
+        try:
+            names = [each.name for each in finished(self.folder)]
+        except CheckpointError as error:
+            unread = str(error)
+        told = [json.loads(each) for each in gather(json.dumps([names, unread]).encode())]
+        _raise_first(text for _, text in told)
+        newest = [names[-1] if names else "none" for names, _ in told]
+        if len(set(newest)) > 1:
+            seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(newest))
             raise Disagreement(f"the ranks see different checkpoints in {self.folder}: {seen}. The folder must be on a "
                                "file system that all machines share.")
-        if not found:
-            raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
-        return found[-1]
+        return told[0][0][::-1]
+
+
+def _raise_first(told: Iterable[str]) -> None:
+    """Raise what the first of the ranks that are in trouble says."""
+    if trouble := next(filter(None, told), ""):
+        raise CheckpointError(trouble)
+
+
+def _set_aside(damaged: Iterable[Path]) -> None:
+    """Give damaged checkpoints a name that is none of a checkpoint; the next save removes them."""
+    for each in damaged:
+        with contextlib.suppress(OSError):  # it is damaged under its own name too
+            each.rename(each.with_suffix(".damaged"))
+
+
+def _misread(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint's metadata on the rank that answers for it, rank 0."""
+    if dist.get_rank() > 0:
+        return ""
+    try:
+        SafeReader(checkpoint).read_metadata()
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 class _Exact(dcp.DefaultLoadPlanner):
-    """Refuses a checkpoint of something else. The default reads what is asked for, and so takes the first layers of a
-    deeper model for the whole of a shallower one."""
+    """Refuses a checkpoint of something else, and code in one. The default reads what is asked for, and so takes the
+    first layers of a deeper model for the whole of a shallower one; and it unpickles whatever is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn],
+                    torch.load(value, weights_only=True))
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """
@@ -162,14 +270,6 @@ def _joined(paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
 def _some(names: Iterable[str]) -> str:
     first, *more = sorted(names)
     return ", ".join(f"`{name}`" for name in (first, *more[:2])) + (f" and {len(more) - 2} more" if more[2:] else "")
-
-
-def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    with (folder / PROGRESS).open("w") as file:
-        json.dump({**progress, FILES: sizes}, file)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut could leave the final name over an empty file
 
 
 def _remove(checkpoint: Path) -> None:

@@ -109,6 +109,32 @@ def loss_spike(steps: Sequence[Step], *, deviations: float = 15.0, window: float
     return None
 
 
+@detector(sees="steps")
+def no_gradient(steps: Sequence[Step], *, during: float = 10.0) -> Alarm | None:
+    """Warn of a gradient norm of exactly 0 in each of the last `during` steps: nothing is learnt. Usually all samples
+    of each prompt earn the same."""
+    recent = steps[-max(1, math.ceil(during)):]
+    for name in recent[-1].metrics if len(recent) >= during else ():
+        if name.rpartition("/")[2] == "grad_norm" and all(step.metrics.get(name) == 0 for step in recent):
+            return Alarm(f"{name} has been 0 for {len(recent)} steps, so that nothing is learnt. Do the samples of a "
+                         "prompt earn different rewards? samples.jsonl shows them",
+                         {"metric": name, "steps": len(recent)}, name)
+    return None
+
+
+@detector(sees="steps")
+def all_dropped(steps: Sequence[Step]) -> Alarm | None:
+    """Warn of a step in which a node has dropped every row: nothing is left to learn from."""
+    values = steps[-1].metrics
+    for name in values:
+        kind, _, rest = name.partition("/")
+        node, _, what = rest.rpartition("/")
+        if (kind, what) == ("filter", "dropped") and values[name] > 0 and values.get(f"filter/{node}/kept") == 0:
+            return Alarm(f"node `{node}` has dropped all {values[name]:.0f} rows, so that the step trains nothing",
+                         {"node": node, "rows": values[name]}, node)
+    return None
+
+
 class Judges:
     """Asks all detectors of steps, after each step."""
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-_SETTLE, _LOOK = 1.0, 0.02
+_SETTLE, _LOOK = 5.0, 0.02
 """Seconds in which the rank that failed first is heard, when another fails because of it."""
 
 
@@ -32,7 +32,9 @@ class Failure:
 
     step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
     missed another rank. hopeless: it would fail the next time too. silent: for how many seconds it had done nothing
-    when that was seen. code: what its seat exits with if no life follows.
+    when that was seen. code: what its seat exits with if no life follows. outside: somebody else has killed or stopped
+    it, which says nothing about the program. companion: it was a process that the whole unit needs, and each of its
+    seats starts its own one again.
     """
 
     rank: int
@@ -45,6 +47,8 @@ class Failure:
     details: str = ""
     silent: float = 0.0
     code: int = 1
+    outside: bool = False
+    companion: bool = False
     time: float = field(default_factory=time.time)
 
 
@@ -128,25 +132,33 @@ class Lives:
         """The cause among what the ranks have written down."""
         keys = [f"{life.number}/failed/{rank}" for rank in self.unit.ranks]
         found = [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
-        return min(found, key=lambda failure: (failure.symptom, failure.time))
+        return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.time))
 
 
 def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
     """Why there is no further life; empty if there is one (RobustRL §5.1.2).
 
-    What happens again at once is a mistake in a program, not a fault of a machine: to restart would only hide it.
+    What happens again at once is a mistake in a program, not a fault of a machine: to restart would only hide it. What
+    comes from outside is none, however often: it counts against the budget alone.
     """
-    *before, last = failures
-    if last.hopeless:
+    if failures[-1].hopeless:
         return "it would fail the next time too"
-    if not last.finished and not before and last.phase != "waiting":
+    if not failures[-1].outside and (mistake := _mistake(failures)):
+        return mistake
+    if budget is None:
+        return "the run file says  robust: {restart: task}"
+    if len(failures) > budget:
+        return f"its {budget} restarts are used up (robust.restarts in the run file)"
+    return ""
+
+
+def _mistake(failures: tuple[Failure, ...]) -> str:
+    """Why the last failure, one of a program, is a mistake in it; empty if it may pass."""
+    last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
+    if len(failures) == 1 and not last.finished and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
     if before and last.step and before[-1].step == last.step:
         return f"it failed twice in step {last.step}"
-    if budget is None:
-        return "the run file says  robust: {restart: task}"
-    if len(failures) > budget:
-        return f"its {budget} restarts are used up (robust.restarts in the run file)"
     return ""

@@ -27,6 +27,11 @@ def ended() -> int | None:
     return None
 
 
+def ended_since(before: int | None) -> bool:
+    """Whether the kernel is known to have ended a process for lack of memory since `ended` was `before`."""
+    return before is not None and (ended() or 0) > before
+
+
 def cause(before: int | None) -> str:
     """What probably stands behind a SIGKILL that a process has got since `ended` was `before`. It may have been another
     process of the machine that the kernel ended."""

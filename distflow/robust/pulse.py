@@ -22,7 +22,12 @@ _LISTEN = 0.05
 class _Page(ctypes.Structure):
     _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
                 ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
-                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64), ("gpu", ctypes.c_char * 64)]
+                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64), ("stop", ctypes.c_int64),
+                ("gpu", ctypes.c_char * 64)]
+
+
+ASKED, STOPPED = 1, 2
+"""`stop` of a page: the supervisor asks for an end after the step under way; the worker has ended so."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _FILE = "scale.json"
@@ -16,16 +17,21 @@ _LOOK = 1.0
 
 
 class Scale:
-    """A rollout's view: it is the `place`-th one."""
+    """A rollout's view: it is the `place`-th one.
 
-    def __init__(self, folder: Path, place: int):
-        self.file, self.place = folder / _FILE, place
+    Args:
+        left_out: which rollouts are not started again; those behind them take their places.
+    """
+
+    def __init__(self, folder: Path, place: int, left_out: Callable[[], Collection[int]] = tuple):
+        self.file, self.place, self.left_out = folder / _FILE, place, left_out
         self.looked, self.answer = 0.0, True
 
     def wanted(self) -> bool:
         """Whether this rollout is to work now."""
         if time.monotonic() - self.looked > _LOOK:
-            self.looked, self.answer = time.monotonic(), self.place < read(self.file.parent, self.place + 1)
+            before = self.place - sum(each < self.place for each in self.left_out())
+            self.looked, self.answer = time.monotonic(), before < read(self.file.parent, before + 1)
         return self.answer
 
 

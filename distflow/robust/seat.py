@@ -23,17 +23,31 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distflow.observe import lines
 from distflow.observe.events import Events
 from distflow.observe.recovery import STARTS_AGAIN
+from distflow.observe.run_lock import RunLock
 from distflow.robust import out_of_memory
-from distflow.robust.berth import FAILED, GIVES_WAY, INVALID, SIGNALS, Berth, become_worker, do_beside, last_of
+from distflow.robust.berth import (
+    BESIDE,
+    FAILED,
+    GIVES_WAY,
+    INVALID,
+    SIGNALS,
+    Berth,
+    become_worker,
+    do_beside,
+    last_of,
+)
 from distflow.robust.board import Board
 from distflow.robust.changes import Changes
 from distflow.robust.detect import Watcher
 from distflow.robust.hooks import When, may_be
+from distflow.robust.last_words import last_words
 from distflow.robust.lives import Failure, Life, Lives, Unit
 from distflow.robust.machines import Apart
-from distflow.robust.processes import end_group
+from distflow.robust.processes import adopt_orphans, children, end_group, end_orphans, stopped
+from distflow.robust.pulse import ASKED, STOPPED
 from distflow.schema.plan import ROLLOUT
 from distflow.schema.robust import Robust
 
@@ -41,6 +55,13 @@ _LOOK = 0.2
 """Seconds between two looks at the board and at the worker's page; a death is seen at once."""
 _GRACE = 5.0
 """Seconds in which a worker that is told to leave tidies up."""
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a worker gets from somebody else: by a mistake of its own it is ended by others, as SIGSEGV, or by the
+kernel's SIGKILL because it takes more memory than there is."""
+_ONE = 1.0
+"""Seconds in which a second signal counts as the first: a group of processes and its parent may both be sent it."""
+_FAILED = "failed"
+"""Key on the board: a unit has failed for good, and torchrun ends the others."""
 
 
 class _End(Enum):
@@ -62,27 +83,42 @@ class Seat:
     Args:
         work: a worker's whole life, in a process of its own; a DistflowError that it raises is the user's to read.
         folder: of the run.
-        companions: descriptors that become readable when a process ends without which there is no run, and what to say.
+        companions: descriptors that become readable when a process ends that the unit needs, and what to say.
         needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
         wanted: whether there should be a worker now.
         changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
         hooks: calls those of users for a moment; after a failure, with the life that has it among its failures.
         apart: machines that come and go, of which this seat's is one.
+        renew_companions: starts those processes again, and returns as much of the new ones.
+        leave_out: called when this unit is not started again: whether the run goes on without it.
+        lock: of the run's folder, to be held from when the folder is there.
     """
 
     def __init__(self, board: Board, unit: Unit, work: Callable[[Berth], bool | None], folder: Path, settings: Robust,
                  companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
                  wanted: Callable[[], bool] = lambda: True, changes: Changes | None = None,
-                 hooks: Callable[[When, Life], None] | None = None, apart: Apart | None = None):
+                 hooks: Callable[[When, Life], None] | None = None, apart: Apart | None = None,
+                 leave_out: Callable[[], bool] = lambda: False,
+                 renew_companions: Callable[[], Mapping[int, str]] = dict,
+                 lock: RunLock | None = None):
         self.lives = Lives(board.store, unit, board.rank, settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.companions, self.hooks = work, folder, companions, hooks
         self.needless, self.wanted, self.changes, self.apart = needless, wanted, changes, apart
+        self.leave_out, self.renew_companions = leave_out, renew_companions
         self.watcher = Watcher(unit.group, settings.detectors)
         self.events = Events()
         self.events.open(folder / "events.jsonl", board.rank)
         self.berth = replace(apart.berth if apart else Berth(), seat=os.getpid())
         self.pulse = self.berth.pulse
-        self.worker = self.useful = 0
+        self.lock, self.worker, self.useful, self.answered = lock, 0, 0, 0
+        """The run folder's lock; the worker; steps that workers of this life have done; failures after which companions
+        began again."""
+        self.beside: set[int] = set()
+        """Children of this process that are no worker's."""
+        self.store, self.parent, self.shutdown_timeout = board.store, os.getppid(), settings.shutdown_timeout
+        self.told, self.told_at = 0, 0.0
+        """The signal by which this process was told to end, and when (time.monotonic)."""
+        adopt_orphans()  # what a worker leaves behind
 
     def run(self) -> int:
         """Until the work is done or cannot be; the exit status of this process.
@@ -90,37 +126,100 @@ class Seat:
         Raises:
             BegunAnew: all machines begin a later era.
         """
-        for number in SIGNALS:
-            signal.signal(number, _leave)
+        self._handle_signals(self._hear)
         try:
             life = self._first_life()
             while not life.end:
                 if not self._wait_until_wanted():
                     return 0
                 end = self._live(life)
+                done = end is _End.DONE and self._all_are_done(life)
+                if self.told and not done:
+                    raise Told(self.told)
                 if end in (_End.RESTS, _End.GIVES_WAY):
                     self._call("on_leave", life)
                     life = life if end is _End.RESTS and not self.lives.over(life) else self.lives.renew(life)
                     continue
-                if end is _End.DONE and self._all_are_done(life):
+                if done:
                     self._call("on_leave", life)
+                    if self.stopped:
+                        raise Told(self.told or signal.SIGTERM)
                     return 0
-                following = self.lives.next(life, end if isinstance(end, Failure) else None)
-                if self.apart and following.end and following.failures[-1].code != INVALID:
-                    self.apart.reprieve()
-                self._tell(life, following)
-                life, self.useful = following, 0
+                if (life := self._after(life, end)) is None:
+                    return self._stay_out()
         except Told as told:
-            return 128 + told.args[0]
+            return self._leave(told.args[0])
         except dist.DistError as error:
             print(f"[rank {self.lives.rank}] the board does not answer; torchrun, which keeps it, or its machine may "
                   f"have ended: {error}", file=sys.stderr, flush=True)
             return FAILED
         finally:
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            self._handle_signals(signal.SIG_IGN)
             self._end()
         return life.failures[-1].code
+
+    def _leave(self, number: int) -> int:
+        """End as a signal has asked for; the exit status.
+
+        Raises:
+            SystemExit: torchrun has died, perhaps with its machine: what follows is for the other machines to decide.
+        """
+        self._handle_signals(signal.SIG_IGN)
+        self._end()
+        self._say_what_is_kept(number)
+        if os.getppid() != self.parent:
+            sys.exit(128 + number)
+        return 128 + number
+
+    def _fail_for_good(self) -> None:
+        """Wait a moment for the workers of the unit to end: what this process then says stands last on the screen."""
+        self._handle_signals(signal.SIG_IGN)  # torchrun ends this process as soon as another of the unit has left
+        self.store.set(_FAILED, "")
+        self.store.set(f"{_FAILED}/{self.lives.rank}", "")
+        keys, until = [f"{_FAILED}/{rank}" for rank in self.lives.unit.ranks], time.monotonic() + _GRACE
+        while not self.store.check(keys) and time.monotonic() < until:
+            time.sleep(_LOOK / 4)
+
+    def _hear(self, number: int, _: object) -> None:
+        """Ask the worker to end after its step; what cannot be waited for, or is told twice, ends at once.
+
+        Raises:
+            Told: to leave `run`.
+        """
+        now = time.monotonic()
+        if self.told and now - self.told_at < _ONE:
+            return
+        again, self.told, self.told_at = self.told, number, now
+        orphan = os.getppid() != self.parent
+        if again or orphan or self.apart or not self.worker or self.pulse.read().phase == "starting":
+            raise Told(number)
+        self.pulse.page.stop = ASKED
+
+    def _handle_signals(self, handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+        for number in SIGNALS:
+            signal.signal(number, handler)
+
+    def _say_what_is_kept(self, number: int) -> None:
+        """On rank 0. torchrun's SIGTERM may follow a failure, of which the last line on the screen tells."""
+        if self.lives.rank == 0 and not self.apart and (self.stopped or number == signal.SIGINT):
+            lines.show(last_words(self.folder, self.pulse.read().step if self.stopped else 0))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the worker has ended after a step, as it was asked to."""
+        return self.pulse.page.stop == STOPPED
+
+    def _after(self, life: Life, end: Failure | _End) -> Life | None:
+        """Return the life that follows one which has failed; None if the run goes on without this unit."""
+        following = self.lives.next(life, end if isinstance(end, Failure) else None)
+        if self.apart and following.end and following.failures[-1].code != INVALID:
+            self.apart.reprieve()
+        left_out = bool(following.end) and not following.failures[-1].hopeless and self.leave_out()
+        if following.end and not left_out and not self.apart:
+            self._fail_for_good()
+        self._tell(life, following, left_out)
+        self.useful = 0
+        return None if left_out else following
 
     def _first_life(self) -> Life:
         """That of the unit; the one after the last life of a machine whose place this one has taken."""
@@ -135,6 +234,15 @@ class Seat:
     def _look(self) -> None:
         if self.apart:
             self.apart.look()
+        if self.lock:
+            self._hold()
+        if self.told and (time.monotonic() - self.told_at > self.shutdown_timeout or self.store.check([_FAILED])):
+            raise Told(self.told)
+
+    def _hold(self) -> None:
+        """Hold the run folder's lock, from when its first worker has made the folder."""
+        with contextlib.suppress(FileNotFoundError):
+            self.lock.hold()
 
     def _wait_until_wanted(self) -> bool:
         """False if the run is over first."""
@@ -148,6 +256,13 @@ class Seat:
             time.sleep(_LOOK)
         return True
 
+    def _stay_out(self) -> int:
+        """Wait for the end of a run that goes on without this unit."""
+        while not self.needless():
+            self._look()
+            time.sleep(_LOOK)
+        return 0
+
     def _take_up_changes(self, life: Life) -> None:
         """The next worker has the newest settings; the unit's first seat says so."""
         number = self.changes.newest() if self.changes else 0
@@ -159,8 +274,12 @@ class Seat:
     def _live(self, life: Life) -> Failure | _End:
         """One worker, from its start to its end: how it came to it."""
         self.pulse.clear(life.number)
+        if len(life.failures) > self.answered and life.failures[-1].companion:
+            self.companions = self.renew_companions()
+        self.answered = len(life.failures)
         self._take_up_changes(life)
         words, said = os.pipe()
+        self.beside = children(os.getpid())
         began, self.ended_before = time.monotonic(), out_of_memory.ended()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
         self.worker = os.fork()
@@ -173,12 +292,12 @@ class Seat:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(said)
         self._record("worker started", life=life.number, pid=self.worker)
-        with contextlib.closing(os.fdopen(words, "rb")) as last_words:
+        with contextlib.closing(os.fdopen(words, "rb")) as pipe:
             end = self._watch(life)
             if end in (_End.RESTS, _End.GIVES_WAY) and len(self.lives.unit.ranks) > 1:
                 self.lives.renew(life)  # before the others miss this rank: nobody is met twice in one life
             status = self._end()
-            seconds, said_last = round(time.monotonic() - began, 3), last_of(last_words.fileno())
+            seconds, said_last = round(time.monotonic() - began, 3), last_of(pipe.fileno())
             if end is _End.DONE and said_last == GIVES_WAY:
                 end = _End.GIVES_WAY
             elif end is _End.DONE and status:
@@ -198,7 +317,7 @@ class Seat:
             while True:
                 ready = [descriptor for descriptor, _ in poll.poll(_LOOK * 1000)]
                 if lost := next((self.companions[each] for each in ready if each in self.companions), ""):
-                    return self._failure(lost, hopeless=True)
+                    return self._failure(lost, outside=True, companion=True)
                 if ended in ready:
                     return _End.DONE
                 self._look()
@@ -209,7 +328,9 @@ class Seat:
                 if self.watcher.unit == ROLLOUT and self.changes and self.changes.newest() > self.berth.changes:
                     return _End.GIVES_WAY
                 if finding := self.watcher.look():
-                    return self._failure(finding.what, symptom=finding.symptom, silent=finding.silent)
+                    held = stopped(self.worker)
+                    return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
+                                         symptom=finding.symptom, silent=finding.silent, outside=held)
         finally:
             os.close(ended)
 
@@ -229,6 +350,8 @@ class Seat:
         end_group(self.worker)  # it has this name until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
+        if left := end_orphans(self.beside | BESIDE):
+            self._record("orphans left", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
@@ -245,16 +368,18 @@ class Seat:
         """A new run's folder is made by its first worker. A full disk is no reason for a seat to end."""
         if self.folder.is_dir():
             self.events.step = self.pulse.read().step
-            with contextlib.suppress(OSError):
-                self.events.record(kind, **facts)
+            self.events.record(kind, **facts)
 
     def _explained(self, status: int, words: bytes) -> Failure:
         if words:
             said = json.loads(words)
             return self._failure(said.pop("what"), **said)
         if status < 0:
-            why = f" {out_of_memory.cause(self.ended_before)}" if status == -signal.SIGKILL else ""
-            return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}")
+            killed = status == -signal.SIGKILL
+            why = f" {out_of_memory.cause(self.ended_before)}" if killed else ""
+            own = killed and out_of_memory.ended_since(self.ended_before)
+            return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}",
+                                 outside=-status in _SENT and not own)
         return self._failure(f"it ended with exit status {status} and without a word")
 
     def _failure(self, what: str, **more: Any) -> Failure:
@@ -273,7 +398,7 @@ class Seat:
             time.sleep(_LOOK / 4)
         return True
 
-    def _tell(self, life: Life, following: Life) -> None:
+    def _tell(self, life: Life, following: Life, left_out: bool = False) -> None:
         """Of all seats of the unit, the one whose worker failed speaks."""
         cause = following.failures[-1] if len(following.failures) > len(life.failures) else None
         if cause is None or cause.rank != self.lives.rank:
@@ -285,16 +410,17 @@ class Seat:
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
         self._call("on_failure", following)
-        if not following.end:
+        if left_out:
+            self._record("left out", unit=name, why=following.end)
+            text = f"{name} is left out, and others sample on: {where}: {cause.what}\nIt is not started again: " \
+                   f"{following.end}."
+        elif not following.end:
             text = f"{name} starts again: {where}: {cause.what}"
         elif cause.hopeless:
             text = cause.what
-        else:
-            text = f"{cause.details or cause.what}\n{where}; {name} is not started again: {following.end}."
+        else:  # the cause comes last: nothing stands below it on the screen
+            text = f"{where}; {name} is not started again: {following.end}.\n"
             if (first := following.failures[0]) is not cause:
-                text += f"\nThe first failure was that of rank {first.rank} in step {first.step}: {first.what}"
-        print(f"[rank {cause.rank}] {text}" if cause.rank else text, file=sys.stderr, flush=True)
-
-
-def _leave(number: int, _: object) -> None:
-    raise Told(number)
+                text += f"The first failure was that of rank {first.rank} in step {first.step}: {first.what}\n"
+            text += (cause.details or cause.what).rstrip()
+        lines.show(f"[rank {cause.rank}] {text}" if cause.rank else text, sys.stderr)

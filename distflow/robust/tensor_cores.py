@@ -2,7 +2,7 @@
 
 NVML tells it from Hopper on, as a share of the time between two samples (GPM). That a GPU is not idle means nothing: a
 collective that waits for a rank that has died keeps it busy, and no tensor core works. A seat may ask NVML, but never
-CUDA, or it could not fork workers that use it. Package nvidia-ml-py, `pip install 'distflow[gpu]'`.
+CUDA, or it could not fork workers that use it. Package nvidia-ml-py, extra `gpu`.
 """
 
 from __future__ import annotations

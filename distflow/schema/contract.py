@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.machinery
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +17,7 @@ from distflow.schema import registry
 from distflow.schema.bounds import in_words, readable, within
 from distflow.schema.dag import Head
 from distflow.schema.errors import InvalidInput, Mistake, Spot, listing, shown
+from distflow.schema.modules import module_file, where_looked_for
 from distflow.schema.plan import KEEP
 
 BUILT_IN = "workers.functions"
@@ -102,8 +101,7 @@ def of_module(module: str) -> tuple[Contract, ...]:
     """
     path = module_file(module)
     if path is None:
-        hint = "It is looked for on PYTHONPATH, in the current folder and beside the DAG file."
-        raise InvalidInput(Mistake(f"module `{module}` cannot be found", None, hint))
+        raise InvalidInput(Mistake(f"module `{module}` cannot be found", None, where_looked_for(module)))
     return _of_file(module, path)
 
 
@@ -272,17 +270,3 @@ def expression(text: str) -> ast.expr | None:
 
 def _text(node: ast.expr | None) -> str:
     return "" if node is None else ast.unparse(node)
-
-
-def module_file(module: str) -> Path | None:
-    """Where a module's source lies; unlike importlib.util.find_spec this runs no parent package."""
-    first, *rest = module.split(".")
-    try:
-        spec = importlib.util.find_spec(first)  # as an import would: an editable installation adds a finder of its own
-    except ValueError:
-        return None  # a module such as __main__, which was not found but made
-    for part in rest:
-        if spec is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None

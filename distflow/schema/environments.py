@@ -172,22 +172,35 @@ def _parameters(arguments: ast.arguments) -> tuple[dict[str, str], dict[str, Set
 
 
 def _check_kind(spec: Spec, node: str, kind: Kind, where: Spot) -> list[Mistake]:
-    mistakes, path = [], ("nodes", node, "with", SETTINGS)
-    given = spec.dag.nodes[node].settings.get(SETTINGS, {})
+    mistakes = []
     if not kind.steps:
         hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
         mistakes.append(Mistake(f"environment `{kind.name}` has no method `step`", kind.where, hint))
-    for name in given if isinstance(given, dict) else ():
-        if name not in kind.settings:
-            what = f"node `{node}`: environment `{kind.name}` has no setting `{name}`"
-            hint = did_you_mean(name, kind.settings, "Settings") or "It has no settings at all."
-            mistakes.append(Mistake(what, spec.dag_source.spot((*path, name), key=True), hint))
-        elif (wanted := kind.settings[name].annotation) and not fits(given[name], wanted):
-            what = f"node `{node}`: setting `{name}` of `{kind.name}` must be {wanted}, not {given[name]!r}"
+    path = ("nodes", node, "with", SETTINGS)
+    return mistakes + wrong_settings(spec, path, f"environment `{kind.name}`", kind.settings, where)
+
+
+def wrong_settings(spec: Spec, path: tuple[str, ...], whose: str, known: dict[str, Setting],
+                   where: Spot) -> list[Mistake]:
+    """Return what is wrong with the settings at `path` of the DAG, which go to something that a node names.
+
+    Args:
+        whose: as "environment `Lookup`".
+        known: the settings that it has.
+        where: the place that names it.
+    """
+    mistakes, head, given = [], f"node `{path[1]}`:", spec.dag.nodes[path[1]].settings.get(path[-1])
+    given = given if isinstance(given, dict) else {}
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known, "Settings") or "It has no settings at all."
+            spot = spec.dag_source.spot((*path, name), key=True)
+            mistakes.append(Mistake(f"{head} {whose} has no setting `{name}`", spot, hint))
+        elif (wanted := known[name].annotation) and not fits(given[name], wanted):
+            what = f"{head} setting `{name}` of {whose} must be {wanted}, not {given[name]!r}"
             mistakes.append(Mistake(what, spec.dag_source.spot((*path, name))))
-    missing = [name for name, setting in kind.settings.items() if setting.default == REQUIRED and name not in given]
+    missing = [name for name, setting in known.items() if setting.default == REQUIRED and name not in given]
     if missing:
-        what = f"node `{node}`: environment `{kind.name}` needs {', '.join(f'`{name}`' for name in missing)}"
-        hint = f"Add them:  with: {{…, {SETTINGS}: {{{', '.join(f'{name}: …' for name in missing)}}}}}"
-        mistakes.append(Mistake(what, where, hint))
+        hint = f"Add them:  with: {{…, {path[-1]}: {{{', '.join(f'{name}: …' for name in missing)}}}}}"
+        mistakes.append(Mistake(f"{head} {whose} needs {', '.join(f'`{name}`' for name in missing)}", where, hint))
     return mistakes

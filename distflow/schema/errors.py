@@ -28,6 +28,8 @@ class DistflowError(Exception):
 
     passing = True
     """Whether a worker that starts again may be spared the error."""
+    elsewhere = False
+    """Whether the cause lies in another process, and says nothing about this one's program."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from distflow.schema.contract import Contract, built_in, of_module
 from distflow.schema.dag import Dag
 from distflow.schema.errors import InvalidInput, Mistake, Spot, did_you_mean
 from distflow.schema.live import imported
+from distflow.schema.modules import check_imports, module_file
 from distflow.schema.source import Source
 
 
@@ -32,6 +33,7 @@ class _Finder:
         self.found = built_in()
         self.broken: set[str] = set()
         """Modules that could not be read. What they would have held is not reported as missing."""
+        self.read: set[str] = set()
 
     def read_imports(self) -> None:
         for index, module in enumerate(self.dag.imports):
@@ -58,7 +60,13 @@ class _Finder:
 
     def _read(self, module: str, where: Spot) -> tuple[Contract, ...]:
         try:
-            return () if module in self.broken else of_module(module)
+            if module in self.broken:
+                return ()
+            if module not in self.read and (path := module_file(module)):
+                self.read.add(module)
+                if missing := check_imports(module, path):
+                    raise InvalidInput(missing)
+            return of_module(module)
         except InvalidInput as error:
             self._note(module, error, where)
             return ()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 _NAMES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
-                          "None": type(None)}
+                          "None": type(None), "Loss": Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]}
 
 
 def fits(value: Any, annotation: str) -> bool:

@@ -26,6 +26,8 @@ ROW = "row"
 """The column of row ids. It is never moved: ids travel with every row."""
 KEEP = "keep"
 """The column by which a node drops rows: those where it is False leave the step for all later nodes."""
+REWARD_PARTS = "reward_parts"
+"""The column in which `score` writes what each part of a reward gave, for people to read."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ Reward = str | list[str] | dict[str, Any]
 Regex = str
 """The annotation of a setting that is a regular expression."""
 
+Loss = str
+"""The annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`."""
 Environment = str
 """The annotation of a setting that names an environment."""
 Template = str
@@ -154,6 +156,25 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
         return _register(REWARDS, function)
 
     return register if function is None else register(function)
+
+
+def loss(function: F) -> F:
+    """Make a function usable as `loss: MODULE:FUNCTION` of a `policy_update` node.
+
+    Its positional parameters say what it gets; each is a tensor with one value for each trained token of a micro-batch:
+
+        logprobs        of the sampled tokens under the model that is trained; gradients flow here alone
+        old_logprobs    the same under the model that the step started from, or that sampled
+        advantages      what each token is worth
+        lengths         [rows] int64: how many of these tokens each row has, one row after the other
+
+    `logprobs` is needed, the others may be left out. Keyword-only parameters are settings, from `loss_settings:`. It
+    returns the loss of each token, a tensor of the shape of `logprobs`, and averages nothing: `aggregate:` says how
+    tokens count, so that the result does not depend on micro-batches and ranks. For the same reason a token's loss may
+    depend on the other tokens of its row, but not on other rows.
+    """
+    function.__distflow_loss__ = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ANNOTATION = "Reward"
 """A setting with this annotation says which rewards to take."""
 SHIPPED = ("workers.rewards.texts", "workers.rewards.programs", "workers.rewards.judge")
 """The modules of the rewards that come with distflow."""
-_TAKEN = ("mean", "seconds", "failed", "retried", "timeouts")
+_TAKEN = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
 """What the metrics `reward/NAME` say of all rewards together."""
 _OF_ONE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
 """What a parameter for one sample is called, and the column that it is a row of."""
@@ -73,6 +73,8 @@ def check_rewards(spec: Spec) -> list[Mistake]:
     wanted = {term.name for _, recipe, _ in named for term in recipe.terms}
     mistakes: list[Mistake] = []
     spec.rewards.update(_find(spec, wanted, mistakes))
+    if mistakes:
+        return mistakes
     for place, recipe, flaws in named:
         mistakes += [Mistake(f"{place.label}: {flaw.what}", place.spot(flaw.path, flaw.key), flaw.hint)
                      for flaw in (*flaws, *_check_terms(spec, recipe))]
@@ -216,7 +218,7 @@ def _find(spec: Spec, wanted: Iterable[str], mistakes: list[Mistake]) -> dict[st
             found.update(more)
         except InvalidInput as error:
             mistakes += error.mistakes
-    if not set(wanted) <= set(found):
+    if not mistakes and not set(wanted) <= set(found):
         for module in spec.dag.imports:
             if module_file(module) is not None:
                 registry.load_module(module)
@@ -234,9 +236,15 @@ def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
     functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
                  and any(_is_reward(decorator) for decorator in item.decorator_list)]
     spots = {item.name: Spot(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
-    return {item.name: replace(_contract(build(item.name, module, spots[item.name], registry.Marks(), item.args,
-                                               item.returns, ast.get_docstring(item))), checked=_has_check(item))
-            for item in functions}
+    found = {item.name: replace(_contract(build(item.name, module, spots[item.name], registry.Marks(), item.args,
+                                                item.returns, ast.get_docstring(item))), checked=_has_check(item))
+             for item in functions}
+    for item in functions:
+        if found[item.name].batched and item.returns and ast.unparse(item.returns) in ("float", "int", "bool"):
+            raise InvalidInput(Mistake(f"reward `{item.name}` takes all samples and returns one "
+                                       f"{ast.unparse(item.returns)}", spots[item.name],
+                                       "Return a number for each sample:  -> list[float]"))
+    return found
 
 
 def _has_check(item: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -265,6 +273,7 @@ def _contract(plain: Contract) -> RewardContract:
         raise InvalidInput(Mistake(what, plain.where, "Give it another name."))
     forms, who = _FORMS_OF_ALL if batched else _FORMS, f"reward `{plain.name}`"
     for read in plain.reads:
+        _check_number(plain, read.name, read.form)
         kind = _KINDS.get(_OF_ONE.get(read.name, read.name))
         if kind and forms.get(read.form, kind) != kind:
             what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
@@ -272,3 +281,19 @@ def _contract(plain: Contract) -> RewardContract:
     columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
     return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary, plain.module)
+
+
+def _check_number(plain: Contract, name: str, form: str) -> None:
+    """Check that a parameter of one sample is annotated as such, and one of all samples as a list.
+
+    Raises:
+        InvalidInput: the parameter's name says one thing and its annotation the other.
+    """
+    one = next((one for one, column in _OF_ONE.items() if name in (one, column)), None)
+    if one is None or form not in (_FORMS_OF_ALL if name == one else _FORMS) or form == "list[int]":
+        return
+    said = "one sample, by its name, and of all, by its annotation" if name == one else \
+        "all samples, by its name, and of one, by its annotation"
+    kinds = ("str", "list[str]") if _KINDS[_OF_ONE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
+    raise InvalidInput(Mistake(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {said}", plain.where,
+                               f"Write  {one}: {kinds[0]}  for one sample, or  {_OF_ONE[one]}: {kinds[1]}  for all."))

@@ -31,11 +31,13 @@ class Fault(Document):
     rank: NonNegativeInt | None = None
     """Of the run; default: one of the group, drawn by the seed."""
     step: PositiveInt | None = None
+    """In which step; or give `share`."""
     phase: Phase | None = None
     """When such a phase begins in that step; default: a moment in the step that is drawn by the seed."""
     share: float | None = Field(default=None, gt=0, le=1)
     """Instead of one `step`: in this share of all steps but the first, drawn by the seed."""
     seconds: PositiveFloat = 5.0
+    """How long `slow` and `fill` last."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Fault:
@@ -62,9 +64,12 @@ class Robust(Document):
     """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
     so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
     there, and up to twice more on the first while that lasts longer than a step."""
+    shutdown_timeout: PositiveFloat = 25.0
+    """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
+    Kubernetes and torchrun kill after 30 s."""
     machine_silence: PositiveFloat = 30.0
     """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler` and `loss_spike` warn. With
-    {restart: true} `loss_spike` has the step done again by workers that start from the state before it. Those begin
-    to judge anew: a step that leaps again is taken as it is, unless its loss is no number."""
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
+    `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
+    before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""

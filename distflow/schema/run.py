@@ -22,14 +22,21 @@ class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
 
     path: str | None = None
+    """A folder in Hugging Face's format: config.json, *.safetensors, tokenizer.json. Nothing is downloaded."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
+    """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
+    """How many layers it has."""
     hidden: PositiveInt = 128
+    """Width of a token's hidden state."""
     heads: PositiveInt = 4
+    """Attention heads of a layer."""
     kv_heads: PositiveInt = 2
+    """Key and value heads of a layer; `heads` is a multiple of it."""
     head_dim: int = Field(default=32, ge=32, multiple_of=2)
     """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
     max_positions: PositiveInt = 256
+    """Longest row, prompt and response together, in tokens."""
     experts: PositiveInt | None = None
     """Of each layer of a qwen3_moe (default: 8)."""
     experts_per_token: PositiveInt | None = None
@@ -68,15 +75,34 @@ class Generation(Document):
     """How a role samples. Log-probabilities are computed at this temperature everywhere."""
 
     max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
     temperature: NonNegativeFloat = 1.0
+    """Logits are divided by it; 0 always takes the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
+    """Sample from so many of the likeliest tokens; 0: from all."""
+    stop: list[str] = []
+    """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
+    their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
     """Rows that generate at the same time on one rank."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
     batch_invariant: bool = False
     """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty text would end every response at once. Take it out")
+        return value
 
 
 class Lora(Document):
@@ -86,10 +112,13 @@ class Lora(Document):
     """
 
     rank: PositiveInt = 16
+    """Rank of each adapter."""
     alpha: PositiveFloat = 32
+    """Scale of what an adapter adds, see above."""
     targets: list[str] = Field(default=["all-linear"], min_length=1)
     """The linear layers that get adapters, by the last parts of their names; `all-linear`: all but the output layer."""
     rslora: bool = False
+    """Whether that is scaled by alpha / √rank."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -101,6 +130,7 @@ class RoleRun(Document):
     """The model, the engines and the optimizer of one role."""
 
     model: Model | None = None
+    """Its model folder, as `model: path/to/folder`, or a tiny architecture; none for a role that copies another's."""
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
@@ -121,37 +151,68 @@ class RoleRun(Document):
     compile: bool = False
     """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
+    """Most tokens of prompts and responses in one forward and backward pass of a rank; a longer row is alone in its
+    own. It changes memory and speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
+    """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What becomes of the learning rate after the warm-up: it stays, or falls to 0 at the last step, in a line or
+    along a cosine."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's, for weight matrices."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """AdamW's decay of the mean and of the squared mean of gradients."""
     max_grad_norm: PositiveFloat = 1.0
+    """A gradient whose norm is larger is scaled down to it."""
     generation: Generation = Generation()
+    """How the role samples."""
 
 
 class Data(Document):
     """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved."""
 
     train: str
+    """The file or folder."""
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
+    """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
+    rewards get the text of the last one of the user as `question`."""
     answer: str = "answer"
+    """The field with the right answer, text or a number: what rewards compare to, or what supervised training
+    imitates."""
+    system_prompt: str | None = None
+    """A system message before every question, but for those that begin with one of their own."""
+    prompt_suffix: str = ""
+    """Text that is put right behind every question, as " Think step by step." Rewards get the question without it."""
+    tools: str | None = None
+    """A field with the tools that a question may use, as the chat template takes them: a list of JSON schemas, or JSON
+    text of one."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template, where that has such a switch; default: the template's own."""
+    strict: bool = False
+    """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
+    `data/records_skipped` of the metrics and events.jsonl say so."""
     columns: list[str] = []
     """Further text fields that nodes may read, by their own names."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
     max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it."""
     max_target_tokens: PositiveInt = 1024
+    """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
 
 
 class Validation(Document):
     """Greedy answers to problems that are not trained on."""
 
     data: dict[str, str] = Field(min_length=1)
+    """The sets: a name of your own for each, and its file or folder, as {test: gsm8k_test.jsonl}."""
     every: PositiveInt = 20
+    """Steps between two validations; one comes before the first step, and one after the last, in any case."""
     reward: Any = "math"
     """As that of a `score` node: see `distflow.schema.recipe`."""
     stop_at: float | None = None
@@ -159,26 +220,30 @@ class Validation(Document):
 
 
 class Checkpoint(Document):
-    """`every` 0: no checkpoints; `keep`: how many of the newest stay on disk."""
+    """How often the run's state is written to disk, in the background."""
 
     every: NonNegativeInt = 50
+    """Steps between two checkpoints; 0: no checkpoints."""
     keep: PositiveInt = 2
+    """How many of the newest stay on disk."""
 
 
 class Parallel(Document):
-    """How a node's ranks split its work. Default: all ranks of the run, data-parallel.
-
-    A model's nodes may split it too: `tp` ways within each layer, `pp` ways by layers, `cp` ways along the tokens; `ep`
-    ways by experts, over the ranks of `dp` and `cp`. `rows` gives unlike ranks unlike parts of the work: one number for
-    each share, in proportion, as [2, 1]; default: as much for each.
-    """
+    """How a node's ranks split its work. Default: all ranks of the run, data-parallel. Only nodes with a model may have
+    other sizes than `dp`."""
 
     dp: PositiveInt | None = None
+    """Shares of the rows; default: as many as the ranks allow."""
     tp: PositiveInt = 1
+    """Ranks that split each layer of a model."""
     pp: PositiveInt = 1
+    """Ranks that split a model by layers."""
     cp: PositiveInt = 1
+    """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
+    """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
     rows: list[NonNegativeInt] = []
+    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many."""
 
     @field_validator("rows")
     @classmethod
@@ -206,15 +271,20 @@ class Run(Document):
     """Everything that a run needs beside its DAG."""
 
     steps: PositiveInt
+    """Training steps; each takes `data.batch` prompts."""
     data: Data
+    """What is trained on."""
     roles: dict[str, RoleRun] = {}
+    """The models of the DAG's roles, by role."""
     seed: int = Field(default=0, ge=0, lt=2**64)
+    """Decides the random weights, the order of the data and what is sampled."""
     ranks: PositiveInt | None = None
     """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
     mode: Literal["sync", "semi_sync", "async"] = "sync"
     """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
     semi_sync: as async, but those that train sample too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
+    """How ranks are divided in modes async and semi_sync."""
     staleness: NonNegativeInt = 1
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
     training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
@@ -230,13 +300,19 @@ class Run(Document):
     prompts that are done while others are still sampled (modes async and semi_sync)."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
-    (`distflow[ucx]`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
+    (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
     layouts: dict[str, Parallel] = {}
+    """How a node's ranks split its work, by node."""
     validation: Validation | None = None
+    """Held-out problems and how often they are asked; without it there is no validation."""
     checkpoint: Checkpoint = Checkpoint()
+    """How often the run is saved to disk."""
     robust: Robust = Robust()
+    """What happens when something breaks."""
     faults: list[Fault] = []
+    """What is broken on purpose, to see what happens."""
     output: str = "runs"
+    """The folder in which the run makes its own."""
     samples: NonNegativeInt = 4
     """Rows that samples.jsonl gets each step."""
     trajectories: NonNegativeInt = 16

@@ -11,12 +11,14 @@ from distflow.schema.cluster import Cluster, check_cluster
 from distflow.schema.contract import Contract
 from distflow.schema.dag import Dag
 from distflow.schema.detectors import check_detectors
-from distflow.schema.document import check
+from distflow.schema.document import Document, check
 from distflow.schema.engines import check_engines
 from distflow.schema.environments import Kind, check_environments
 from distflow.schema.errors import InvalidInput, Mistake, shown
 from distflow.schema.functions import find_functions
 from distflow.schema.lora import check_lora
+from distflow.schema.losses import check_losses
+from distflow.schema.plan import SOURCE
 from distflow.schema.rewards import RewardContract, check_rewards
 from distflow.schema.run import Model, RoleRun, Run
 from distflow.schema.shapes import Shape, read_shape, shape_of_embedded
@@ -29,6 +31,22 @@ _DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
 _MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
                 "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of file: the keys that it alone has at the top, and the option of the command line that takes it."""
+
+    own: frozenset[str]
+    option: str
+
+
+def _own_keys(kind: type[Document], *others: type[Document]) -> frozenset[str]:
+    return frozenset(kind.model_fields).difference(*(other.model_fields for other in others))
+
+
+_KINDS = {"DAG": _Kind(_own_keys(Dag, Run, Cluster), "--dag"), "run": _Kind(_own_keys(Run, Dag, Cluster), "--run-file"),
+          "cluster": _Kind(_own_keys(Cluster, Dag, Run), "--cluster")}
 T = TypeVar("T")
 
 
@@ -111,6 +129,8 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     cluster_source = _try(mistakes, lambda: _read(find_yaml(cluster, "clusters", "cluster"))) if cluster else None
     if dag_source is None or run_source is None:
         raise InvalidInput(mistakes)
+    if wrong := _wrong_kinds({"DAG": dag_source, "run": run_source, "cluster": cluster_source}):
+        raise InvalidInput([*mistakes, *wrong])
     for text in overrides or ():
         _try(mistakes, lambda text=text: _override(dag_source, run_source, text))
     dag_object, of_dag = check(Dag, dag_source)
@@ -120,13 +140,15 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
     mistakes += check_cluster(cluster_object, cluster_source) if cluster_object and cluster_source else []
     if dag_object is None or run_object is None:
         raise InvalidInput(mistakes)
+    if unusable := _check_names(dag_object, dag_source):
+        raise InvalidInput([*mistakes, *unusable])
     functions = find_functions(dag_object, dag_source, mistakes)
     spec = Spec(dag_object, run_object, dag_source, run_source, functions, cluster_object or Cluster(),
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    for look in (check_engines, check_lora, check_rewards, check_environments, check_templates,
-                 check_detectors):
+    for look in (check_engines, check_lora, check_rewards, check_environments, check_losses,
+                 check_templates, check_detectors):
         mistakes += look(spec)
     return spec
 
@@ -155,6 +177,23 @@ def _read(path: Path) -> Source:
     return read(path, shown(path))
 
 
+def _wrong_kinds(sources: dict[str, Source | None]) -> list[Mistake]:
+    """Return a mistake for each file that is of another kind than the one it was given as, by its top-level keys."""
+    mistakes = []
+    for kind, source in sources.items():
+        if source is None:
+            continue
+        keys = {other: [key for key in source.data if key in each.own] for other, each in _KINDS.items()}
+        found = max(keys, key=lambda other: len(keys[other]))
+        if not keys[kind] and keys[found]:
+            has = ", ".join(f"`{key}`" for key in keys[found])
+            hint = (f"Instead:  {_KINDS[found].option} {source.file}   and  {_KINDS[kind].option} FILE  for the {kind} "
+                    "file")
+            mistakes.append(Mistake(f"this is a {found} file, given as the {kind} file: it has {has}",
+                                    source.spot((keys[found][0],), key=True), hint))
+    return mistakes
+
+
 def _override(dag: Source, run: Source, text: str) -> None:
     key, separator, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
@@ -162,6 +201,21 @@ def _override(dag: Source, run: Source, text: str) -> None:
         raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
     in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) == 3 and path[2] in _DAG_ROLE_KEYS)
     (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
+
+
+def _check_names(dag: Dag, source: Source) -> list[Mistake]:
+    """Return a mistake for each node or role whose name cannot be used: every later message and metric needs it."""
+    mistakes = []
+    for kind, names in (("nodes", dag.nodes), ("roles", dag.roles)):
+        for name in names:
+            where = source.spot((kind, name), key=True)
+            if not name.strip():
+                what = f"a {kind[:-1]} must have a name, not {name!r}"
+                mistakes.append(Mistake(what, where, "Name it after what it does, as  reference: {…}"))
+            elif kind == "nodes" and name == SOURCE:
+                what = f"a node cannot be called `{SOURCE}`: that is the name of the dataset, whose columns nodes read"
+                mistakes.append(Mistake(what, where, "Give it another name, here and in `dependencies`."))
+    return mistakes
 
 
 def _check_models(spec: Spec) -> None:

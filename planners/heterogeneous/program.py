@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.extras import pip_line
 from planners.heterogeneous.family import Family
 from planners.heterogeneous.problem import SYNC, Edge, Grouping, Pool, Sites, shared, sites_of
 
@@ -214,7 +215,7 @@ def _scipy() -> tuple[Any, ...]:
         from scipy.sparse import coo_array
     except ModuleNotFoundError:
         raise InvalidInput(Mistake("the exact solver needs scipy, which is not installed", None,
-                                   "pip install 'distflow[exact]'  , or use  --solver hybrid")) from None
+                                   f"{pip_line('exact')}  , or use  --solver hybrid")) from None
     return Bounds, LinearConstraint, milp, coo_array
 
 

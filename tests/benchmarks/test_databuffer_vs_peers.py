@@ -53,6 +53,7 @@ def arrived(case: Case, repeat: int, pad: bool) -> tuple[torch.Tensor, rows.Colu
     return ids, rows.make(case, 1, pad) | {"rewards": rows.rewards(case, repeat, ids)}
 
 
+@pytest.mark.run
 def test_without_peers_it_runs_and_says_what_came_out():
     command = [sys.executable, "benchmarks/databuffer_vs_peers.py", "--quick", "--sizes", "0.5", "--tokens", "16", "64",
                "--contenders", "databuffer", "rank0", "rank0-padded", "--layouts", "4-2", "4-4"]

@@ -17,6 +17,7 @@ PARTS = {"generation/tokens_per_second", "sleep/released_bytes", "sleep/sleep_se
          "swap weights/out_seconds", "swap weights/back_seconds"}
 
 
+@pytest.mark.run
 def test_two_ranks_measure_what_fits_and_say_where(tmp_path, capsys):
     output = tmp_path / "gpu.txt"
     gpu.main(["--device", "cpu", "--shape", "tiny", "--ranks", "2", "--quick", "--output", str(output),

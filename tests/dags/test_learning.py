@@ -13,7 +13,6 @@ import pytest
 from harness import ROOT, environment, metrics_of
 from ready import Ready
 
-pytestmark = pytest.mark.xdist_group("learning")  # one process makes the weak start
 PROBLEMS, ENDS = 24, 3
 """How many problems there are; and the steps at each end of a run whose means are compared."""
 

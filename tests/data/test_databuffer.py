@@ -116,6 +116,7 @@ def plans(draw) -> Plan:
     return builder.plan()
 
 
+@pytest.mark.run
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 7), st.sampled_from(["", "", "aabb", "abab", "abcd", "----", "aa--"]))
 def test_any_plan_on_four_ranks_of_any_machines(plan, batch, machines):

@@ -117,6 +117,7 @@ def plans(draw) -> Plan:
     return builder.plan()
 
 
+@pytest.mark.run
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 5), st.sampled_from(["", "", "aab", "aba", "abc"]))
 def test_any_plan_that_drops_and_draws(plan, batch, machines):

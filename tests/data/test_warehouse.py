@@ -6,6 +6,7 @@ import gc
 import os
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -90,6 +91,7 @@ def grow() -> tuple[list[int], list[int]]:
     return descriptors, sizes
 
 
+@pytest.mark.run
 def test_neither_descriptors_nor_segments_grow():
     for descriptors, sizes in run_ranks(3, grow):
         assert max(descriptors) == descriptors[0]

@@ -59,7 +59,7 @@ def engine(started, name, request):
     yield engine
     if slow:
         slow(engine, 0.0)
-    engine.generation, engine.paused = settings, False
+    engine.generation, engine.paused, engine.stop = settings, False, None
     gc.collect()
 
 

@@ -40,3 +40,12 @@ def test_a_run_is_that_of_one_rank(run):
         for name in ("loss", "grad_norm", "policy/entropy", "reward/mean", "response/fingerprint", "tokens"):
             assert found[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-6), (step, name)
         assert abs(found[step]["mismatch/logprob_max"]) < 1e-4
+
+
+def test_a_users_loss_is_the_shipped_one(run):
+    shipped = run(1, "shipped", "roles.actor.engine=megatron", "steps=2", "nodes.update.with={loss: ppo, clip: 0.2}")
+    own = run(4, "own", *LAYOUT, "steps=2", "nodes.update.with={loss: 'own_losses:clipped'}")
+    for step, line in shipped.items():
+        for name in ("loss", "grad_norm", "reward/mean"):
+            assert own[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-6), (step, name)
+        assert own[step]["own/logprobs"] < -1

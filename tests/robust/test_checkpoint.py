@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
+import pickle
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from distflow.observe import events
 from distflow.robust import checkpoint
 from distflow.robust.checkpoint import Checkpoints
-from distflow.robust.whole import read_progress, whole
+from distflow.robust.whole import read_progress, whole, write_progress
 from distflow.schema.errors import CheckpointError, Disagreement
 
 
@@ -103,25 +109,186 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def flip(path: Path, place: float = 0.5) -> None:
+    """One bit of a file is another."""
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+def copied(saved: Path, folder: Path) -> Path:
+    return shutil.copytree(saved, folder / "checkpoints")
+
+
 @pytest.mark.parametrize("harm", [
     lambda newest: cut(next(newest.glob("*.distcp"))), lambda newest: next(newest.glob("*.distcp")).unlink(),
     lambda newest: cut(newest / ".metadata"), lambda newest: (newest / ".metadata").unlink(),
     lambda newest: cut(newest / "progress.json"), lambda newest: (newest / "progress.json").unlink(),
     lambda newest: (newest / "progress.json").write_text("{}"), lambda newest: newest.rename(f"{newest}.partial"),
     lambda newest: (newest / "progress.json").write_text('{"step": 2, "files": []}'),
+    lambda newest: newest.rename(newest.with_name("step-abc")),
 ], ids=["shard cut", "shard lost", "metadata cut", "metadata lost", "progress cut", "progress lost", "foreign",
-        "partial", "other form"])
+        "partial", "other form", "other name"])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, saved, harm):
-    copy = tmp_path / "checkpoints"
-    copy.mkdir()
-    for step in saved.iterdir():
-        (copy / step.name).mkdir()
-        for file in step.iterdir():
-            (copy / step.name / file.name).write_bytes(file.read_bytes())
+    copy = copied(saved, tmp_path)
     assert [path.name for path in whole(copy)] == ["step-00000001", "step-00000002"]
     harm(copy / "step-00000002")
     assert [path.name for path in whole(copy)] == ["step-00000001"]
     assert run_ranks(1, load, copy)[0][0]["step"] == 1
+
+
+def load_and_tell(folder: Path) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    """Its progress, what is said on this rank's screen, and the events."""
+    said, journal = io.StringIO(), folder.parent / f"events-{dist.get_rank()}.jsonl"
+    journal.touch()
+    events.current().open(journal, dist.get_rank())
+    with contextlib.redirect_stderr(said):
+        progress, _ = load(folder)
+    return progress, said.getvalue(), [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", [0.0, 0.37, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "progress.json"])
+def test_a_flipped_bit_is_found_and_said(tmp_path, saved, name, place, ranks):
+    """Sizes are as before. Of two ranks, one reads the file."""
+    copy = copied(saved, tmp_path)
+    flip(copy / "step-00000002" / name, place)
+    told = run_ranks(ranks, load_and_tell, copy)
+    assert [progress["step"] for progress, _, _ in told] == [1] * ranks
+    _, said, found = told[0]
+    assert f"{copy}/step-00000002 is damaged: {name} " in said
+    assert "It is passed over for the one before it." in said
+    assert [(event["event"], event["of_step"]) for event in found] == [("checkpoint damaged", 2)]
+
+
+def test_without_an_undamaged_one_each_is_named(tmp_path, saved):
+    copy = copied(saved, tmp_path)
+    for step in (1, 2):
+        flip(copy / f"step-0000000{step}" / "__0_0.distcp")
+    text = run_ranks(1, refused, copy, "nothing")[0]
+    for step in (1, 2):
+        assert f"step-0000000{step} is damaged: __0_0.distcp is not what was written" in text
+
+
+def test_one_of_an_older_version_has_no_checksums_and_loads(tmp_path, saved):
+    copy = copied(saved, tmp_path)
+    progress = json.loads((copy / "step-00000002/progress.json").read_text())
+    for name in ("checksums", "checksum"):
+        del progress[name]
+    (copy / "step-00000002/progress.json").write_text(json.dumps(progress))
+    assert run_ranks(1, load, copy)[0][0]["step"] == 2
+
+
+class Evil:
+    """Unpickled by torch's own reader, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def write_evil(checkpoint: Path, name: str, evil: Evil) -> None:
+    """With the right checksums, as whoever writes there can make them."""
+    if name == ".metadata":
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+        metadata.planner_data = {**metadata.planner_data, "more": evil}
+        (checkpoint / name).write_bytes(pickle.dumps(metadata))
+    progress = read_progress(checkpoint)
+    rest = {each: value for each, value in progress.items() if each not in ("files", "checksums", "checksum")}
+    (checkpoint / "progress.json").unlink()
+    write_progress(checkpoint, rest, {})
+
+
+def test_metadata_that_would_run_code_is_passed_over(tmp_path, saved):
+    copy, made = copied(saved, tmp_path), tmp_path / "made"
+    write_evil(copy / "step-00000002", ".metadata", Evil(made))
+    progress, said, _ = run_ranks(1, load_and_tell, copy)[0]
+    assert progress["step"] == 1
+    assert "it names `io.open`, which is no metadata" in said
+    assert not made.exists()
+    dcp.FileSystemReader(copy / "step-00000002.damaged").read_metadata()
+    assert made.exists(), "else this test proves nothing"
+
+
+class Odd:
+    """Its state is no tensor."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def load_odd(folder: Path, evil: bool) -> Any:
+    """What comes back of a value that is no tensor."""
+    value = Evil(folder / "made") if evil else [0.1, (2, "a"), True, None]
+    Checkpoints(folder, 1).save(1, {"actor": Odd({"it": value}).state_dict()}, {})
+    odd = Odd({"it": [] if evil else [0.0, (0, ""), False, 0]})
+    if not evil:
+        Checkpoints(folder, 1).load({"actor": odd})
+        return odd.value
+    with pytest.raises(CheckpointError) as error:
+        Checkpoints(folder, 1).load({"actor": odd})
+    return str(error.value)
+
+
+def test_values_that_are_no_tensors_come_back_and_run_no_code(tmp_path):
+    assert run_ranks(1, load_odd, tmp_path, False)[0]["it"] == [0.1, (2, "a"), True, None]
+    assert "cannot be loaded into role `actor`" in run_ranks(1, load_odd, tmp_path, True)[0]
+    assert not (tmp_path / "made").exists()
+
+
+def go_on_after_damage(folder: Path, step: int) -> tuple[int, list[str]]:
+    """Where it goes on from, and what is there after it has saved another; two stay."""
+    progress, _ = load(folder)
+    Checkpoints(folder, 2).save(step, states({"actor": Engine(0)}), {})
+    return progress["step"], names(folder)
+
+
+@pytest.mark.parametrize("following", [2, 4])
+def test_a_damaged_one_does_not_count_among_those_that_stay(tmp_path, saved, following):
+    copy = copied(saved, tmp_path)
+    flip(copy / "step-00000002/__0_0.distcp")
+    left = ["step-00000001", f"step-0000000{following}"]
+    assert run_ranks(1, go_on_after_damage, copy, following) == [(1, left)]
+
+
+def unreadable(path: Path) -> None:
+    """A link to itself: opened, it is an error of the system, as of a network file system that is away."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "progress.json"])
+def test_what_cannot_be_read_is_not_passed_over(tmp_path, saved, name):
+    copy = copied(saved, tmp_path)
+    unreadable(copy / "step-00000002" / name)
+    for error in run_ranks(2, refused, copy, "nothing"):
+        assert f"{copy}/step-00000002 cannot be read: " in error
+        assert "move it away, and the run goes on from the checkpoint before it" in error
+    assert names(copy) == ["step-00000001", "step-00000002"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path):
+    (tmp_path / "folder").symlink_to("folder")
+    with pytest.raises(CheckpointError, match="folder cannot be read"):
+        whole(tmp_path / "folder")
+
+
+def test_what_one_rank_sees_otherwise_is_not_passed_over(tmp_path, saved):
+    """The folder of each rank is one of its own, and one of them is damaged."""
+    for rank in range(2):
+        shutil.copytree(saved, tmp_path / str(rank))
+    cut(tmp_path / "1/step-00000002/progress.json")
+    for rank, error in enumerate(run_ranks(2, refused, tmp_path, "another place")):
+        assert f"the ranks see different contents of {tmp_path}/{rank}/step-00000002/progress.json" in error
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +321,7 @@ def die_while_saving(folder: Path, where: str) -> None:
     elif where == "metadata":
         dcp.FileSystemWriter.finish = die
     elif where == "progress":
-        checkpoint._write_progress = die
+        checkpoint.write_progress = die
     elif where == "name":
         checkpoint._remove = die
     Checkpoints(folder, 1).save(2, states(engines), {"source": {}})

@@ -120,6 +120,22 @@ def test_a_dock_that_is_killed_alone_forgets_no_commit(tmp_path, child):
     assert Counter(trainer.times.tolist()) == {1.0: ROWS}
 
 
+def test_one_that_takes_the_place_of_another_begins_with_nothing(child):
+    """A client does not tell it again what was committed before, and can produce those rows once more."""
+    token = secrets.token_bytes(32)
+    dead, trainer = child(token), Trainer()
+    rows = Batch(torch.arange(EACH), {"tokens": torch.arange(EACH)})
+    with Dock([dead.address], token, "trainer", patience=60) as dock:
+        dock.meet((UPDATE,))
+        dock.put(rows)
+        train(dock, trainer, 0)
+        dead.kill()
+        child(token, port=dead.address[1], layout=dock.layout, number=0)
+        assert dock.put(rows) == EACH
+        train(dock, trainer, 0)
+    assert Counter(trainer.times.tolist()) == {2.0: EACH, 0.0: ROWS - EACH}
+
+
 def fail(folder: Path, where: str) -> str:
     """The second part cannot be written; the error on this rank."""
 

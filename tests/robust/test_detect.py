@@ -93,6 +93,7 @@ class Worker:
         return found
 
 
+@pytest.mark.run
 def test_two_hundred_quiet_runs_without_a_false_alarm(clock):
     """Waits for tools, samples and weights of up to 20 minutes; slow progress just inside the windows."""
     slowest = {"training": 1 / 290, "inference": 1 / 290, "generating": 1 / 590}

@@ -105,3 +105,28 @@ def test_a_detector_of_ones_own_sees_the_steps():
         assert [number for number, *_ in found] == [2, 5]
     finally:
         del detect.OF_STEPS["endless"]
+
+
+def test_a_gradient_of_nothing_is_told_once_after_ten_steps():
+    (number, name, alarm), = alarms(trained([0.3] + [0.0] * 15, "grad_norm"))
+    assert (number, name, alarm.restart) == (11, "no_gradient", False)
+    assert alarm.facts == {"metric": "grad_norm", "steps": 10}
+    assert "samples.jsonl" in alarm.what
+    again = [number for number, *_ in alarms(trained([*[0.0] * 10, 0.1, *[0.0] * 10], "critic/grad_norm"))]
+    assert again == [10, 21]
+    assert [number for number, *_ in alarms(trained([0.0] * 5, "grad_norm"), no_gradient={"during": 3})] == [3]
+
+
+@pytest.mark.parametrize("steps", [
+    trained([0.0] * 9, "grad_norm"), trained([0.0, 0.0, 1e-9] * 9, "grad_norm"), trained([0.0] * 20, "loss"),
+    [Step(number, {}) for number in range(20)],
+], ids=["too few", "sometimes", "the loss", "trains nothing"])
+def test_what_is_no_gradient_of_nothing(steps):
+    assert alarms(steps) == []
+
+
+def test_a_filter_that_drops_all_is_named():
+    some, none = ({"filter/a/b/dropped": 8.0, "filter/a/b/kept": kept} for kept in (1.0, 0.0))
+    told = alarms(Step(number, values) for number, values in enumerate([some, none, none, some, none, {}], 1))
+    assert [(number, name, alarm.facts) for number, name, alarm in told] == [
+        (number, "all_dropped", {"node": "a/b", "rows": 8.0}) for number in (2, 5)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -39,6 +40,15 @@ def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
     ([failed(), failed(step=4), failed(step=5)], 2, "its 2 restarts are used up"),
     ([failed()], 0, "its 0 restarts are used up"),
     ([failed(step=9, finished=8, hopeless=True)], 20, "it would fail the next time too"),
+    ([failed(step=0, finished=0, outside=True)], 20, ""),  # killed before its first step
+    ([failed(outside=True), failed(outside=True)], 20, ""),  # killed twice in one step
+    ([failed(), failed(outside=True)], 20, ""),
+    ([failed(outside=True), failed()], 20, ""),
+    ([failed(step=0, finished=0, outside=True)] * 3, 20, ""),  # its restarts were killed
+    ([failed(), failed(outside=True), failed(finished=0)], 20, "it failed twice in step 3"),
+    ([failed(step=0, finished=0, outside=True), failed(step=1, finished=0)], 20, ""),
+    ([failed(outside=True)] * 3, 2, "its 2 restarts are used up"),
+    ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
 ])
 def test_what_happens_again_is_a_mistake(failures, budget, why):
     end = verdict(tuple(failures), budget)
@@ -97,6 +107,15 @@ def test_of_several_causes_the_first_counts_and_of_symptoms_alone_too(store):
         early, late = failed(rank=1, symptom=symptom, time=1.0), failed(rank=0, symptom=symptom, time=2.0)
         ranks[0].store.set("0/failed/1", Life(0, (early,)).pack()[len('{"number": 0, "failures": ['):].split("]")[0])
         assert ranks[0].next(Life(), late).failures == (early,)
+
+
+def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
+    """The rank that lost its neighbour raised an error of its own first."""
+    first, second = (rank_of(store, rank) for rank in range(2))
+    kill = failed(rank=1, outside=True, time=2.0)
+    store.set("lives/trainer/0/failed/0", json.dumps(asdict(failed(rank=0, time=1.0))))
+    assert second.next(Life(), kill).failures == (kill,)
+    assert first.next(Life(), None).failures == (kill,)
 
 
 def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):

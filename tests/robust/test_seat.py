@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT, environment
 
+from distflow.robust.processes import parent
+
 HEAD = '''
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
@@ -45,7 +47,7 @@ settings = Robust(**dict(globals().get("robust", {})))
 Board.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 seat = Seat(Board, Unit("the run", range(globals().get("ranks", 1)), "ranks"), work, folder, settings, {},
             globals().get("needless", lambda: False), globals().get("wanted", lambda: True),
-            hooks=globals().get("hooks"))
+            hooks=globals().get("hooks"), leave_out=globals().get("leave_out", lambda: False))
 before = len(os.listdir("/proc/self/fd"))
 code = seat.run()
 told("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
@@ -58,10 +60,13 @@ def start(tmp_path):
     """Start a seat whose worker's life is `work(berth)` of the text."""
     seats = []
 
-    def begin(text: str, **more: str) -> subprocess.Popen:
+    def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen:
+        """`shell`: below another process, as below torchrun."""
         script = tmp_path / f"seat{len(seats)}.py"
         script.write_text(HEAD + text + TAIL)
-        seats.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True,
+        line = [sys.executable, str(script), str(tmp_path)]
+        line = ["sh", "-c", '"$@"; exit $?', "sh", *line] if shell else line
+        seats.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True,
                                       env={**environment(), "PYTHONPATH": str(ROOT), **more}))
         return seats[-1]
 
@@ -153,6 +158,30 @@ def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_p
     assert verdicts == ["starts again", "it failed twice in step 3"]
 
 
+@pytest.mark.parametrize(("sign", "code", "verdicts"), [
+    ("SIGKILL", 0, ["starts again"] * 3), ("SIGTERM", 0, ["starts again"] * 3), ("SIGSTOP", 0, ["starts again"] * 3),
+    ("SIGSEGV", 1, ["starts again", "it failed twice in step 3"]),
+])
+def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sign, code, verdicts):
+    """Three times in one step; a fault of its own ends the run at the second time."""
+    ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(berth):\n"
+                   "    berth.pulse.answer()\n    lived(berth, 3)\n    if berth.life.number < 3:\n"
+                   f"        os.kill(os.getpid(), signal.{sign})\n        time.sleep(600)\n")
+    assert ended == code
+    assert [event["verdict"] for event in events_of(tmp_path, "failure")] == verdicts
+
+
+def test_a_unit_without_which_the_run_goes_on_is_left_out(run, tmp_path):
+    """Its seat stays until the run is over, and ends well."""
+    code, said = run("def needless():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"
+                     "    threading.Timer(1.0, told, ('over',)).start()\n    return True\n\n"
+                     "def work(berth):\n    lived(berth, 3)\n    raise ValueError('a mistake')\n")
+    assert code == 0
+    assert "the run is left out, and others sample on" in said
+    event, = events_of(tmp_path, "left out")
+    assert event["why"] == "it failed twice in step 3"
+
+
 def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
     code, said = run("def work(berth):\n    lived(berth, 3)\n    raise InvalidInput('there is no such file')\n")
     assert (code, said) == (2, "there is no such file.\n")
@@ -180,10 +209,54 @@ def test_a_full_disk_ends_no_seat(run):
 
 
 def test_sigterm_ends_the_worker_and_the_seat(start, tmp_path):
-    seat = start("def work(berth):\n    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    """Which does not end its step in time."""
+    seat = start("robust = {'shutdown_timeout': 0.2}\n\ndef work(berth):\n"
+                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
     seat.send_signal(signal.SIGTERM)
     assert seat.wait(60) == 128 + signal.SIGTERM
+    assert ends(worker)
+
+
+STEPS = """
+def work(berth):
+    berth.pulse.enter('training')
+    berth.pulse.begin(7)
+    told('worker', os.getpid())
+    while not berth.pulse.page.stop:
+        time.sleep(0.01)
+    told('asked')
+    while (folder / 'step').exists():
+        time.sleep(0.01)
+    berth.pulse.page.stop = 2
+"""
+
+
+def test_sigterm_lets_the_step_end(start, tmp_path):
+    """Sent twice at once, as `timeout` does."""
+    (tmp_path / "step").touch()
+    seat = start(STEPS)
+    eventually(tmp_path / "worker")
+    for _ in range(2):
+        seat.send_signal(signal.SIGTERM)
+    eventually(tmp_path / "asked")
+    (tmp_path / "step").unlink()
+    assert seat.wait(60) == 128 + signal.SIGTERM
+    assert events_of(tmp_path, "worker ended")[0]["status"] == 0
+    assert events_of(tmp_path, "failure") == []
+
+
+def test_sigint_for_the_second_time_ends_at_once(start, tmp_path):
+    (tmp_path / "step").touch()
+    seat = start(STEPS)
+    worker = int(eventually(tmp_path / "worker"))
+    seat.send_signal(signal.SIGINT)
+    eventually(tmp_path / "asked")
+    until = time.monotonic() + 60
+    while seat.poll() is None and time.monotonic() < until:
+        seat.send_signal(signal.SIGINT)  # within a second it counts as the first
+        time.sleep(0.1)
+    assert seat.wait(60) == 128 + signal.SIGINT
     assert ends(worker)
 
 
@@ -236,6 +309,86 @@ def test_a_seat_without_a_board_ends(start, tmp_path):
     assert seat.wait(60) == 1
     assert "the board does not answer" in seat.stderr.read()
     assert ends(worker)
+
+
+ENDED = "\n\ndef work(berth):\n    continue_stopped(berth.seat, {seconds})\n    lived(berth)\n" \
+        "    told('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+DOCK = "from distflow.data.dock.child import start\nchild = start(bytes(16))\ntold('dock', child.process.pid)\n"
+
+
+@pytest.mark.parametrize(("which", "what"), [("seat", "the seat of a rank"), ("torchrun", "torchrun"),
+                                             ("dock", "a process beside a seat, such as the dock's,")])
+def test_a_process_that_nobody_else_watches_is_named_and_continued(start, tmp_path, which, what):
+    """By the worker, which lives on."""
+    text = DOCK + "from distflow.robust.stopped import continue_stopped" + ENDED.format(seconds=0.5)
+    above = start(text, shell="yes", TORCHELASTIC_RUN_ID="none")
+    worker = int(eventually(tmp_path / "worker"))
+    seat = parent(worker)
+    assert parent(seat) == above.pid
+    victim = {"seat": seat, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
+    os.kill(victim, signal.SIGSTOP)
+    said = above.stderr.readline()
+    assert f"{what} (process {victim}) stood stopped for" in said
+    (tmp_path / "go").touch()
+    assert above.wait(60) == 0
+
+
+def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_path):
+    """The dock is continued before anybody misses it for long: else each following worker ends as this one does."""
+    above = start(DOCK + "from distflow.robust.processes import stopped\n\ndef work(berth):\n    lived(berth)\n"
+                  "    if berth.life.number:\n        told('still', stopped(child.process.pid))\n        return\n"
+                  "    os.kill(child.process.pid, signal.SIGSTOP)\n"
+                  "    while not stopped(child.process.pid):\n        time.sleep(0.01)\n"
+                  "    raise DistflowError('the dock does not answer')\n", shell="yes", TORCHELASTIC_RUN_ID="none")
+    assert above.wait(60) == 0
+    assert (tmp_path / "still").read_text() == "False"
+
+
+def test_without_torchrun_a_users_own_processes_stay_stopped(start, tmp_path):
+    above = start("from distflow.robust.stopped import continue_stopped\n\ndef work(berth):\n"
+                  "    continue_stopped(berth.seat, 0.1)\n    lived(berth)\n"
+                  "    told('threads', [each.name for each in threading.enumerate()])\n"
+                  "    while not (folder / 'go').exists():\n        time.sleep(0.01)\n", shell="yes")
+    assert "stopped" not in eventually(tmp_path / "threads")
+    above.send_signal(signal.SIGSTOP)
+    while state_of(above.pid) != "T":
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    eventually(tmp_path / "left")
+    assert state_of(above.pid) == "T"
+    above.send_signal(signal.SIGCONT)
+    assert above.wait(60) == 0
+
+
+def test_a_worker_that_ends_wakes_its_seat(start, tmp_path):
+    seat = start("from distflow.robust.stopped import continue_stopped" + ENDED.format(seconds=600))
+    eventually(tmp_path / "worker")
+    seat.send_signal(signal.SIGSTOP)
+    while state_of(seat.pid) != "T":
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert seat.wait(60) == 0
+
+
+def test_what_left_the_workers_group_and_stands_stopped_ends_with_it(start, tmp_path):
+    """As the guard of a reward does; what stands beside the seat stays."""
+    seat = start("from distflow.robust.berth import start_beside\n\ndef work(berth):\n    lived(berth)\n"
+                 "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+                 "    guard.send_signal(signal.SIGSTOP)\n    told('left_behind', guard.pid)\n\n"
+                 "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef needless():\n    return False\n\n"
+                 "def wanted():\n    later or later.append(start_beside(lambda: time.sleep(600)))\n"
+                 "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
+                 "    told('stayed', f'{beside.poll()} {os.waitpid(later[0], os.WNOHANG)[0]}')\n"
+                 "    beside.kill()\n    os.kill(later[0], signal.SIGKILL)\n")
+    assert seat.wait(60) == 0
+    assert ends(int(eventually(tmp_path / "left_behind")))
+    assert eventually(tmp_path / "stayed") == "None 0"
 
 
 def test_one_that_nobody_needs_may_end_as_it_likes(run, tmp_path):

@@ -117,7 +117,6 @@ for _ in sys.stdin:
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("gpu")  # others would be seen too
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_that_multiplies_matrices_and_one_that_does_not():
     pytest.importorskip("pynvml")

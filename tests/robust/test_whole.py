@@ -15,3 +15,12 @@ def test_a_folder_that_is_not_there_has_none(tmp_path):
     from distflow.robust.whole import whole
 
     assert whole(tmp_path / "nowhere") == []
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_passed_over(tmp_path):
+    from distflow.robust.whole import step_of, whole
+
+    for name in ("step-00000004", "step-abc", "step-", "step-4\N{SUPERSCRIPT TWO}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "progress.json").write_text('{"files": {}}')
+    assert [step_of(each) for each in whole(tmp_path)] == [4]

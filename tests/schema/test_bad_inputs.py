@@ -81,7 +81,7 @@ DAGS = [
     case("writes_twice", 6, "rollout", "node `rollout` writes column `responses` twice"),
     case("unknown_setting", 8, "epsilom", "function `group_advantage` has no setting `epsilom`",
          "Did you mean `epsilon`? Settings: epsilon, scale."),
-    case("no_settings_at_all", 10, "x", "has no setting `x`", "It has no settings at all.", others=(11,)),
+    case("no_settings_at_all", 9, "x", "has no setting `x`", "It has no settings at all.", others=(11,)),
     case("wrong_setting_type", 9, "wide", "setting `clip` of `policy_update` must be float | None, not 'wide'",
          "Its default is None.", others=(9,)),
     case("missing_setting", 8, "reward", "function `scaled` needs the setting `by`", "with: {by: …}   (float)"),
@@ -118,7 +118,13 @@ DAGS = [
          "--set roles.reward.model=FOLDER"),
     case("wrong_head", 4, "valu", "must be one of 'lm' or 'value'", "Did you mean `value`?"),
     case("smoothing_without_use", 11, "label_smoothing", "says nothing with `loss: ipo`, only with `sigmoid`"),
-    case("missing_module", 3, "no_such_module", "module `no_such_module` cannot be found", "PYTHONPATH"),
+    case("node_called_source", 6, "source", "a node cannot be called `source`", "Give it another name"),
+    case("nameless_node", 8, '""', "a node must have a name, not ''"),
+    case("nameless_role", 5, '" "', "a role must have a name, not ' '"),
+    case("really_a_run", 2, "steps", "this is a run file, given as the DAG file: it has `steps`, `data`",
+         "Instead:  --run-file dags/really_a_run.yaml"),
+    case("missing_module", 3, "no_such_module", "module `no_such_module` cannot be found",
+         "It was looked for in modules, ", "dags, . and among the installed packages"),
     case("undecorated_function", 8, "undecorated:plain", "module `undecorated` has no function `plain` with @node"),
 ]
 
@@ -126,6 +132,9 @@ DAGS = [
 RUNS = [
     case("unknown_key_top", 2, "stepz", "unknown key `stepz`", "Did you mean `steps`?"),
     case("unknown_key_nested", 5, "layer", "unknown key `layer`", "Did you mean `layers`?", others=(6, 7)),
+    case("really_a_dag", 5, "nodes", "this is a DAG file, given as the run file: it has `nodes`",
+         "Instead:  --dag run_files/really_a_dag.yaml   and  --run-file FILE"),
+    case("really_a_cluster", 4, "memory_gib", "this is a cluster file, given as the run file", "--cluster run_files/"),
     case("no_model", 4, "actor", "role `actor` has no model in run_files/no_model.yaml",
          "actor: {model: path/to/model}"),
     case("two_models", 5, "{architecture: qwen3, path: ../models/no_config}", "either the path of a model folder or"),
@@ -159,6 +168,8 @@ RUNS = [
          others=(5, 6, 7, 9)),
     case("unknown_detector", 9, "restart", "detector `straggler` has no setting `restart`", "during", "factor",
          others=(5, 6, 7, 8)),
+    case("empty_stop", 6, '["</answer>", ""]', "an empty text would end every response at once. Take it out",
+         others=(7,)),
     case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]
@@ -198,6 +209,8 @@ OVERRIDES = [
     ("nodes.rollout.with.group_sise=4", "has no setting `group_sise`.\nDid you mean `group_size`?"),
     ("nodes.update.dependencies=[reward, rollout]", "reads column `advantages`, which node `advantage` writes"),
     ("layouts={reward: {dp: 9}}", "node `reward` wants dp 9"),
+    ("roles.critic.learning_rate=1", "DAG `bad` has no role `critic`, so that this would change nothing"),
+    ("roles.reward.learning_rate=1", "DAG `bad` has no role `reward`, so that this would change nothing"),
 ]
 
 
@@ -252,7 +265,7 @@ def test_override(override: str, says: str) -> None:
 def test_every_file_is_tried() -> None:
     elsewhere = {"good", "empty", "list", "cycle", "cycle_of_three", "two_cycles", "several", "missing_steps",
                  "no_roles", "wrong_values", "validation_without_training", "broken_module",
-                 "crashing_module", "wrong_marks", "wrong_rewards"}
+                 "crashing_module", "missing_in_module", "wrong_marks", "wrong_rewards"}
     for folder, cases in (("dags", DAGS), ("run_files", RUNS), ("clusters", CLUSTERS)):
         files = {path.stem for path in (BAD / folder).glob("*.yaml")}
         assert files - elsewhere == {each.file for each in cases}
@@ -323,6 +336,36 @@ def test_module_with_a_syntax_error() -> None:
     assert str(mistake).startswith("modules/broken_module.py:3: module `broken_module` is not valid Python: ")
     assert "    3 |  def broken(:\n" in str(mistake)
     assert str(mistake).endswith("dags/broken_module.yaml:3 names the module.")
+
+
+def test_what_a_module_imports_and_is_not_there() -> None:
+    """Found without running it. What a function or a `try` imports may be missing."""
+    (mistake,) = mistakes_of(dag="missing_in_module")
+    text = str(mistake)
+    assert text.startswith("modules/missing_imports.py:6: module `missing_imports` imports `no_such_package.deep`, "
+                           "which cannot be found.\n\n    6 |  import no_such_package.deep\n")
+    assert "It was looked for in modules, " in text
+    assert "PYTHONPATH=FOLDER" in text
+    assert text.endswith("dags/missing_in_module.yaml:3 names the module.")
+
+
+@pytest.mark.parametrize(("imported", "says"), [
+    ("./brevity.py", "Write a module as Python imports it:  brevity"),
+    ("brevty", "Did you mean `brevity`?"),
+    ("workers.mine", "`workers` is a package of distflow itself: give yours another name."),
+    ("kept.main", "module `kept.there` imports `kept.gone`, which cannot be found"),
+])
+def test_how_a_module_is_probably_named(imported: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "brevity.py").write_text("")
+    (tmp_path / "kept").mkdir()
+    for name, text in (("__init__", ""), ("main", "from . import there\nfrom .there import it\n"),
+                       ("there", "from kept.gone import it\n")):
+        (tmp_path / f"kept/{name}.py").write_text(text)
+    dag = tmp_path / "dag.yaml"
+    dag.write_text(Path("dags/good.yaml").read_text() + f"imports: [{imported}]\n")
+    with pytest.raises(InvalidInput) as caught:
+        plan(load(str(dag), "run_files/good.yaml"), 2)
+    assert says in str(caught.value)
 
 
 def test_module_that_fails_when_imported() -> None:

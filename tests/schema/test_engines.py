@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,12 @@ def test_everything_that_is_refused_is_listed(capsys):
             part = said.partition(f"{key}: {name}\n")[2].partition("\n\n")[0]
             assert all(reason in part for reason in engine.cannot.values())
             assert all(package in part for package in engine.packages)
+
+
+def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):
+    monkeypatch.setenv(ROLLOUTS["sglang"].elsewhere, sys.executable)  # as if it were installed
+    stop = ["validate", "grpo", "--set", "roles.actor.generation.stop=</answer>", "--set"]
+    assert main([*stop, "roles.actor.rollout=sglang"]) == 2
+    assert "wants `rollout: sglang` and `generation.stop`, which it cannot do: its server is given tokens" \
+        in capsys.readouterr().err
+    assert main([*stop, "roles.actor.rollout=hf"]) == 0

@@ -30,7 +30,7 @@ roles:
   actor: {trained: true}
 nodes:
   rollout:   {role: actor, type: MODEL_INFERENCE, function: converse, reads: {READS},
-              with: {WITH}}
+              with: {group_size: 2, WITH}}
   advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [rollout],
               reads: {rewards: environment_rewards}}
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
@@ -74,7 +74,7 @@ def test_a_column_may_be_another_one(checked):
     ("environment: mazes_of_mine:Maize", 6, ["no environment `mazes_of_mine:Maize`", "Did you mean"]),
     ("environment: Maze", 6, ["environment `Maze` needs `size`", "environment_settings: {size: …}"]),
     ("environment: Maze, environment_settings: {size: 3, wals: false}", 6, ["no setting `wals`", "`walls`"]),
-    ("environment: Maze, environment_settings: {size: large}", 6, ["`size` of `Maze` must be int, not 'large'"]),
+    ("environment: Maze, environment_settings: {size: large}", 6, ["`size` of environment `Maze` must be int"]),
     ("environment: Mute", 11, ["environment `Mute` has no method `step`", "def step(self, text: str) -> Turn"]),
     ("max_turns: 3", 5, ["`converse` needs the setting `environment`"]),
     ("environment: Calculator, max_turns: 0", 6, ["at least 1"]),

@@ -91,7 +91,8 @@ def test_every_mistake_has_its_line() -> None:
 
 def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
-    own = {"completions": ("rollout", "list[str]"), "answers": ("source", "list[str]"), "row": ("source", "Tensor")}
+    own = {"completions": ("rollout", "list[str]"), "answers": ("source", "list[str]"), "row": ("source", "Tensor"),
+           "group": ("source", "Tensor")}
     assert planned("math") == own
     assert planned("{passes: {most: 1}}", "tests") == {**own, "tests": ("source", "list[str]")}
     assert planned("{passes: {most: 1}}", "tests, hints") == {

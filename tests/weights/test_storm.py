@@ -3,6 +3,8 @@
 import random
 import threading
 
+import pytest
+
 MIB, CHUNK, RANKS, ROLLOUTS, MOVEMENTS = 4, 256 << 10, 2, 3, 50
 
 
@@ -56,6 +58,7 @@ def heard(mover):
         return None
 
 
+@pytest.mark.run
 def test_no_version_is_ever_torn(mover, events):
     chance, crowd = random.Random(20251121), Crowd(mover)
     for version in range(1, MOVEMENTS + 1):

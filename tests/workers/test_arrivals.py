@@ -101,7 +101,7 @@ def test_a_dock_that_fails_ends_what_is_sampled_at_once():
     def fail(dock):
         raise DockError("it has gone")
 
-    crew = SimpleNamespace(most=1, over=False, ended=False, _is_told=bool, _renew_leases=fail)
+    crew = SimpleNamespace(most=1, over=False, ended=False, _renew_leases=fail)
     with pytest.raises(DockError, match="it has gone"):
         Crew._lease_prompts(crew, None, lambda dock: False)
     assert crew.ended

@@ -50,6 +50,18 @@ def test_images_stand_where_the_question_says(tokenizer, question, expected):
     assert images.values.values.values.dtype == torch.uint8
 
 
+def test_images_stand_where_messages_say(tokenizer):
+    """Without a word of it, before the first one of the user; parts stand as they are."""
+    asked = [{"role": "user", "content": "after"}, {"role": "assistant", "content": "two"},
+             {"role": "user", "content": "of <image>"}]
+    assert seen(tokenizer, asked, [png(32, 16)])[0] == \
+        f"<|user|>after<|assistant|>two<eos><|user|>of {IMAGE * 2}<|assistant|>"
+    asked[2] = {"role": "user", "content": "of"}
+    assert seen(tokenizer, asked, [png(32, 16)])[0].startswith(f"<|user|>{IMAGE * 2}after<|assistant|>two")
+    asked[2] = {"role": "user", "content": [{"type": "text", "text": "of "}, {"type": "image"}]}
+    assert seen(tokenizer, asked, [png(32, 16)])[0].endswith(f"<|user|>of {IMAGE * 2}<|assistant|>")
+
+
 def test_a_question_may_have_no_image(tokenizer):
     text, images = seen(tokenizer, "after", None)
     assert text == "<|user|>after<|assistant|>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from distflow.robust.berth import Berth
 from distflow.robust.whole import step_of, whole
+from distflow.schema.errors import CheckpointError
 from distflow.schema.run import Checkpoint
 from workers.standing import Standing
 
@@ -70,3 +72,29 @@ def save_without_memory(folder: Path) -> tuple[list[int], int]:
 
 def test_one_copy_is_enough_for_what_is_only_written_to_disk(tmp_path):
     assert run_ranks(2, save_without_memory, tmp_path) == [([2, 3], 1)] * 2
+
+
+def restore_from_damaged(folder: Path) -> tuple[int, str, list[str]]:
+    """The step of a start with nothing, what a start says when all checkpoints are torn, and what is left of them."""
+    at = standing(folder, None)
+    nothing = at.restore()
+    for step in (1, 2):
+        at.remember(step)
+        at.before_update()
+        at.save(step)
+    at.finish()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for checkpoint in whole(folder):
+            (checkpoint / "progress.json").write_text("")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as error:
+        standing(folder, None).restore()
+    return nothing, str(error.value), sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
+    for nothing, error, left in run_ranks(2, restore_from_damaged, tmp_path):
+        assert nothing == 0
+        assert "step-00000002 is damaged: progress.json" in error
+        assert left == ["step-00000001", "step-00000002"]

@@ -47,7 +47,7 @@ def spec(tmp_path):
     for name, texts in questions.items():
         lines = [json.dumps({"question": text, "answer": text}) for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    run = SimpleNamespace(data=Data(train="", max_prompt_tokens=4),
+    run = SimpleNamespace(samples=2, data=Data(train="", max_prompt_tokens=4),
                           validation=Validation(data={name: f"{name}.jsonl" for name in questions}))
     return SimpleNamespace(run=run, rewards=shipped_rewards(), data_path=lambda name: tmp_path / name)
 
@@ -57,6 +57,7 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     validator = Validator(spec, role, Layout(1))
     for _ in range(2):
         values = validator.run()
+        assert [row["completions"] for row in validator.answers["hard"]] == ["345", "456"]
         assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
                                         ("data/prompts_cut/hard", 2.0)]
     assert role.encoded == 5

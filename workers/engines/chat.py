@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.problems import content_text
 from distflow.schema.errors import InvalidInput
+from distflow.schema.run import Data
 
 _ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
 """Texts that no template writes of its own."""
@@ -16,13 +19,34 @@ encoding = threading.Lock()
 """A tokenizer keeps how it is to treat special tokens from one call to the next: two threads would mix that up."""
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """A question by the chat template; without one, as it is, on a line of its own."""
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
+                  tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
+    """Return the tokens of a question, text or chat messages, by the chat template; without one, as it is, each message
+    on a line of its own.
+
+    Messages that end with one of the assistant have it gone on with.
+    """
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     with encoding:
-        if tokenizer.chat_template:
-            message = [{"role": "user", "content": question}]
-            return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-        return tokenizer(f"{question}\n")["input_ids"]
+        if not tokenizer.chat_template:
+            return tokenizer("".join(f"{content_text(message.get('content'))}\n" for message in messages))["input_ids"]
+        more = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        begun = messages[-1]["role"] == "assistant"
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=not begun,
+                                             continue_final_message=begun, return_dict=False, **more)
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+    """
+    Raises:
+        InvalidInput: the data has what the chat template knows no place for, so that the model would never see it.
+    """
+    template = str(tokenizer.chat_template or "")
+    wanted = {"enable_thinking": data.enable_thinking is not None, "tools": data.tools is not None}
+    for name in (name for name, wished in wanted.items() if wished and name not in template):
+        lacks = f"does not know `{name}`" if template else "is missing"
+        raise InvalidInput(f"`data.{name}` would change nothing: the tokenizer's chat template {lacks}. Take it out of "
+                           "the run file, or give the role a model whose template has it")
 
 
 class Between:
@@ -41,13 +65,17 @@ class Between:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user"):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.end_tokens = tokenizer, set(end_tokens)
         before, after = _around(tokenizer, role) if tokenizer.chat_template else ("\n", "\n")
         with encoding:
             self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"]
                                        for text in (before, after))
         ends = [place for place, token in enumerate(self.before) if token in end_tokens]
         self._behind_end = self.before[ends[0] + 1 :] if ends else self.before
+
+    def ended(self, answer: Tensor) -> bool:
+        """Whether an answer has its end token: not if it was cut off, or ended by a text of `generation.stop`."""
+        return len(answer) > 0 and int(answer[-1]) in self.end_tokens
 
     def tokens(self, observation: str, ended: bool) -> list[int]:
         """`ended`: the answer before has its end token; else the template's is put after it."""

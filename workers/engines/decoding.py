@@ -16,6 +16,7 @@ from distflow.robust import pulse
 from workers.engines.rollout import Row, Session
 from workers.engines.sampling import pick, uniform
 from workers.engines.slots import Past, Slots, beginnings
+from workers.engines.stopping import last_tokens
 from workers.engines.vision import places_of, shown
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Decoding(Session):
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
         state["count"] += state["live"]
-        end = self._is_end(chosen)
+        end = self._is_end(chosen) | self._is_stopped() if self.engine.stop else self._is_end(chosen)
         gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
         left = self._leave(gone, end[gone].tolist()) if len(gone) else []
         if self.live:
@@ -114,6 +115,15 @@ class Decoding(Session):
 
     def _is_end(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.engine.end_tokens).any(-1)
+
+    def _is_stopped(self) -> Tensor:
+        """Whether the newest token of each slot's row completes a text that ends it."""
+        stop, stopped = self.engine.stop, torch.zeros_like(self.state["live"])
+        live = self.state["live"].nonzero().squeeze(1)
+        last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
+        ends = [stop.reached(self.rows[slot], said) for slot, said in zip(live.tolist(), last)]
+        stopped[live] = torch.tensor(ends, device=self.device)
+        return stopped
 
     def _advance(self, chosen: Tensor) -> None:
         """The model reads the chosen tokens."""

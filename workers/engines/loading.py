@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from distflow.data.records import open_records
+from distflow.data.problems import answer_text, content_text, messages_of
+from distflow.data.records import fields_of, open_records
 from distflow.schema.dag import Head
 from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
 from distflow.schema.run import Model
@@ -82,7 +83,9 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:
     """Trained on the first records of the training data, so that every rank builds the same."""
-    records = open_records(spec.data_path(spec.run.data.train))
-    first = records.get(range(min(len(records), 2000)))
-    texts = (f"{record[spec.run.data.question]} {record[spec.run.data.answer]}" for record in first)
+    data = spec.run.data
+    records, fields = open_records(spec.data_path(data.train)), fields_of(data, data.columns)
+    first = (record for record in records.get(range(min(len(records), 2000))) if not fields.empty(record))
+    texts = ("\n".join(content_text(message.get("content")) for message in messages_of(record, data)) +
+             f" {answer_text(record[data.answer])}" for record in first)
     return build_tokenizer(texts, sees=sees)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distflow.data.batch import Ragged
 from distflow.schema.errors import EngineError
 from distflow.schema.run import Generation, RoleRun
+
+if TYPE_CHECKING:
+    from workers.engines.stopping import StopStrings
 
 
 @dataclass(eq=False)
@@ -195,6 +198,8 @@ class Rollout(Sampler):
     version = -1
     """Of the weights, by their trainer's count; -1 as long as nobody says."""
     paused = False
+    stop: StopStrings | None = None
+    """Texts that end a row too."""
 
     @classmethod
     @abstractmethod

@@ -64,13 +64,18 @@ class Updates:
     def _pull(self) -> None:
         while not self.over:
             newest = self.puller.newest_key()
-            # A trainer that starts anew may use the number again. With a lower one it has only to catch up: what was
-            # ordered before is owed the weights that are here, or newer ones.
-            if newest != self.key and version_of(newest) >= self.version + (not self.key):
+            if self._is_news(newest):
                 pulse.current().happens("pulling")
                 self._pull_one(newest)
             with self.changed:
                 self.changed.wait_for(lambda: self.over, timeout=_MOMENT)
+
+    def _is_news(self, newest: str) -> bool:
+        """A trainer that starts anew may use a number again. With a lower one it has only to catch up: what was ordered
+        before is owed the weights that are here, or newer ones."""
+        if not self.key:  # those of the files are what the trainer begins with
+            return version_of(newest) > self.version
+        return newest != self.key and version_of(newest) >= self.version
 
     def _pull_one(self, newest: str) -> None:
         try:

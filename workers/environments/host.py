@@ -20,6 +20,7 @@ from pathlib import Path
 from distflow.schema.errors import EngineError
 from distflow.schema.registry import Turn
 from workers.environments.process import Failure, Hosting, Process, Talk
+from workers.jail.variables import named_secrets, without_secrets
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = 120.0
@@ -57,6 +58,7 @@ class Host:
                "memory_gib": self.hosting.memory_gib}
         with theirs:
             nursery = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
+                                       env=without_secrets() | named_secrets(self.hosting.settings),
                                        pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
                                        start_new_session=True)
         ours.settimeout(_START)

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 from workers.contained import contained
 from workers.jail import kernel
 from workers.jail.processes import kill_descendants
+from workers.jail.shared_memory import Looks, SharedMemory
 
 
 def main() -> None:
@@ -55,14 +57,24 @@ class _Nursery:
     def __init__(self, line: socket.socket, kind: type, job: dict[str, Any]):
         self.line, self.kind, self.job = line, kind, job
         self.children: set[int] = set()
+        self.limit = int(job["memory_gib"] * 2**30)
+        self.memory: dict[int, SharedMemory] = {}
+        """What each of them shares with its descendants."""
 
     def serve(self) -> None:
         """A packet is a command: `f` with a line to fork for, answered by the process id, or `k` and those to end.
 
         When the rank ends, however it does, all that is here ends too.
         """
+        waiting, looks = select.poll(), Looks()
+        waiting.register(self.line, select.POLLIN)
         try:
             while True:
+                while not waiting.poll(1000 * looks.pause if self.children else None):
+                    with looks.look():
+                        large = [child for child, memory in self.memory.items() if memory.exceeded()]
+                    if large:
+                        self._end(large)
                 packet, files, _, _ = socket.recv_fds(self.line, 1 << 16, 1)
                 if packet == b"f":
                     self.line.sendall(self._fork(files[0]).to_bytes(4, "little"))
@@ -78,6 +90,7 @@ class _Nursery:
         if child:
             os.close(file)
             self.children.add(child)
+            self.memory[child] = SharedMemory(child, self.limit)
             return child
         code = 1
         try:
@@ -93,8 +106,7 @@ class _Nursery:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         self.line.close()
-        memory = int(self.job["memory_gib"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out it is this process that goes
         serve(line, self.kind, self.job["settings"])
@@ -102,6 +114,8 @@ class _Nursery:
     def _end(self, ended: list[int]) -> None:
         """These processes, and all that does not stem from another one that is held: orphans become the nursery's."""
         self.children.difference_update(ended)
+        for child in ended:
+            self.memory.pop(child, None)
         kill_descendants(os.getpid(), self.children)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distflow import Ragged, Turn, node
-from distflow.observe import events
+from distflow.observe import events, lines
 from distflow.observe.metrics import current
 from distflow.observe.trajectories import trajectories
 from distflow.robust import pulse
@@ -30,7 +30,8 @@ from workers.environments.host import Host
 from workers.environments.process import Failure, Hosting
 from workers.environments.reception import Guest, environments_for
 from workers.failures import failures_of
-from workers.functions.rollout import fingerprint
+from workers.functions.rewards import all_equal
+from workers.functions.rollout import fingerprint, note_lengths
 from workers.roles import Role
 
 _REASONS, _ROWS = 8, 20
@@ -76,7 +77,9 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
             session.add(rows[start : start + group_size])
         talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
         talking.run(talks)
+    note_lengths(prompts.lengths, torch.tensor([talk.length for talk in talks], dtype=torch.int64))
     _report(talks, ids, environment, None if session.shared else talking.idle)
+    _report_rewards(talks, ids // group_size)
     failures = [talk.failure for talk in talks if talk.failure]
     if failures_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
         raise RewardsFailed(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a "
@@ -163,7 +166,8 @@ class _Talking:
         else:
             talk.reward += answer.reward
             if not answer.done and talk.turns < self.max_turns:
-                observed = torch.tensor(self.between.tokens(answer.observation, row.finished), dtype=torch.int64)
+                between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
+                observed = torch.tensor(between, dtype=torch.int64)
                 room = self.max_tokens - talk.length - len(observed)
                 if room > 0:
                     talk.add(observed, torch.zeros(len(observed)), row.versions[-1:].expand(len(observed)), False)
@@ -186,10 +190,7 @@ class _Talking:
 
 def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float | None) -> None:
     metrics, failed = current(), [talk for talk in talks if talk.failure]
-    kept = [talk for talk in talks if not talk.failure]
-    metrics.mean("environment/reward", sum(talk.reward for talk in kept), len(kept))
     metrics.mean("environment/turns", sum(talk.turns for talk in talks), len(talks))
-    metrics.mean("response/length", sum(talk.length for talk in talks), len(talks))
     metrics.mean("response/truncated", sum(talk.cut or not talk.row.finished for talk in talks), len(talks))
     metrics.add("environment/cut", sum(talk.cut for talk in talks))
     metrics.add("environment/failed", len(failed))
@@ -202,6 +203,15 @@ def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float | Non
         _tell(talks, failed, environment)
 
 
+def _report_rewards(talks: list[_Talk], group: Tensor) -> None:
+    kept = [place for place, talk in enumerate(talks) if not talk.failure]
+    rewards, metrics = torch.tensor([talks[place].reward for place in kept]), current()
+    metrics.mean_of("environment/reward", rewards)
+    metrics.extremes_of("environment/reward", rewards)
+    metrics.deviation_of("environment/reward_std", rewards)
+    metrics.mean_of("environment/zero_std_groups", all_equal(rewards, group[kept]))
+
+
 def _tell(talks: list[_Talk], failed: list[_Talk], environment: str) -> None:
     """Say what has failed: one line for people, and an event for each reason."""
     alike: dict[str, list[int]] = {}
@@ -209,8 +219,8 @@ def _tell(talks: list[_Talk], failed: list[_Talk], environment: str) -> None:
         alike.setdefault(talk.failure.reason, []).append(talk.row.id)
     rank = f"[rank {events.current().rank}] "
     reason, rows = max(alike.items(), key=lambda item: len(item[1]))
-    print(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left out; "
-          f"{len(rows)} of them, as row {rows[0]}: {reason}", file=sys.stderr, flush=True)
+    lines.show(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left "
+               f"out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
     for reason, rows in list(alike.items())[:_REASONS]:
         events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow import node
 from distflow.observe.metrics import current
 from workers.engines.sampling import key_of, uniform
+from workers.functions.rewards import all_equal
 
 _FILTERS = 1 << 32
 """Tells their numbers from those of the roles that sample, which are numbered from 0."""
@@ -25,9 +26,7 @@ def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -
     """
     del max_draws  # for whoever draws again
     _, index = torch.unique(group, return_inverse=True)
-    least, most = (torch.zeros_like(rewards).scatter_reduce(0, index, rewards, kind, include_self=False)
-                   for kind in ("amin", "amax"))
-    keep = (most > least)[index]
+    keep = ~all_equal(rewards, group)[index]
     current().mean_of("filter/kept", keep)
     return keep
 

@@ -9,21 +9,26 @@ capped_policy_gradient cispo       `-sg[min(r, 1 + clip_high)] * A * logprobs`  
 policy_gradient        reinforce   `-A * logprobs`                                       has no bounds
 ====================== =========== ===================================================== ==============================
 
-`sg` stops the gradient. `surrogate` chooses by name, with each kind's usual bounds.
+`sg` stops the gradient. `surrogate` chooses by name, with each kind's usual bounds; `own_loss` takes a user's function.
 
 Log-ratios are clamped to +-`LOG_RATIO_LIMIT` (20) before exp, so that float32 holds the ratio times any advantage; a
 token beyond that has no gradient.
 """
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distflow.schema.errors import InvalidInput, Mistake
+from distflow.schema.losses import PARAMETERS, load_loss, place_of
 from workers.functions.kl import LOG_RATIO_LIMIT
 
-Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(logprobs [T], old [T], advantages [T], lengths [B]) → loss [T], ratio [T], clipped [T]; all tokens are trained."""
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""(logprobs [T], old [T], advantages [T], lengths [B]) → loss [T], ratio [T], clipped [T]; all tokens are trained.
+`clipped` is None where the loss's bounds are not known."""
 
 USUAL_BOUNDS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0), "reinforce": (0.0, 0.0)}
 """By kind, what `clip` and `clip_high` are when neither is given: PPO and GSPO as in their papers. MiniMax-M1 does
@@ -47,6 +52,41 @@ def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip:
     if kind == "cispo":
         return lambda new_T, old_T, gain_T, _: capped_policy_gradient(new_T, old_T, gain_T, high)
     return lambda new_T, old_T, gain_T, _: policy_gradient(new_T, old_T, gain_T)
+
+
+def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
+    """Return the loss under `@loss` that `MODULE:FUNCTION` names, as `surrogate` returns a shipped one.
+
+    It has no bounds that are known here: of the tokens at a bound there is no metric.
+
+    Raises:
+        InvalidInput: there is no such function; when it is called, that it returned no loss for each token.
+    """
+    function = load_loss(key)
+    wanted = [name for name in inspect.signature(function).parameters if name in PARAMETERS]
+
+    def loss(new_T: Tensor, old_T: Tensor, gain_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, None]:
+        if not len(new_T):  # a micro-batch of which no token is trained: users need not think of it
+            return new_T, new_T.detach(), None
+        given = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
+        loss_T = function(*(given[name] for name in wanted), **settings)
+        if wrong := _not_per_token(loss_T, new_T):
+            raise InvalidInput(Mistake(f"loss `{function.__name__}` returned {wrong[0]}", place_of(key), wrong[1]))
+        return loss_T, _ratio(new_T, old_T).detach(), None
+
+    return loss
+
+
+def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
+    """Return what is wrong with what a loss returned, and what to write instead."""
+    if not isinstance(loss_T, Tensor):
+        return f"{type(loss_T).__name__}, not a tensor", "It returns the loss of each token, a tensor like `logprobs`."
+    if loss_T.shape != logprobs_T.shape:
+        return (f"a tensor of shape {list(loss_T.shape)} for {len(logprobs_T)} tokens",
+                "It returns one value for each token, without mean() or sum():  aggregate:  says how tokens count.")
+    if logprobs_T.requires_grad and not loss_T.requires_grad:
+        return "a tensor without a gradient", "Compute it from `logprobs` without detach() and no_grad()."
+    return None
 
 
 def clipped_policy_loss(

@@ -50,7 +50,10 @@ class PolicyLoss:
         total = weighted_sum(loss_S, columns["weights"])
         metrics.add("loss", total.detach() * self.share)
         metrics.mean_of("policy/ratio", ratio_S)
-        metrics.mean_of("policy/clipped", clipped_S)
+        if clipped_S is not None:
+            metrics.mean_of("policy/clip_ratio", clipped_S)
+            metrics.mean_of("policy/clip_ratio_low", clipped_S & (ratio_S < 1))
+            metrics.mean_of("policy/clip_ratio_high", clipped_S & (ratio_S > 1))
         metrics.mean_of("policy/entropy", entropy_S)
         if self.mismatch:
             self.mismatch.add(logprobs_S, columns["behaviour"])

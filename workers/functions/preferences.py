@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 from distflow import Batch, Ragged, node
 from distflow.observe.metrics import current
 from workers.functions.optimizing import optimize
+from workers.functions.rollout import note_lengths
 from workers.roles import Role
 
 
@@ -27,7 +28,7 @@ def labelled_pairs(engine: Role, prompts: Ragged, chosen: list[str], rejected: l
     texts = [text for pair in zip(chosen, rejected) for text in pair]
     responses = engine.encode(texts)
     current().add("tokens", responses.lengths.sum())
-    current().mean_of("response/length", responses.lengths)
+    note_lengths(prompts.lengths, responses.lengths)
     return responses, torch.tensor([1, -1], dtype=torch.int32).repeat(len(prompts)), texts
 
 
@@ -80,16 +81,21 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
     raise ValueError(f"unknown preference loss `{kind}`; there are sigmoid, ipo and hinge")
 
 
-@node(type="MODEL_TRAIN", keep_together="group", bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5"},
+@node(type="MODEL_TRAIN", keep_together="group",
+      bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5", "temperature": "> 0"},
       only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
     engine: Role, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged, group: Tensor,
     response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
-    label_smoothing: float = 0.0, per_token: bool = False,
+    label_smoothing: float = 0.0, per_token: bool = False, temperature: float = 1.0,
 ) -> None:
     """One step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
 
-    `per_token` compares log-ratios per token instead of per answer, so that long answers weigh no more than short ones.
+    Args:
+        per_token: compare log-ratios per token instead of per answer, so that long answers weigh no more than short
+            ones.
+        temperature: divides the policy's logits. 1.0 is DPO's own, whatever the role samples at; the node that writes
+            `reference_logprobs` must have the same.
     """
     mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows, count = _pairs(engine, preference, group, {
@@ -107,7 +113,7 @@ def preference_update(
         return total
 
     if count:
-        optimize(engine, rows, loss_of, together=True)
+        optimize(engine, rows, loss_of, temperature, together=True)
 
 
 @node(type="MODEL_TRAIN", head="value", keep_together="group", bounds={"centering": ">= 0"})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distflow import Ragged, node
 from distflow.data.batch import ColumnData, decode_text
-from distflow.observe import events
+from distflow.observe import events, lines
 from distflow.observe.metrics import current
 from distflow.schema.registry import Reward
 from workers.rewards.scoring import Scorer, Scores, report
@@ -22,12 +22,13 @@ _REASONS, _ROWS = 8, 32
 """Of a step's failures, so many reasons become events, and so many rows stand in each."""
 
 
-@node(writes=("rewards", "keep"), default_for="reward",
+@node(writes=("rewards", "keep", "reward_parts"), default_for="reward",
       bounds={"workers": ">= 1", "memory_gib": "> 0", "limit": "> 0", "patience": ">= 1"})
-def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Reward = "math",
-          workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0, patience: int = 3,
-          **columns: Any) -> tuple[Tensor, Tensor]:
-    """[B] float32 and [B] bool: each completion's reward, and whether it has one; 0.0 stands where it has none.
+def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor | None = None, *,
+          reward: Reward = "math", workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
+          patience: int = 3, **columns: Any) -> tuple[Tensor, Tensor, list[str]]:
+    """[B] float32, [B] bool and B texts: each completion's reward; whether it has one, with 0.0 where it has none; and
+    what each part of the recipe gave, before its weight, as JSON.
 
     `reward` is a name, a list or weights of several, or one for each value of a column: see `distflow.schema.recipe`.
     A row of which a reward has failed (it raised, hung, ended its process or gave no finite number) leaves the step.
@@ -46,9 +47,25 @@ def score(completions: list[str], answers: list[str], row: Tensor, *, reward: Re
     given = {name: as_list(column) for name, column in columns.items()}
     scores = scorer.score({**given, "completions": completions, "answers": answers, "row": names}, names)
     rewards, keep = torch.tensor(scores.rewards, dtype=torch.float32), torch.tensor(scores.keep, dtype=torch.bool)
-    _note(scores, rewards[keep], names)
+    _note(scores, names)
+    note_rewards(rewards[keep], None if group is None else group[keep])
     scorer.count(scores, current().step)
-    return rewards, keep
+    return rewards, keep, [json.dumps(parts) for parts in scores.parts]
+
+
+def note_rewards(rewards: Tensor, group: Tensor | None) -> None:
+    """Report rewards [B]; with the group of each [B] also the share of groups in which all are equal."""
+    current().spread_of("reward", rewards)
+    if group is not None and len(group):
+        current().mean_of("reward/zero_std_groups", all_equal(rewards, group))
+
+
+def all_equal(rewards: Tensor, group: Tensor) -> Tensor:
+    """Return for each group whether all its rewards are equal."""
+    groups, index = torch.unique(group, return_inverse=True)
+    lowest, highest = (rewards.new_zeros(len(groups)).scatter_reduce(0, index, rewards, how, include_self=False)
+                       for how in ("amin", "amax"))
+    return lowest == highest
 
 
 @functools.cache
@@ -68,11 +85,12 @@ def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
     return [as_list(each) for each in column.rows]
 
 
-def _note(scores: Scores, kept: Tensor, names: list[int]) -> None:
+def _note(scores: Scores, names: list[int]) -> None:
     metrics = current()
-    metrics.mean("reward/mean", kept.double().sum(), len(kept))
     for term, values in scores.of_term.items():
         metrics.mean(f"reward/{term}", sum(values), len(values))
+    for name, total, count in scores.metrics:
+        metrics.mean(name, total, count)
     metrics.maximum("reward/seconds", scores.seconds)
     metrics.add("reward/failed", scores.keep.count(False))
     metrics.add("reward/retried", scores.retried)
@@ -87,7 +105,7 @@ def tell(scores: Scores, names: Sequence[int]) -> None:
     alike: dict[tuple[str, str], list[int]] = {}
     for place, (name, _, failed) in enumerate(scores.failures):
         alike.setdefault((name, failed.reason), []).append(place)
-    print(report(scores, names), file=sys.stderr, flush=True)
+    lines.show(report(scores, names), sys.stderr)
     for (name, reason), places in list(alike.items())[:_REASONS]:
         rows = [names[scores.failures[place][1]] for place in places]
         events.record("reward_failed", reward=name, reason=reason, rows=rows[:_ROWS], count=len(rows),

@@ -18,11 +18,20 @@ def generate(engine: Role, prompts: Ragged, row: Tensor, images: Ragged | None =
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)
     metrics, lengths = current(), samples.tokens.lengths
-    metrics.mean_of("response/length", lengths)
+    note_lengths(prompts.lengths, lengths)
     metrics.mean_of("response/truncated", ~samples.finished)
     metrics.add("tokens", lengths.sum())
     metrics.add("response/fingerprint", fingerprint(samples.tokens, ids))
     return samples.tokens, samples.logprobs, samples.versions, engine.decode(samples.tokens)
+
+
+def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:
+    """Report how many tokens prompts and responses have, and how many responses there are."""
+    metrics = current()
+    for name, lengths in (("prompt/length", prompts_P), ("response/length", responses_B)):
+        metrics.mean_of(name, lengths)
+        metrics.extremes_of(name, lengths)
+    metrics.add("samples", len(responses_B))
 
 
 def fingerprint(tokens: Ragged, ids: Tensor) -> int:

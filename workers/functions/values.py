@@ -16,6 +16,7 @@ from workers.functions.aggregation import weighted_sum
 from workers.functions.discounting import generalized_advantage
 from workers.functions.kl import kl_estimate
 from workers.functions.optimizing import optimize, parts_with_rows, weighted
+from workers.functions.rewards import note_rewards
 from workers.roles import Role
 
 
@@ -60,7 +61,7 @@ def values(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
 def model_score(engine: Role, prompts: Ragged, responses: Ragged) -> Tensor:
     """[B] float32: each response's reward by a reward model, read at its last token."""
     rewards = engine.score(prompts, responses)
-    current().mean_of("reward/mean", rewards)
+    note_rewards(rewards, None)
     return rewards
 
 

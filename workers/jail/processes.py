@@ -6,6 +6,12 @@ import contextlib
 import os
 import signal
 from collections.abc import Collection
+from pathlib import Path
+
+from workers.jail import kernel
+
+AGENT = "DISTFLOW_AGENT"
+"""Environment variable: the process of torchrun, if `distflow` has started it."""
 
 
 def descendants(root: int, but: Collection[int] = ()) -> set[int]:
@@ -50,3 +56,20 @@ def _send(processes: set[int], sign: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, sign)
+
+
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, in whatever way; end at once if it has."""
+    kernel.flag(kernel.PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_with_torchrun() -> None:
+    """End when torchrun does, if it has started this process: by SIGTERM, so that what this has started ends too."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # a shell may leave its children alone
+    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+    agent = os.environ.get(AGENT)
+    if agent and not Path(f"/proc/{agent}").exists():  # it died while this process started
+        os._exit(1)

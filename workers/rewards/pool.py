@@ -10,6 +10,7 @@ import selectors
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from distflow.schema.errors import EngineError
 from workers.rewards.process import START, Failed, Job, Process
@@ -25,6 +26,8 @@ class Results:
     values: dict[int, float | Failed] = field(default_factory=dict)
     retried: int = 0
     timeouts: int = 0
+    metrics: list[list[Any]] = field(default_factory=list)
+    """Name, sum and count of what calls have reported by `metric`."""
 
 
 class Pool:
@@ -119,6 +122,8 @@ class _Round:
                 worker.job = None
             elif kind == "value":
                 self._keep(worker, more[0], more[1])
+            elif kind == "metrics":
+                self.results.metrics += more[0]
             elif kind == "failed":
                 self._keep(worker, more[0], Failed(more[1], more[2]))
             worker.heard()

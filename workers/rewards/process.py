@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 
 from workers.jail.processes import kill_descendants, kill_marked
+from workers.jail.variables import named_secrets, without_secrets
 
 START = 120.0
 """Seconds for a process to start and import a reward's module."""
@@ -27,7 +28,8 @@ _GRACE = 1.0
 _TIDY = 10.0
 """Seconds for the guard of a process to end it, and what it has started."""
 _SAYS: dict[str, tuple[type, ...]] = {
-    "loaded": (), "value": (int, float), "failed": (int, str, str), "done": (), "impossible": (str,)}
+    "loaded": (), "value": (int, float), "failed": (int, str, str), "done": (), "impossible": (str,),
+    "metrics": (list,)}
 """What a process may say of a job, and with it: see `workers.rewards.worker`."""
 _MARK = "DISTFLOW_REWARDS"
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -89,7 +91,7 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _LAUNCH, place, str(theirs), str(theirs_too), str(os.getpid()), str(memory)],
             stdin=subprocess.DEVNULL, pass_fds=(theirs, theirs_too), start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _MARK: self.mark})
+            env={**without_secrets(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _MARK: self.mark})
         os.close(theirs)
         os.close(theirs_too)
         os.set_blocking(self.jobs, False)
@@ -106,7 +108,8 @@ class Process:
         self.number += 1
         said = {name: getattr(job, name) for name in ("name", "module", "settings", "timeout", "concurrency", "batched",
                                                       "positional", "names", "rows")}
-        self.unsent = memoryview(msgpack.packb({"job": self.number, **said}, unicode_errors="surrogatepass"))
+        said |= {"job": self.number, "secrets": named_secrets(job.settings)}
+        self.unsent = memoryview(msgpack.packb(said, unicode_errors="surrogatepass"))
         self.deadline = time.monotonic() + START
         self.send()
 
@@ -145,6 +148,7 @@ class Process:
         os.close(self.results)
         if self.process.poll() is None:
             self.process.terminate()  # the guard, which ends all others and comes last
+            self.process.send_signal(signal.SIGCONT)  # somebody may have stopped it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_TIDY)
         if self.process.poll() is None:
@@ -165,4 +169,6 @@ def _understood(message: Any) -> list[Any]:
         raise ValueError(f"{kind} with {more}")
     if kind == "value" and not math.isfinite(more[1]):
         raise ValueError(f"{more[1]} is no reward")
+    if kind == "metrics" and not all(tuple(map(type, each)) == (str, float, float) for each in more[0]):
+        raise ValueError(f"{more[0]} are no metrics")
     return message

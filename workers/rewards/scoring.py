@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you_mean
+from distflow.observe.metrics import Metrics, recording
+from distflow.schema.errors import InvalidInput, Mistake, RewardsFailed, did_you_mean, shown
 from distflow.schema.recipe import Path, Recipe, Term, read_recipe
 from distflow.schema.registry import REWARDS, RewardMarks, load_module
 from distflow.schema.rewards import SHIPPED, RewardContract, reward_contract
@@ -22,6 +23,8 @@ from workers.rewards.worker import at_once
 Columns = dict[str, Sequence[Any]]
 Found = dict[tuple[int, int], float | Failed]
 """By number of the call and of the row."""
+Reported = Sequence[Any]
+"""Name, sum and count."""
 _pools: dict[float, Pool] = {}
 """By the memory that a process may have. Nodes and validation share them."""
 
@@ -34,11 +37,15 @@ class Scores:
     keep: list[bool]
     of_term: dict[str, list[float]] = field(default_factory=dict)
     """By name of a reward, what it has given before its weight, of the rows whose it is."""
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """[B]: the same by row."""
     failures: list[tuple[str, int, Failed]] = field(default_factory=list)
     """Name of the reward, place of the row, and why."""
     retried: int = 0
     timeouts: int = 0
     seconds: float = 0.0
+    metrics: list[Reported] = field(default_factory=list)
+    """What rewards have reported by `metric`."""
 
 
 class Scorer:
@@ -65,20 +72,23 @@ class Scorer:
         terms = _terms_of_rows(self.recipe, columns, len(names), names)
         results: Found = {}
         jobs: list[Job] = []
+        reported: list[Reported] = []
         places: list[tuple[int, int]] = []
         for call, term in enumerate(self.calls):
             rows = [row for row, own in enumerate(terms) if any(self.call_of[each.path] == call for each in own)]
-            if rest := self._at_once(call, rows, columns, results):
+            if rest := self._at_once(call, rows, columns, results, reported):
                 keys = list(range(len(places), len(places) + len(rest)))
                 jobs.append(_job(term, self.functions[term.name], self.contracts[term.name], columns, rest, keys))
                 places += [(call, row) for row in rest]
         done = self.pool.run(jobs, self.limit)
         results |= {places[key]: value for key, value in done.values.items()}
         scores = _combine(terms, self.call_of, results)
-        scores.retried, scores.timeouts, scores.seconds = done.retried, done.timeouts, time.perf_counter() - start
+        scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
+        scores.seconds = time.perf_counter() - start
         return scores
 
-    def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found) -> list[int]:
+    def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found,
+                 reported: list[Reported]) -> list[int]:
         """What the rank itself can say in no time; the rows that are left. Where a shortcut fails, the function is
         asked."""
         term = self.calls[call]
@@ -91,9 +101,12 @@ class Scorer:
         how = {"positional": positional, "names": names, "settings": term.settings}
         rest = []
         for row, arguments in zip(rows, _arguments(contract, columns, rows)):
-            value = at_once(quick, how, arguments)
+            own = Metrics()
+            with recording(own):
+                value = at_once(quick, how, arguments)
             if isinstance(value, float):
                 results[call, row] = value
+                reported += own.means()
             elif marks.in_rank:
                 results[call, row] = Failed(value or "returned None, not a finite number")
             else:
@@ -110,8 +123,10 @@ class Scorer:
         if steps < self.patience:
             return
         name, _, failed = scores.failures[-1]
+        where = self.contracts[name].where
         raise RewardsFailed(f"no sample of {steps:.0f} steps in a row has a reward on this rank: there is nothing to "
-                            f"learn from. The last: reward `{name}` {failed.reason}\n{failed.trace}".rstrip())
+                            f"learn from. The last: {shown(where.file)}:{where.line}: reward `{name}` "
+                            f"{failed.reason}\n{failed.trace}".rstrip())
 
 
 def find_reward(name: str) -> Any:
@@ -210,7 +225,7 @@ def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, 
 
 
 def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: Found) -> Scores:
-    scores = Scores([0.0] * len(terms), [True] * len(terms))
+    scores = Scores([0.0] * len(terms), [True] * len(terms), parts=[{} for _ in terms])
     for row, own in enumerate(terms):
         for term in own:
             found = results[call_of[term.path], row]
@@ -220,5 +235,6 @@ def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: F
             else:
                 scores.rewards[row] += term.weight * found
                 scores.of_term.setdefault(term.name, []).append(found)
+                scores.parts[row][term.name] = found
         scores.rewards[row] *= scores.keep[row]
     return scores

@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import functools
 import re
-from fractions import Fraction
 
 from distflow import reward
 from distflow.schema.errors import InvalidInput
 from distflow.schema.registry import Regex
+from workers.rewards.answers import MARK, Number, last_number, last_sentence, marked, number, reference_number
 
-_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+|/[1-9]\d*)?")
-_DIGITS = 1000
-"""A longer number is compared as text: Python turns no more than 4,300 digits into a number."""
+_LONG = re.compile(r"[-+]?[0-9.,]{1000,}")
+"""A number of so many digits is compared as text."""
 
 
-def _of_plain_numbers(completion: str, answer: str) -> float | None:
-    """What `math` says where both are plain numbers or nothing: no more than a regular expression without choices."""
-    expected, given = _compared(completion, answer)
+def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:
+    """Return what `math` gives where it has only numbers to compare; None where it must compute."""
+    wanted, given = _final_answers(completion, answer)
+    expected = reference_number(wanted)
     if given is None:
-        return 0.0
-    return float(_equal_numbers(expected, given)) if _plain(expected) and _plain(given) else None
+        found = None if strict else last_number(completion)
+        return float(found is not None and expected is not None and found.answers(expected, strict))
+    if given and given == wanted:
+        return 1.0
+    if expected is None:
+        return 0.0 if _LONG.fullmatch(wanted) else None
+    found = _given_number(completion, given)
+    if found is not None:
+        return float(found.answers(expected, strict))
+    return 0.0 if strict or _LONG.fullmatch(given) else None
 
 
-@reward(timeout=10.0, shortcut=_of_plain_numbers)
-def math(completion: str, answer: str) -> float:
+@reward(timeout=10.0, shortcut=_without_a_process)
+def math(completion: str, answer: str, *, strict: bool = True) -> float:
     """1.0 if the completion's final answer equals the reference's, else 0.0.
 
-    The final answer is what follows the last `####` (GSM8K); in a completion without it, what stands in `\\boxed{}`;
-    and if the reference has no `####` either, the whole text.
-    Plain numbers are compared exactly; anything else by math-verify (LaTeX, sets, equations, units).
+    The final answer is what stands in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later. A
+    completion without either has none, unless the reference has no `####` either: then it is the whole text, or its
+    last sentence.
+
+    Where the reference is a number, the answer must be one: see `workers.rewards.answers.number` for how it may be
+    written. Numbers are compared exactly. `50%` answers 50 and 0.5, and `1/2` answers 0.5, but `48/2` does not answer
+    24. Anything else (LaTeX, sets, equations) is compared by math-verify. `tests/workers/rewards/answers.jsonl` lists
+    forms of answers with the verdicts of other graders.
+
+    Args:
+        strict: False also takes what is merely equal to a number that was asked for, as `13-7` for 6, and the last
+            number of a completion in which no answer is marked.
     """
-    expected, given = _compared(completion, answer)
-    return 0.0 if given is None else float(_equal(expected, given))
+    verdict = _without_a_process(completion, answer, strict=strict)
+    if verdict is not None:
+        return verdict
+    wanted, given = _final_answers(completion, answer)
+    return float(_equal(wanted, given))
 
 
 def _wrong_form(pattern: str | None = None, tags: list[str] | None = None) -> str:
@@ -83,33 +103,23 @@ def length(response: list[int], *, cap: int | None = None, margin: int = 0, targ
     return -min(1.0, max(0.0, over / margin)) if margin else -float(over > 0)
 
 
-def _compared(completion: str, answer: str) -> tuple[str, str | None]:
-    """The reference's final answer and the completion's; None if it gives none."""
-    if "####" not in completion and "\\boxed" in completion:
-        return _final(answer), completion
-    if "####" in answer and "####" not in completion:
-        return _final(answer), None
-    return _final(answer), _final(completion)
+def _final_answers(completion: str, answer: str) -> tuple[str, str | None]:
+    """Return the final answers of the reference and of the completion; None where the completion has none."""
+    wanted, given = marked(answer), marked(completion)
+    if given is None and MARK not in answer:
+        given = completion.strip()
+    return answer.strip() if wanted is None else wanted, given
 
 
-def _final(text: str) -> str:
-    return text.rpartition("####")[2].strip()
+def _given_number(completion: str, given: str) -> Number | None:
+    """Read the first line behind a mark; without a mark the whole text, or else its last sentence."""
+    if marked(completion) is not None:
+        return number(given.split("\n")[0])
+    return number(given) or number(last_sentence(given))
 
 
 @functools.lru_cache(maxsize=65536)
-def _equal(expected: str, given: str) -> bool:
-    if _plain(expected) and _plain(given):
-        return _equal_numbers(expected, given)
-    from math_verify import parse, verify  # loads sympy: only answers that are no plain numbers pay for it
+def _equal(wanted: str, given: str) -> bool:
+    from math_verify import parse, verify  # loads sympy: only answers that are no numbers pay for it
 
-    return bool(verify(parse(f"${expected}$"), parse(given if "\\boxed" in given else f"${given}$")))
-
-
-def _plain(text: str) -> bool:
-    return _NUMBER.fullmatch(text) is not None
-
-
-def _equal_numbers(expected: str, given: str) -> bool:
-    if max(len(expected), len(given)) > _DIGITS:
-        return expected == given
-    return Fraction(expected.replace(",", "")) == Fraction(given.replace(",", ""))
+    return bool(verify(parse(f"${wanted}$"), parse(f"${given}$")))

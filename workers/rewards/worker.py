@@ -1,8 +1,10 @@
 """A process that calls reward functions for its rank, one job after the other.
 
-    rank → worker   a job: {job, name, module, settings, timeout, concurrency, batched, positional, names, rows}
+    rank → worker   a job: {job, name, module, settings, secrets, timeout, concurrency, batched, positional, names,
+                    rows}; secrets: environment variables that the settings name
     worker → rank   ["loaded", job], then for each row ["value", job, row, number] or
                     ["failed", job, row, reason, trace], at last ["done", job]; or ["impossible", job, why]
+                    after the values of a call ["metrics", job, [[name, sum, count], …]] if it has reported some
 
 Both are msgpack, back to back on a pipe each. A row is the list of its arguments; a function of lists gets one row,
 whose values are lists, and its numbers come back as rows 0, 1, ….
@@ -23,6 +25,7 @@ from typing import Any
 
 import msgpack
 
+from distflow.observe.metrics import Metrics, recording
 from distflow.schema.errors import DistflowError
 from distflow.schema.registry import REWARDS, load_module
 from workers.contained import contained
@@ -42,7 +45,8 @@ class Failure(Exception):
 
 
 def main(jobs: int, results: int, parent: int, memory: int) -> None:
-    """Work until the rank closes `jobs`. `memory` is in bytes; the kernel refuses more to this process."""
+    """Work until the rank closes `jobs`. `memory` is in bytes: the kernel refuses more to this process, and with more
+    shared memory than that its guard ends it."""
     _settle(jobs, results, parent, memory)
     worker, unpacker = Worker(results), msgpack.Unpacker(unicode_errors="surrogatepass", max_buffer_size=0)
     while data := os.read(jobs, _READ):
@@ -57,7 +61,7 @@ def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
         os.set_inheritable(number, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    fork_from_guard(parent)
+    fork_from_guard(parent, memory)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out all the same, this process goes and not the rank
@@ -74,6 +78,7 @@ class Worker:
         """Processes that modules have started while they were imported; they may stay."""
 
     def work(self, job: Job) -> None:
+        os.environ |= job["secrets"]
         try:
             function = self._function(job)
             self._send("loaded", job)
@@ -82,6 +87,9 @@ class Worker:
             self._send("impossible", job, f"{error}")
         else:
             self._send("done", job)
+        finally:
+            for name in job["secrets"]:
+                os.environ.pop(name, None)
 
     def _function(self, job: Job) -> Callable[..., Any]:
         name, known = job["name"], (job["module"], job["name"])
@@ -101,29 +109,38 @@ class Worker:
             self._end_leftovers()
             return
         for index, row in enumerate(job["rows"]):
-            with contained(partial(self._send_failure, job, index), BaseException, but=DistflowError):
+            reported = Metrics()
+            with contained(partial(self._send_failure, job, index), BaseException, but=DistflowError), \
+                    recording(reported):
                 result = _call(function, job, row)
                 value = self.loop.run_until_complete(asyncio.wait_for(result, job["timeout"])) if coroutine else result
                 self._same_process()
                 self._end_leftovers()
-                self._send_values(job, index, value)
+                self._send_values(job, index, value, reported)
 
     async def _run_async(self, function: Callable[..., Coroutine[Any, Any, Any]], job: Job) -> None:
         free = asyncio.Semaphore(job["concurrency"])
 
         async def one(index: int, row: list[Any]) -> None:
+            reported = Metrics()
             async with free:
-                with contained(partial(self._send_failure, job, index), but=DistflowError):
+                with contained(partial(self._send_failure, job, index), but=DistflowError), recording(reported):
                     value = await asyncio.wait_for(_call(function, job, row), job["timeout"])
                     self._same_process()
-                    self._send_values(job, index, value)
+                    self._send_values(job, index, value, reported)
 
         await asyncio.gather(*(one(index, row) for index, row in enumerate(job["rows"])))
 
-    def _send_values(self, job: Job, index: int, value: Any) -> None:
-        if not job["batched"]:
+    def _send_values(self, job: Job, index: int, value: Any, reported: Metrics) -> None:
+        """Send what a call returned, and then what it reported: that of a call that failed does not count."""
+        if job["batched"]:
+            self._send_each(job, index, value)
+        else:
             self._send("value", job, index, _number(value))
-            return
+        if means := reported.means():
+            self._send("metrics", job, means)
+
+    def _send_each(self, job: Job, index: int, value: Any) -> None:
         values = value.tolist() if hasattr(value, "tolist") else value
         count = len(job["rows"][index][0])
         if not isinstance(values, list | tuple) or len(values) != count:

@@ -9,7 +9,7 @@
     lease.py       what a holder knows
     line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where
     memory.py      payloads through shared memory, within a machine
-    snapshot.py, journal.py  for a process that is restored
+    snapshot.py, journal.py  for a process that is restored; no run switches them on yet
     intervals.py, diagnosis.py, errors.py, volume.py
 """
 

@@ -1,6 +1,7 @@
 """A process of the dock as a child: started with the token on its standard input, its address on its standard output.
 
-It ends when its standard input closes, that is with whoever started it, and on SIGTERM.
+It ends when its standard input closes, that is with whoever started it. Ctrl-C and SIGTERM may reach all processes of
+a run at once, and are not for this one: the step that then ends the run needs its samples.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.data.dock.errors import DockError
-from distflow.data.dock.layout import Address
+from distflow.data.dock.layout import Address, Layout
 from distflow.data.dock.service import Service
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -44,8 +45,12 @@ class Child:
 
 
 def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int = 1 << 20, max_bytes: int = 16 << 30,
-          snapshot: Path | None = None, journal: Path | None = None) -> Child:
+          snapshot: Path | None = None, journal: Path | None = None, layout: Layout | None = None,
+          number: int = 0) -> Child:
     """Start a process of the dock; the arguments are those of `Service`.
+
+    Args:
+        layout, number: of a dock in which it takes the place of a process that has ended, with nothing in it.
 
     Raises:
         DockError: it did not come up; its own message stands on standard error.
@@ -57,7 +62,8 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, max_rows: int
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
-    process.stdin.write(token.hex() + "\n")
+    place = None if layout is None else [layout.to_plain(), number]
+    process.stdin.write(f"{token.hex()}\n{json.dumps(place)}\n")
     process.stdin.flush()
     line = process.stdout.readline()
     if not line:
@@ -76,10 +82,13 @@ def main() -> None:
     parser.add_argument("--snapshot", type=Path)
     parser.add_argument("--journal", type=Path)
     given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, and reaches us as a closed input
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     token = bytes.fromhex(sys.stdin.readline().strip())
     service = Service(token, given.host, given.port, max_rows=given.max_rows, max_bytes=given.max_bytes,
                       snapshot=given.snapshot, journal=given.journal)
+    if (place := json.loads(sys.stdin.readline())) is not None:
+        service.replace(Layout.from_plain(place[0]), place[1])
     print(json.dumps(service.start()), flush=True)
     sys.stdin.read()
     service.close()

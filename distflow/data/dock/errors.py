@@ -27,6 +27,8 @@ class Refused(DockError):
 class Unreachable(DockError):
     """A process of the dock does not answer. It may be down, or stopped; restore it from its snapshot."""
 
+    elsewhere = True
+
 
 class Full(DockError):
     """There was no room. Consume faster, produce less far ahead, or give the warehouse more rows or bytes."""

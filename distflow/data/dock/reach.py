@@ -51,7 +51,8 @@ class Trouble:
 
 
 class Reach:
-    """Connections by address. `again(address)` is called when a process was replaced by another since the last time."""
+    """Connections by address. `again(address)` is called when a process was replaced by another since the last time,
+    unless that begins anew."""
 
     def __init__(self, token: bytes, who: str, session: str, patience: float, again: Callable[[Address], None]):
         self.token, self.who, self.session, self.patience, self.again = token, who, session, patience, again
@@ -146,7 +147,8 @@ class Reach:
             if self.epochs.setdefault(address, epoch) != epoch:
                 self.epochs[address] = epoch
                 _log.warning("%s: the dock's process at %s:%d was replaced", self.who, *address)
-                self.again(address)
+                if not answer.get("forgets"):
+                    self.again(address)
         return self.lines[address]
 
 

@@ -66,7 +66,7 @@ class Service:
         self.desk = Desk(token, 1 + secrets.randbits(30), max_rows, max_bytes, kept)
         self.writing = threading.Lock()
         """Held while a snapshot is taken and written: a repeated request must not write into the first one's file."""
-        self.over = False
+        self.over = self.forgets = False
         self.listener = Listener(token, host, port, self._serve, _log)
         self.address: Address = self.listener.address
         if snapshot is not None:
@@ -83,6 +83,13 @@ class Service:
     def start(self) -> Address:
         """Serve in threads of this process; returns where."""
         return self.listener.start()
+
+    def replace(self, layout: Layout, number: int) -> None:
+        """Take the place of a process that has ended with all that it knew. Before `start`. Clients are told not to
+        repeat their commits: what they committed is to be made again."""
+        self.forgets = True
+        with self.desk.changed:
+            self.desk.meet(layout, number)
 
     def close(self) -> None:
         """Stop listening and hang up; the rows are gone with the process."""
@@ -101,7 +108,7 @@ class Service:
             person = self.desk.enter(session, str(hello.get("who", peer)))
         try:
             line.memory = Windows.onto(hello.get("memory"), self.token)
-            line.send({"epoch": self.desk.epoch, "memory": line.memory is not None})
+            line.send({"epoch": self.desk.epoch, "memory": line.memory is not None, "forgets": self.forgets})
             while not self.over:
                 self._answer(line, person, session)
         except TimeoutError as error:

@@ -1,6 +1,6 @@
 """Chunks within a machine: nothing moves. The puller maps the source's buffer, which it opens through /proc, verifies
-the chunks where they lie, and uses that memory as its own; it can let others map it in turn. However many rollouts a
-machine has, a version lies there once.
+the chunks where they lie, and uses that memory as its own; it can let others map it in turn. Rollouts on the trainer's
+machine thus share one copy of a version. Elsewhere each may have its own, since no source is preferred for its machine.
 
 That both ends share a machine is proved, not believed: the puller must find in the source's memory what only a process
 with the run's token can have written there, as the dock does (`distflow.data.dock.memory`) the other way round.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from distflow.data.dock.line import Line
+from distflow.schema.extras import pip_line
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport.ends import Inlet, Moved, Outlet
 
@@ -49,8 +50,8 @@ class Ucx:
     def __init__(self, host: str = "127.0.0.1", wished: bool = False) -> None:
         self.devices = {"NET_DEVICES": "lo"} if host == "localhost" or host.startswith("127.") else {}
         if not is_installed():
-            raise NoTransport(f"the transport `ucx` needs the package `ucxx`: pip install '{PACKAGE}'  (or "
-                              "distflow[ucx])")
+            raise NoTransport(f"the transport `ucx` needs the package `ucxx`:  pip install '{PACKAGE}'  or  "
+                              f"{pip_line('ucx')}")
         if wished:
             _context(self.devices)
 
@@ -155,7 +156,8 @@ class UcxOutlet(Outlet):
 
 class UcxInlet(Inlet):
     run = 64 << 20
-    """Between two of them nothing is under way: a twentieth of the time with runs of 16 MiB."""
+    """Between two of them nothing is under way: with runs of 16 MiB a pull of 512 MiB had 0.82 of the bare transport's
+    rate on two cores, with these 0.96."""
 
     def __init__(self, deadline: float, devices: dict[str, str]):
         tag = secrets.randbits(63)

@@ -98,6 +98,7 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
     assert len(set(range(ROWS)) - set(trained)) <= 4, "killed between a commit and its line"
 
 
+@pytest.mark.run
 def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path):
     """SIGSTOP closes no connection: only time tells."""
     address, journal = children().address, tmp_path / "journal"
@@ -119,6 +120,7 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
     assert journal.read_text().count("trained") == (not mine)
 
 
+@pytest.mark.run
 def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
     """The half that died comes back with its rows; the living half tells it what was committed since."""
     first, second = children(), children()
@@ -165,3 +167,12 @@ def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
         with pytest.raises(Unreachable, match="restore it from its snapshot"):
             dock.put(tokens([1]))
     child.process.stdout.close()
+
+
+def test_a_signal_to_all_processes_of_a_run_is_not_for_the_dock(children):
+    """The step that then ends the run needs its samples; its input closes afterwards."""
+    child = children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child.process.send_signal(number)
+    child.stop()
+    assert child.process.returncode == 0

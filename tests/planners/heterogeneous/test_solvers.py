@@ -3,6 +3,7 @@ on 200 problems; here are some of them."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.small_problems import brute_force, small
 from distflow.schema.errors import InvalidInput
+from distflow.schema.extras import pip_line
 from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.exact import Proof, prove
 from planners.heterogeneous.family import Family
@@ -151,5 +153,5 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
 def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = small(3, devices=3)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(InvalidInput, match=r"distflow\[exact\]"):
+    with pytest.raises(InvalidInput, match=re.escape(pip_line("exact"))):
         proven(problem, None)

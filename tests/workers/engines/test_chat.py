@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from distflow.schema.errors import InvalidInput
-from workers.engines.chat import Between, prompt_tokens
+from distflow.schema.run import Data
+from workers.engines.chat import Between, prompt_tokens, require_template
 from workers.engines.embedded import ASSISTANT, EOS, USER, build_tokenizer
 
 CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -95,3 +97,47 @@ def test_threads_do_not_mix_up_how_special_tokens_are_read(chatml):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+THINKING = ("{% if tools %}tools {{ tools[0]['function']['name'] }}\n{% endif %}" + CHATML.replace(
+    "assistant\n{% endif %}", "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+                              "{% endif %}{% endif %}"))
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}]
+
+
+@pytest.mark.parametrize(("more", "behind"), [
+    ({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think></think>"), ({"tools": [ADD]}, ""),
+])
+def test_messages_tools_and_thinking_reach_the_template(chatml, more, behind):
+    chatml.chat_template = THINKING
+    before = "tools add\n" if "tools" in more else ""
+    assert chatml.decode(prompt_tokens(chatml, ASKED, **more)) == (
+        f"{before}<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+        f"{behind}")
+
+
+def test_an_answer_that_is_begun_is_gone_on_with(chatml):
+    begun = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "The answer is"}]
+    assert chatml.decode(prompt_tokens(chatml, begun)).endswith("<|im_start|>assistant\nThe answer is")
+
+
+def test_without_a_template_each_message_is_a_line(embedded):
+    embedded.chat_template = None
+    assert embedded.decode(prompt_tokens(embedded, ASKED)) == "Be brief.\n1?\n"
+
+
+@pytest.mark.parametrize("more", [{"enable_thinking": False}, {"tools": "tools"}])
+def test_what_the_template_does_not_know_is_refused(chatml, embedded, more):
+    chatml.chat_template = THINKING
+    require_template(chatml, Data(train="", **more))
+    for template in (embedded.chat_template, None):
+        embedded.chat_template = template
+        with pytest.raises(InvalidInput, match=rf"`data\.{next(iter(more))}` would change nothing: the tokenizer's"):
+            require_template(embedded, Data(train="", **more))
+
+
+def test_an_answer_that_a_text_has_ended_gets_the_template_s_end(chatml):
+    between = Between(chatml, [chatml.eos_token_id])
+    stopped, ended = (torch.tensor(chatml(text)["input_ids"]) for text in ("so </call>", "so <|im_end|>"))
+    assert [between.ended(answer) for answer in (stopped, ended, stopped[:0])] == [False, True, False]

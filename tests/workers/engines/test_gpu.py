@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import metrics_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu"),
+pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 

@@ -49,6 +49,7 @@ def split(small: int, cut: int):
     return losses(small, *((0, cut) if dist.get_rank() == 0 else (cut, 7)))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("cut", [5, 7])
 def test_layer_by_layer_on_two_ranks_equals_the_unsharded_model(cut):
     expected_losses, expected_norms, expected_logprobs = plain_training()

@@ -20,6 +20,7 @@ def optional_training(layout, settings, small) -> Trained:
     return training(layout, {}, small, settings)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("layout", "settings", "small"), [
     ({"dp": 2}, {"recompute": True}, 0),
     ({"dp": 2}, {"recompute": True}, 64_000_000),
@@ -37,6 +38,7 @@ def test_an_option_equals_the_plain_model(layout, settings, small):
     joined(results, layout.get("tp", 1) * layout.get("cp", 1)).equals(plain_training())
 
 
+@pytest.mark.run
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_a_compiled_model_equals_the_plain_one():
     joined(run_ranks(1, optional_training, {}, {"compile": True, "recompute": True}, 0), 1).equals(plain_training())

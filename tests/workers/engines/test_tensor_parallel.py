@@ -36,6 +36,7 @@ def split_training(layout, model, small) -> Trained:
     return training(layout, model, small)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("layout", "model", "small"), [
     ({"dp": 1, "tp": 2}, {}, 0),
     ({"dp": 1, "tp": 2}, {"architecture": "qwen2"}, 64_000_000),
@@ -105,6 +106,7 @@ def saved(layout, folder, continued: bool) -> Trained:
     return trained_by(engine, mine)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("layout", [{}, {"dp": 4}, {"dp": 1, "tp": 2}], ids=str)
 def test_a_checkpoint_is_for_any_layout(tmp_path, layout):
     expected = joined(run_ranks(4, saved, {"dp": 2, "tp": 2}, tmp_path, False), 2)

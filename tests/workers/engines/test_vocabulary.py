@@ -141,6 +141,7 @@ def measure(way: str) -> None:
     print((taken() - before) // 1024)
 
 
+@pytest.mark.run
 def test_a_large_vocabulary_does_not_own_the_memory():
     plain, pieces = peak("at once"), peak("pieces")
     table = TOKENS * MANY * 4 // 2**20

@@ -151,6 +151,7 @@ def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
     assert found.turns.tolist() == [3, 3, 2, 2, 3, 3]
     assert (metrics["environment/failed"], metrics["environment/timeouts"]) == (2, 0)
     assert metrics["environment/reward"] == 3.0
+    assert (metrics["environment/reward_std"], metrics["environment/zero_std_groups"]) == (0.0, 1.0)
     assert not any(mask.any() for mask in found.mask.rows[2:4])
     said = capsys.readouterr().err
     assert "2 of 6 trajectories failed and are left out; 2 of them, as row 2: OSError: the tool is gone" in said

@@ -7,6 +7,7 @@ gradients are then known in closed form.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import run_ranks
 
 from distflow.data.batch import Ragged
 from distflow.observe.metrics import current
+from distflow.schema.errors import InvalidInput
 from workers.functions.updates import policy_update
 
 LOGITS = (0.3, -0.7, 1.1, 0.0)
@@ -233,3 +235,43 @@ def test_what_the_first_step_says_of_the_mismatch():
         assert seen[f"mismatch/{name}"] == pytest.approx(value, rel=1e-6), name
     assert seen["staleness/mean"] == 1.0
     assert seen["staleness/max"] == 2
+
+
+OWN = st.sampled_from([("own_losses:clipped", {"clip": 0.3}, {"loss": "ppo", "clip": 0.3}),
+                       ("own_losses:geometric", {"low": 0.1, "high": 0.2},
+                        {"loss": "gspo", "clip": 0.1, "clip_high": 0.2})])
+
+
+@settings(max_examples=80)
+@given(rows=any_rows(), own=OWN, aggregate=AGGREGATES, more=MORE, rows_at_once=st.integers(1, 4),
+       mini_batches=st.integers(1, 3))
+def test_a_shipped_loss_written_by_a_user_is_that_loss(rows, own, aggregate, more, rows_at_once, mini_batches):
+    name, loss_settings, shipped = own
+    common = {"aggregate": aggregate, "mini_batches": mini_batches, "epochs": 2, **more,
+              **({"fixed_length": 7} if aggregate == "fixed_length_sum" else {})}
+    mine = steps_of(rows, rows_at_once, loss=name, loss_settings=loss_settings, **common)
+    for step, expected in zip(mine, steps_of(rows, **shipped, **common), strict=True):
+        assert step == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_a_users_loss_sees_rows_whose_advantage_is_0(rows_at_once):
+    rows = [row(0.0, [-1.0, -2.0], group) for group in range(7)]
+    (step,) = steps_of(rows, rows_at_once, loss="own_losses:unsure")
+    logprobs = [x - math.log(sum(map(math.exp, LOGITS))) for x in LOGITS]
+    assert step[0] == pytest.approx(logprobs[2] ** 2)
+    slopes = [2 * logprobs[2] * ((token == 2) - math.exp(each)) for token, each in enumerate(logprobs)]
+    assert step[1:] == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("averaged", "returned a tensor of shape [] for 2 tokens.\n\n    LINE |  def averaged(…)\n\nIt returns one value"),
+    ("cut_off", "returned a tensor without a gradient.\n\n    LINE |  def cut_off(…)\n\nCompute it from `logprobs`"),
+    ("forgotten", "returned NoneType, not a tensor.\n"),
+])
+def test_a_users_loss_that_is_none_is_named_with_its_line(name, said):
+    source = Path(__file__).parents[2] / "own_losses.py"
+    line = next(number for number, text in enumerate(source.read_text().splitlines(), 1) if f"def {name}(" in text)
+    with pytest.raises(InvalidInput) as caught:
+        steps_of([row(1.0, [-1.0, -2.0])], loss=f"own_losses:{name}")
+    assert f"own_losses.py:{line}: loss `{name}` {said.replace('LINE', str(line))}" in str(caught.value)

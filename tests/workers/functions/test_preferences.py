@@ -138,7 +138,8 @@ class Learner:
         return numbers
 
     def update(self, batch, loss_of, temperature=None, **options):
-        return self.engine.update(batch, loss_of, 1.0, 0, **options)
+        sampled_at = 0.25  # which is not DPO's
+        return self.engine.update(batch, loss_of, sampled_at if temperature is None else temperature, 0, **options)
 
 
 PREFERENCE = [-1, 0, 1, 1, -1, 0, 1, -1]

@@ -117,6 +117,7 @@ def columns(completions: list[str]) -> dict[str, list[str]]:
     return {"completions": completions, "answers": ["42"] * len(completions), "questions": ["What?"] * len(completions)}
 
 
+@pytest.mark.run
 def test_in_a_process_many_wait_together_and_bad_ones_are_left_out(server, monkeypatch):
     monkeypatch.setattr(scoring, "_pools", {})  # of one process, however many other tests have asked for
     settings = {"address": server.address, "model": "big", "timeout": 10.0, "retries": 1}

@@ -161,6 +161,89 @@ def test_each_way_to_fail_is_named_and_the_others_go_on(run, monkeypatch):
     assert 'raise KeyError("rows")' in results.values[completions.index("raises")].trace
 
 
+SHARES = '''
+import mmap, os, time
+from distflow import reward
+
+def fill(file, size):
+    for _ in range(size >> 20):
+        os.write(file, bytes(1 << 20))
+
+def touch(size):
+    room = mmap.mmap(-1, size)
+    for place in range(0, size, 4096):
+        room[place] = 1
+    return room
+
+@reward
+def shares(completion, answer):
+    size = 384 << 20
+    if completion == "memfd":
+        fill(os.memfd_create("x"), size)
+    if completion == "open":
+        fill(os.open(answer, os.O_CREAT | os.O_RDWR), size)
+    if completion == "left":
+        file = os.open(answer, os.O_CREAT | os.O_RDWR)
+        time.sleep(2)
+        fill(file, size)
+        os.close(file)
+    if completion in ("mapped", "in a child") and (completion == "mapped" or not os.fork()):
+        room = touch(size)
+    if completion == "little":
+        room, file = touch(size // 4), os.memfd_create("x")
+        fill(file, size // 4)
+        seen = mmap.mmap(file, size // 4)
+        return float(sum(seen[::4096]) == 0 and not os.fork() or os.wait()[1] == 0)
+    time.sleep(600)
+'''
+
+
+@pytest.mark.parametrize("way", ["memfd", "open", "left", "mapped", "in a child"])
+def test_shared_memory_counts_too(module, way):
+    """384 MiB where 256 MiB are allowed, of a kind that no limit of the kernel sees."""
+    pool, file = Pool(1, memory_gib=0.25), Path(f"/dev/shm/distflow-test-{uuid.uuid4().hex}")
+    try:
+        found = pool.run([Job("shares", module(SHARES), [[way, str(file)]], [0], timeout=60.0, retries=0)], 90.0)
+        assert reason(found.values[0]).startswith("its process was killed by SIGKILL")
+    finally:
+        pool.close()
+        file.unlink(missing_ok=True)
+
+
+def test_shared_memory_below_the_limit_is_counted_once(module):
+    """96 MiB mapped, and 96 MiB that are both open and mapped, in two processes."""
+    pool = Pool(1, memory_gib=0.25)
+    found = pool.run([Job("shares", module(SHARES), [["little", ""]], [0], timeout=60.0, retries=0)], 90.0)
+    pool.close()
+    assert found.values == {0: 1.0}
+
+
+VARIABLES = '''
+import os
+from distflow import reward
+
+@reward
+def sees(completion, answer, *, key_variable=None):
+    return float(completion in os.environ)
+'''
+
+
+def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
+    """But those that a setting names, while its reward is called, and those that the user passes on to all."""
+    names = ["DISTFLOW_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "ASKED_KEY",
+             "PASSED_KEY", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEYS"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("DISTFLOW_PASS_ENV", "PASSED_KEY,OTHER")
+    name, pool, seen = module(VARIABLES), Pool(1, memory_gib=1.0), []
+    for settings in ({}, {"key_variable": "ASKED_KEY"}, {}):
+        job = Job("sees", name, [[each, ""] for each in names], list(range(len(names))), settings)
+        seen.append({names[key] for key, value in pool.run([job], 90.0).values.items() if value == 1.0})
+    pool.close()
+    public = set(names[-4:])
+    assert seen == [public, public | {"ASKED_KEY"}, public]
+
+
 def test_one_that_forks_and_comes_back_twice_counts_once(run):
     results = run("hostile", ["good", "forks", "good", "good"])
     assert [results.values[place] for place in (0, 2, 3)] == [1.0] * 3

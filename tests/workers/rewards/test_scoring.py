@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.schema.errors import InvalidInput, RewardsFailed
+from distflow.observe.metrics import Metrics, current
+from distflow.schema.errors import EngineError, InvalidInput, RewardsFailed
 from distflow.schema.recipe import Term
 from workers.rewards.process import Failed
 from workers.rewards.scoring import Scorer, _combine, find_reward, report
@@ -135,7 +136,8 @@ def test_a_run_without_any_reward_ends_after_some_steps(score):
         assert report(scores, [5, 6]).startswith("EVERY ONE of 2 samples left out: reward `never` raised RuntimeError: "
                                                  "no licence (sample 5, and 1 more)")
         scorer.count(scores, step)
-    with pytest.raises(RewardsFailed, match="of 3 steps in a row .*`never` raised RuntimeError: no licence") as caught:
+    match = r"of 3 steps in a row .*\.py:\d+: reward `never` raised RuntimeError: no licence"
+    with pytest.raises(RewardsFailed, match=match) as caught:
         scorer.count(score(None, scorer, completions=["1", "2"]), 2)
     assert 'raise RuntimeError("no licence")' in str(caught.value)
 
@@ -188,3 +190,58 @@ def test_a_broken_recipe_is_refused():
         Scorer(5)
     with pytest.raises(InvalidInput, match="Did you mean `math`"):
         find_reward("maths")
+
+REPORTING = '''
+import sys
+from distflow import metric, reward
+
+@reward(retries=1)
+def one_by_one(completion):
+    metric("own/length", len(completion))
+    metric("own/torch", "torch" in sys.modules)
+    if completion == "bad":
+        raise ValueError("no")
+    return 1.0
+
+@reward
+async def in_turns(completion):
+    metric("own/turns", len(completion))
+    return 1.0
+
+@reward
+def together(completions):
+    for completion in completions:
+        metric("own/together", len(completion))
+    return [1.0] * len(completions)
+
+@reward(in_rank=True)
+def at_once(completion):
+    metric("own/at_once", len(completion))
+    return 1.0 / len(completion)
+
+@reward
+def wrong(completion):
+    metric("own/length", "many")
+    return 1.0
+'''
+
+
+def test_what_rewards_report_comes_back_from_their_processes(module):
+    """A call that fails is tried again and does not count."""
+    module(REPORTING)
+    current().take()  # what earlier tests have left
+    scorer = Scorer(["one_by_one", "in_turns", "together", "at_once"], workers=2)
+    scores = scorer.score({"completions": ["a", "bb", "bad", ""]}, range(4))
+    assert (scores.keep, scores.retried) == ([True, True, False, False], 1)
+    found = Metrics()
+    for name, total, count in scores.metrics:
+        found.mean(name, total, count)
+    assert sorted(found.means()) == [("own/at_once", 6.0, 3.0), ("own/length", 3.0, 3.0), ("own/together", 6.0, 4.0),
+                                     ("own/torch", 0.0, 3.0), ("own/turns", 6.0, 4.0)]
+    assert current().means() == []
+
+
+def test_a_metric_that_is_no_number_ends_the_run_and_names_it(module):
+    module(REPORTING)
+    with pytest.raises(EngineError, match=r"reward `wrong` cannot be computed: metric\('own/length', 'many'\)"):
+        Scorer("wrong").score({"completions": ["a"]}, [0])

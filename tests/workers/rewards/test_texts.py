@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
 from distflow.schema.errors import InvalidInput
 from workers.rewards.scoring import Scorer
-from workers.rewards.texts import _of_plain_numbers, format, length, math  # noqa: A004
+from workers.rewards.texts import _without_a_process, format, length, math  # noqa: A004
 
+GRADERS, *ANSWERS = map(json.loads, Path(__file__).with_name("answers.jsonl").read_text().splitlines())
 TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
 
 
@@ -35,17 +38,49 @@ TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
 ])
 def test_math_compares_final_answers(completion, answer, expected):
     assert math(completion, answer) == expected
-    assert _of_plain_numbers(completion, answer) in (None, expected)
+    assert _without_a_process(completion, answer) in (None, expected)
+
+
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row["completion"])
+def test_forms_of_answers_beside_other_graders(row):
+    for strict in (True, False):
+        settings = {"completion": row["completion"], "answer": row["reference"], "strict": strict}
+        assert math(**settings) == row["strict" if strict else "lenient"]
+        assert _without_a_process(**settings) in (None, math(**settings))
+    others = {row[grader] for grader in GRADERS["graders"]} - {None}
+    assert row["why"] or others <= {row["strict"]}, "it must be said why the verdict differs from another grader's"
+
+
+def test_the_table_is_long_enough():
+    assert len({(row["completion"], row["reference"]) for row in ANSWERS}) == len(ANSWERS) >= 120
+
+
+def test_a_recipe_may_ask_for_less():
+    columns = {"completions": ["#### 13-7", "so it is 6"], "answers": ["#### 6"] * 2}
+    assert Scorer("math").score(columns, range(2)).rewards == [0.0, 0.0]
+    assert Scorer({"math": {"strict": False}}).score(columns, range(2)).rewards == [1.0, 1.0]
 
 
 def test_plain_numbers_need_no_process():
-    assert _of_plain_numbers("#### 7", "#### 7") == 1.0
-    assert _of_plain_numbers("no answer", "#### 7") == 0.0
-    assert _of_plain_numbers(TOWER, "#### 7") is None
+    assert _without_a_process("#### 7", "#### 7") == 1.0
+    assert _without_a_process("no answer", "#### 7") == 0.0
+    assert _without_a_process(TOWER, "#### 7") == 0.0
+    assert _without_a_process(TOWER, "#### 7", strict=False) is None
+    assert _without_a_process(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") is None
     scorer = Scorer("math")
     before = [worker.process.pid for worker in scorer.pool.workers]
     assert scorer.score({"completions": ["#### 1"] * 3, "answers": ["#### 1"] * 3}, range(3)).rewards == [1.0] * 3
     assert [worker.process.pid for worker in scorer.pool.workers] == before
+
+
+@pytest.mark.parametrize("text", ["#### x" + " " * 900 + "y", "a" + " " * 100_000 + "b", "#### 24" + "\n" * 900 + "x",
+                                  "so\n" + "\n" * 100_000 + "no", "#### " + "\u00a0 " * 450 + "y", "#### " + "- " * 490,
+                                  "#### " + "( " * 490, "#### " + "1 " * 490, "#### " + "1," * 490])
+def test_long_texts_are_read_in_the_rank(text):
+    """Where reading takes more than linear time this does not end: nothing bounds a shortcut."""
+    for answer in ("#### 24", "24"):
+        for strict in (True, False):
+            assert _without_a_process(text, answer, strict=strict) in (None, 0.0, 1.0)
 
 
 def test_latex_that_no_computer_finishes_is_bounded():

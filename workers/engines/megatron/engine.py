@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch, Ragged
 from distflow.robust import pulse
 from distflow.schema.errors import EngineError
+from distflow.schema.extras import pip_line
 from distflow.schema.run import RoleRun
 from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
@@ -24,7 +25,7 @@ try:
     from megatron.core.distributed import finalize_model_grads
 except ModuleNotFoundError as error:
     raise EngineError("engine: megatron  needs megatron-core, which is not installed. Install it:  "
-                      "pip install 'distflow[megatron]'") from error
+                      + pip_line("megatron")) from error
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

@@ -165,8 +165,13 @@ class Sampling(Session):
         pulse.current().tick()
         turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         turn.versions += [self.engine.version] * len(output.new_token_ids)
-        if output.finished:
-            self.ended.append(self.turns.pop(output.request_id).end(turn.tokens[-1] in self.engine.ends))
+        stopped = self.engine.stop is not None and self.engine.stop.reached(turn.row, turn.tokens)
+        if stopped and not output.finished:
+            with translated("end a row"):
+                self.engine.core.abort_requests([output.request_id])
+        if stopped or output.finished:
+            ended = stopped or turn.tokens[-1] in self.engine.ends
+            self.ended.append(self.turns.pop(output.request_id).end(ended))
 
     def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
         chosen = None if rows is None else set(rows)

@@ -1,0 +1,7 @@
+"""The `distflow` command, as `python -m distflow`."""
+
+import sys
+
+from distflow.cli import main
+
+sys.exit(main())

@@ -1,0 +1,101 @@
+"""Starts torchrun beside the command line and ends with it: signals, exit code, and which process outlives which.
+
+    distflow run ─ this process ─ torchrun (workers/loopback.py) ─ one distflow/launch.py for each GPU ─ its worker
+
+Each of them is killed by the kernel when the one before it dies, so that nothing trains on after a SIGKILL. A first
+SIGTERM, SIGHUP or Ctrl-C is passed on, and ends the run after the step under way; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from distflow.launch import ROOT
+from distflow.observe.lines import show
+from distflow.schema.robust import Robust
+from workers.jail.processes import end_with
+
+_MARGIN = 10.0
+"""Seconds that torchrun waits longer than the run may take to end."""
+_ONE = 1.0
+"""Seconds in which a second signal counts as the first: `timeout` and terminals may send one twice."""
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def torchrun(ranks: int, arguments: list[str], quiet: bool = False, shutdown_timeout: float | None = None) -> int:
+    """Print the torchrun line and run it, with a store that only this machine reaches. Return its exit code; 128 and
+    the signal's number after a signal.
+
+    Args:
+        quiet: print nothing but errors.
+        shutdown_timeout: `robust.shutdown_timeout` of the run; default: that of any run.
+    """
+    path = ROOT / "distflow" / "launch.py"
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    line = ["--nproc-per-node", str(ranks), str(shown), *arguments]
+    if not quiet:
+        show(shlex.join(["torchrun", "--standalone", *line]))
+    return attend(line, quiet, Robust().shutdown_timeout if shutdown_timeout is None else shutdown_timeout)
+
+
+def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) -> int:
+    """Run torchrun with these arguments, as `torchrun` above does."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ,
+                   "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{shutdown_timeout + _MARGIN:.0f}"}
+    program = [sys.executable, "-P", str(ROOT / "workers" / "loopback.py"), *line]
+    with _Signals().forwarded() as signals:
+        # In a session of its own: a terminal's Ctrl-C reaches torchrun once, by this process.
+        signals.process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL if quiet else None,
+                                           start_new_session=True, preexec_fn=partial(end_with, os.getpid()))
+        code = signals.process.wait()
+    if sys.stdout.isatty():  # a progress bar that was killed has left it hidden
+        print(_SHOW_CURSOR, end="", flush=True)
+    return _exit_code(code, signals.first)
+
+
+def _exit_code(code: int, told: int) -> int:
+    if told:
+        return 128 + told
+    if code < 0:
+        print(f"torchrun was ended by {signal.Signals(-code).name}, and the run with it", file=sys.stderr)
+        return 128 - code
+    return code
+
+
+class _Signals:
+    """Passes on what this process is told."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.first, self.at = 0, 0.0
+
+    @contextlib.contextmanager
+    def forwarded(self) -> Iterator[_Signals]:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        heard = [number for number, action in before.items() if action != signal.SIG_IGN]  # nohup ignores SIGHUP
+        for number in heard:
+            signal.signal(number, self._hear)
+        try:
+            yield self
+        finally:
+            for number in heard:
+                signal.signal(number, before[number])
+
+    def _hear(self, number: int, _: object) -> None:
+        if self.process is None:
+            sys.exit(128 + number)
+        if not self.first:
+            self.first, self.at = number, time.monotonic()
+            show("\nending after the step under way; a second Ctrl-C or SIGTERM ends it at once", sys.stderr)
+            self.process.send_signal(signal.SIGINT)  # torchrun passes it on; by SIGTERM it ends ranks after a failure
+        elif time.monotonic() - self.at > _ONE:
+            self.process.kill()

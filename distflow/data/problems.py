@@ -1,0 +1,127 @@
+"""Reads the question, the tools and the answer out of a record, in all the forms in which datasets have them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from distflow.schema.run import Data
+
+if TYPE_CHECKING:
+    from distflow.data.records import Record
+
+_TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
+Message = dict[str, Any]
+"""One turn of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
+
+
+def messages_of(record: Record, data: Data) -> list[Message]:
+    """Return a record's question as chat messages, with the system prompt and the suffix that the run file adds.
+
+    Messages that begin with a system message of their own keep it. The suffix follows the last user message.
+    """
+    asked = record[data.question]
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = [_message(each) for each in asked]
+    if data.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    last = next((each for each in reversed(messages) if each["role"] == "user"), None)
+    if data.prompt_suffix and last:
+        last["content"] = _with_suffix(last["content"], data.prompt_suffix)
+    return messages
+
+
+def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
+    """Return the tools that a record names, or None; JSON text, as Parquet files often have it, is parsed."""
+    said = record.get(data.tools) if data.tools else None
+    return (json.loads(said or "null") if isinstance(said, str) else _without_nulls(said)) or None
+
+
+def question_text(asked: str | list[Message]) -> str:
+    """Return what a person would call the question: the text, or what the last user message says."""
+    if isinstance(asked, str):
+        return asked
+    users = [each for each in asked if each["role"] == "user"]
+    return content_text((users or asked)[-1].get("content"))
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """Return the text of a message: its content, or the text parts of it."""
+    return content or "" if not isinstance(content, list) else "".join(part.get("text") or "" for part in content)
+
+
+def answer_text(answer: str | int | float) -> str:
+    """Return an answer as text. A whole number is written without a fraction, since tables store 24 as 24.0."""
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return str(answer)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a field says nothing: null, or blank text."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def is_empty_question(value: Any) -> bool:
+    """Whether a question says nothing: as other fields, or no message, or messages without text and parts.
+
+    What has a wrong form is not empty: `wrong_question` tells of it.
+    """
+    return not any(_says(each) for each in value) if isinstance(value, list) else is_empty(value)
+
+
+def wrong_question(value: Any) -> str:
+    """Return what a question must be and is not; "" if it can be asked."""
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return ""
+    return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
+
+
+def wrong_answer(value: Any) -> str:
+    """Return what an answer, or another field that is text, must be and is not; "" if it can be taken."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
+
+
+def wrong_tools(value: Any) -> str:
+    """Return what a field of tools must be and is not; "" if it can be taken."""
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except ValueError:
+        return _TOOLS
+    right = value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value))
+    return "" if right else _TOOLS
+
+
+def _says(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else message
+    if isinstance(content, list):
+        return any(not isinstance(part, dict) or part.get("type", "text") != "text" or not is_empty(part.get("text"))
+                   for part in content)
+    return not is_empty(content) or (isinstance(message, dict) and bool(message.get("tool_calls")))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    parts = content if isinstance(content, list) else []
+    return isinstance(content, str | list | None) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in parts)
+
+
+def _message(said: Message) -> Message:
+    return {name: _without_nulls(value) for name, value in said.items() if value is not None or name == "content"}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives each mapping the keys of all others in its place, as null; templates ask whether a key is there."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _with_suffix(content: str | list[dict[str, Any]] | None, suffix: str) -> str | list[dict[str, Any]]:
+    return [*content, {"type": "text", "text": suffix}] if isinstance(content, list) else f"{content or ''}{suffix}"

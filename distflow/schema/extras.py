@@ -1,0 +1,21 @@
+"""The command that installs an optional dependency: the one place where messages take it from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DISTRIBUTION = "distflow-rl"
+"""Name on PyPI; `distflow` is another project's there. Imports say `distflow` all the same."""
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def pip_line(extra: str, root: Path = _ROOT) -> str:
+    """Return the shell command that installs an extra of setup.cfg, for a checkout or for an installed package.
+
+    Args:
+        extra: as in `[options.extras_require]` of setup.cfg.
+        root: the folder that holds the package `distflow`; a checkout has setup.cfg there.
+    """
+    if not (root / "setup.cfg").is_file():
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"

@@ -1,0 +1,84 @@
+"""What cannot learn is refused; what probably cannot is noted, with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.schema.errors import InvalidInput
+from distflow.schema.spec import load
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = "roles.actor.generation.temperature=0"
+FIRST = "roles.actor.generation.top_k=1"
+
+
+@pytest.mark.parametrize(("dag", "change", "says"), [
+    ("grpo", "nodes.rollout.with.group_size=1",
+     ("`group_advantage` compares the answers to a prompt, and node `rollout` gives one",
+      "Instead:  rollout: {…, with: {group_size: 8}}")),
+    ("rloo", "nodes.rollout.with.group_size=1", ("`leave_one_out_advantage` compares",)),
+    ("online_dpo", "nodes.rollout.with.group_size=1", ("`best_and_worst` compares",)),
+    ("grpo_tools", "nodes.rollout.with.group_size=1", ("`group_advantage` compares",)),
+    ("grpo", GREEDY, ("with `temperature: 0` all that node `rollout` gives are the same",
+                      "Instead:  roles: {actor: {…, generation: {temperature: 1.0, top_k: 0}}}")),
+    ("rloo", FIRST, ("with `top_k: 1` all that node `rollout` gives are the same",)),
+])
+def test_answers_that_cannot_differ_are_refused(dag, change, says):
+    with pytest.raises(InvalidInput) as caught:
+        plan(load(f"{dag}.yaml", None, [change]), 2)
+    text = str(caught.value)
+    assert text.startswith(f"--set {change}: node ")
+    assert all(part in text for part in says), text
+    assert len(caught.value.mistakes) == 1
+
+
+def test_a_filter_and_an_advantage_are_both_named():
+    with pytest.raises(InvalidInput) as caught:
+        plan(load("dapo.yaml", None, ["nodes.rollout.with.group_size=1"]), 2)
+    assert [mistake.what.split("`")[1] for mistake in caught.value.mistakes] == ["filter", "advantage"]
+
+
+@pytest.mark.parametrize(("dag", "changes", "says"), [
+    ("reinforce_pp", [FIRST], "node `rollout` samples role `actor`, which is trained, with `top_k: 1`"),
+    ("grpo_tools", [GREEDY], "node `rollout` samples role `actor`, which is trained, with `temperature: 0`"),
+    ("rloo", ["nodes.update.with.mini_batches=4"], "(mini_batches: 4) with `loss: reinforce`"),
+    ("remax", ["nodes.update.with.epochs=2"], "(epochs: 2) with `loss: reinforce`"),
+    ("dapo", [], "more than 16,384 tokens (max_length 20,480, margin 0.2), and node `rollout` gives at most 24. "
+                 "Set  max_length: 24"),
+    ("dapo", ["nodes.rollout.with.max_new_tokens=9"], "gives at most 9"),
+    ("grpo", ["validation.reward=format"], "validation pays `format`, and training (node `reward`) `math`"),
+    ("grpo", ["nodes.update.reads={reference_logprobs: rollout_logprobs}"],
+     "node `reference` writes `reference_logprobs`, which no node reads"),
+])
+def test_what_probably_does_not_learn_is_noted(dag, changes, says):
+    notes = plan(load(f"{dag}.yaml", None, changes), 2).notes
+    assert sum(says in note for note in notes) == 1, notes
+
+
+def test_a_recomputed_policy_that_is_not_read_comes_with_the_line_to_write(tmp_path):
+    dag, run = (ROOT / "dags/gspo.yaml").read_text(), (ROOT / "dags/runs/embedded.yaml").read_text()
+    (tmp_path / "gspo.yaml").write_text(dag.replace("role: actor,", "role: policy,").replace("  actor:", "  policy:"))
+    (tmp_path / "run.yaml").write_text(run.replace("  actor:", "  policy:"))
+    reads = "{actor_logprobs: policy_logprobs}"
+    says = (f"node `old` writes `policy_logprobs`, which no node reads. To have `update` take it as the old policy:  "
+            f"update: {{…, reads: {reads}}}")
+    assert says in plan(load(str(tmp_path / "gspo.yaml"), str(tmp_path / "run.yaml")), 2).notes
+    mended = load(str(tmp_path / "gspo.yaml"), str(tmp_path / "run.yaml"), [f"nodes.update.reads={reads}"])
+    assert not any("policy_logprobs" in note for note in plan(mended, 2).notes)
+
+
+def test_a_role_of_another_dag_is_noted(tmp_path):
+    file = (ROOT / "dags/runs/embedded.yaml").read_text()
+    text = file.replace("roles:\n", "roles:\n  critic: {learning_rate: 1e-3}\n")
+    (tmp_path / "run.yaml").write_text(text)
+    notes = plan(load("grpo.yaml", str(tmp_path / "run.yaml")), 2).notes
+    assert any("role `critic` stands in the run file, and DAG `grpo` has none of that name" in note for note in notes)
+
+
+@pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml") if path.stem != "dapo"))
+def test_shipped_algorithms_learn(dag):
+    known = ("random weights", "rollout_logprobs")
+    assert [note for note in plan(load(f"{dag}.yaml"), 2).notes if not any(word in note for word in known)] == []

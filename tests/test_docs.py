@@ -1,0 +1,32 @@
+"""docs/run_file.md is what the schema says, and the schema says something about each key."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+from harness import ROOT
+
+SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+
+DOCUMENTS = list(generate.documents(generate.Run, ""))
+
+
+def test_the_page_is_made_from_the_schema_as_it_is():
+    assert generate.PAGE.read_text() == generate.page(), "docs/run_file.md is stale. Make it again:  make docs"
+
+
+@pytest.mark.parametrize(("place", "kind"), DOCUMENTS, ids=[place or "run" for place, _ in DOCUMENTS])
+def test_each_key_is_described_below_its_field(place, kind):
+    assert [name for name in kind.model_fields if not generate.descriptions(kind).get(name, "").strip()] == []
+
+
+def test_the_page_shows_kinds_bounds_and_defaults():
+    lines = {tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
+             for line in generate.page().splitlines() if line.startswith("|")}
+    assert {("`steps`", "whole number, above 0", "required"), ("`learning_rate`", "number, above 0", "`1e-06`"),
+            ("`engine`", r"`fsdp` \| `megatron`", "`\"fsdp\"`"), ("`faults`", "list of: mapping, below", "`[]`"),
+            ("`betas`", "list of: number, at least 0, below 1", "`[0.9, 0.95]`")} <= lines

@@ -1,0 +1,44 @@
+"""A whole run with PPO's loss as a user would write it is the run with the shipped one, however it is divided."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from harness import ROOT, metrics_of
+
+OWN = ("nodes.update.with={loss: 'own_losses:clipped', loss_settings: {clip: 0.2}, kl: 0.001, epochs: 2}",)
+SHIPPED = ("nodes.update.with={loss: ppo, clip: 0.2, kl: 0.001, epochs: 2}",)
+CLIPPED = {"policy/clip_ratio", "policy/clip_ratio_low", "policy/clip_ratio_high"}
+DIVIDED = ("roles.actor.micro_batch_tokens=64",)
+
+
+@pytest.fixture
+def run(workspace, launch, monkeypatch):
+    """Metrics of two steps of a run, by step."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+
+    def run(ranks, name, *given):
+        sets = [word for line in ("steps=2", *given) for word in ("--set", line)]
+        launch(ranks, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", name, *sets)
+        return metrics_of(workspace / "runs" / name)
+
+    return run
+
+
+@pytest.mark.smoke
+def test_a_step_says_nothing_of_bounds_that_are_not_known(run):
+    (line,) = run(1, "one", "steps=1", *OWN).values()
+    assert line["policy/ratio"] > 0
+    assert not CLIPPED & line.keys()
+
+
+def test_it_is_the_shipped_one_on_any_number_of_ranks_and_micro_batches(run):
+    shipped, whole, divided = run(1, "shipped", *SHIPPED), run(1, "own", *OWN), run(2, "divided", *OWN, *DIVIDED)
+    for step, line in shipped.items():
+        for name in ("loss", "grad_norm", "policy/ratio", "policy/kl_reference", "response/fingerprint"):
+            assert whole[step][name] == line[name], (step, name)
+            assert divided[step][name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), (step, name)
+        assert line.keys() - whole[step].keys() == CLIPPED
+        assert divided[step]["own/logprobs"] == pytest.approx(whole[step]["own/logprobs"], rel=1e-5)
+        assert whole[step]["own/logprobs"] < -1  # the mean over tokens of a random model's log-probabilities

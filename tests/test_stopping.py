@@ -1,0 +1,137 @@
+"""How runs end before their last step: told to, killed, or by a mistake. What is left, and the last line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import environment
+from test_loopback import family_of
+
+RUN = ("run", "grpo.yaml", "--run", "tiny.yaml", "--ranks", "2", "--set", "checkpoint.every=1000")
+LONG = ("--set", "steps=100000")
+WRONG = """
+from distflow import node
+from torch import Tensor
+
+@node(writes="advantages")
+def one_number(rewards: Tensor) -> Tensor:
+    return rewards.mean()
+"""
+PLURAL = """
+from distflow import reward
+
+@reward
+def plural(completions: str, answers):
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def distflow(workspace) -> Iterator:
+    """Start the command in the workspace."""
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        line = [sys.executable, "-m", "distflow.cli", *arguments]
+        started.append(subprocess.Popen(line, cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait()
+        each.stdout.close()
+
+
+def until_step(run: subprocess.Popen, step: int) -> None:
+    said = []
+    for line in run.stdout:
+        said.append(line)
+        if f"step {step}/" in line:
+            return
+    pytest.fail("".join(said))
+
+
+def all_end(processes: set[int], seconds: float = 30.0) -> bool:
+    until = time.monotonic() + seconds
+    while (left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not left
+
+
+def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace):
+    run = distflow(*RUN, *LONG, "--name", "told")
+    until_step(run, 2)
+    processes = set(family_of(run.pid))
+    run.send_signal(signal.SIGTERM)
+    last = run.stdout.read().splitlines()[-1]
+    assert run.wait(60) == 128 + signal.SIGTERM
+    assert all_end(processes)
+    (checkpoint,) = (workspace / "runs/told/checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert step >= 2
+    assert last == (f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept. Go on:  "
+                    "distflow resume runs/told")
+    again = distflow("resume", "runs/told", "--set", f"steps={step + 1}")
+    said = again.stdout.read()
+    assert again.wait(60) == 0, said
+    assert "--nproc-per-node 2" in said, "as many ranks as the run had"
+    steps = [json.loads(line)["step"] for line in (workspace / "runs/told/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, step + 2))
+
+
+def test_a_trainer_is_given_the_samples_of_its_last_step(distflow, workspace):
+    """Ctrl-C where rollouts sample beside the trainer."""
+    run = distflow(*RUN, *LONG, "--name", "told", "--set", "mode=async", "--set", "groups.rollout=1")
+    until_step(run, 2)
+    run.send_signal(signal.SIGINT)
+    last = run.stdout.read().splitlines()[-1]
+    assert run.wait(60) == 128 + signal.SIGINT
+    assert "runs/told was stopped after step" in last
+    assert list((workspace / "runs/told/checkpoints").iterdir())
+
+
+def test_nothing_trains_on_when_the_command_is_killed(distflow):
+    """And before that, nobody else may go on with the run."""
+    run = distflow(*RUN, *LONG, "--name", "killed", "--set", "checkpoint.every=1")
+    until_step(run, 4)
+    second = distflow("resume", "runs/killed")
+    said = second.stdout.read()
+    assert second.wait(60) == 2, said
+    assert "runs/killed is in use: process" in said
+    assert "distflow/launch.py --dag grpo.yaml" in said
+    third = distflow(*RUN, "--name", "killed")
+    assert "trains it since" in third.stdout.read()
+    processes = set(family_of(run.pid)) - {run.pid}
+    assert len(processes) >= 5, "torchrun, two supervisors and two workers"
+    run.kill()
+    assert all_end(processes)
+
+
+def test_the_reason_is_the_last_thing_on_the_screen(distflow, workspace):
+    (workspace / "wrong.py").write_text(WRONG)
+    run = distflow(*RUN, "--set", "nodes.advantage.function=wrong:one_number")
+    said = run.stdout.read()
+    assert run.wait(60) == 1
+    reason = "wrong.py:5: wrong:one_number returned a single number for column `advantages`."
+    assert said.count(reason) == 1
+    assert "in node `advantage`" in said.splitlines()[-1]
+    assert "ChildFailedError" not in said
+    assert "torch/distributed" not in said
+
+
+def test_a_reward_of_one_sample_or_of_all(distflow, workspace):
+    (workspace / "wrong.py").write_text(PLURAL)
+    run = distflow(*RUN, "--set", "imports=[wrong]", "--set", "nodes.reward.with.reward=plural")
+    said = run.stdout.read()
+    assert run.wait(60) == 2
+    assert "wrong.py:5: reward `plural` has the parameter `completions: str`" in said
+    assert "completion: str  for one sample" in said

@@ -1,0 +1,46 @@
+"""Texts that end a turn are found wherever tokens part them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.engines.embedded import EOS, build_tokenizer
+from workers.engines.rollout import Row
+from workers.engines.stopping import StopStrings, last_tokens
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer(["The answer is 42."])
+
+
+def turn(begun: list[int] = ()) -> Row:
+    """A row, of whose turn another engine has sampled some tokens."""
+    row = Row(0, torch.tensor([7, 8]), 2, 99)
+    if begun:
+        row.resume(torch.tensor(begun), torch.zeros(len(begun)), torch.zeros(len(begun), dtype=torch.int32), False)
+    return row
+
+
+@pytest.mark.parametrize("text", ["</answer>", "é.", "42", EOS])
+def test_the_token_that_completes_a_text_ends_the_turn(tokenizer, text):
+    stop, said = StopStrings(tokenizer, ["nothing like it", text]), "The answer is 7. " * 9 + f"And 4 2 <{text} more"
+    tokens = tokenizer(said)["input_ids"]
+    ended = [count for count in range(1, len(tokens) + 1) if stop.reached(turn(), tokens[:count])]
+    assert text in tokenizer.decode(tokens[: ended[0]])
+    assert text not in tokenizer.decode(tokens[: ended[0] - 1])
+    for parted in range(1, ended[0]):
+        assert stop.reached(turn(tokens[:parted]), tokens[parted : ended[0]]), parted
+        assert not stop.reached(turn(tokens[:parted]), tokens[parted : ended[0] - 1])
+
+
+def test_the_prompt_ends_nothing(tokenizer):
+    row = Row(0, torch.tensor(tokenizer("is 42.")["input_ids"]), 4, 99)
+    assert not StopStrings(tokenizer, ["is 42. The"]).reached(row, tokenizer(" The")["input_ids"])
+
+
+def test_only_the_last_tokens_of_the_slots_that_are_asked_for_are_read():
+    tokens, counts = torch.arange(40).reshape(4, 10), torch.tensor([0, 2, 5, 10])
+    assert last_tokens(tokens, counts, torch.tensor([1, 3, 0]), 3) == [[10, 11], [37, 38, 39], []]
+    assert last_tokens(tokens, counts, torch.tensor([2]), 100) == [[20, 21, 22, 23, 24]]
