@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other, one core each")
     parser.add_argument("--quick", action="store_true", help="one seed, grpo alone, five steps")
     parser.add_argument("--output", help="folder for the runs; weak starts and teachers that lie there are used again; "
-                                         "default: one that is removed")
+                        "default: one that is removed")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps, options.only = [0], 5, ["grpo"]

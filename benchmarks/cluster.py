@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distflow.observe.recovery import Event, read
-from distflow.robust.processes import end_at_once, family
+from distflow.telemetry.ettr import Event, read
+from distflow.telemetry.processes import end_at_once, family
 
 ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 240.0

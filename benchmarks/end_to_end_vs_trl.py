@@ -49,11 +49,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_environment import peer_python  # noqa: E402 - needs the path above
 from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios  # noqa: E402
+from distflow.config.load import Spec, load  # noqa: E402
+from distflow.config.shipped import SHIPPED  # noqa: E402
+from distflow.config.yaml_source import read  # noqa: E402
 from distflow.data.dataloader import Dataloader  # noqa: E402
-from distflow.data.records import open_records  # noqa: E402
-from distflow.schema.shipped import SHIPPED  # noqa: E402
-from distflow.schema.source import read  # noqa: E402
-from distflow.schema.spec import Spec, load  # noqa: E402
+from distflow.data.dataset import open_records  # noqa: E402
 
 RANKS, GOAL = 2, 2.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

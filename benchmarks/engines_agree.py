@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.group import on_ranks
 from benchmarks.ratio import Spread, conclude, options, parsed
+from distflow.config.models import ROLLOUTS, TRAINERS, Engine, elsewhere, installed
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.engines import ROLLOUTS, TRAINERS, Engine, elsewhere, installed
-from distflow.schema.plan import Layout
-from distflow.schema.run import RoleRun
+from distflow.plan import Layout
 from workers.engines import attention, engine_class
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.meshes import mesh_of
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
             equal &= same
     conclude(f"largest difference of a token's log-probability between trainer and rollout, {len(differences) // 2} "
              "pairs of engines, before and after an update in place", Spread(max(differences), min(differences),
-                                                                          max(differences)), BOUND, unit="nats",
+                                                                             max(differences)), BOUND, unit="nats",
              holds=equal and all(map(math.isfinite, differences)), at_least=False)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.modes import RANKS, Contest, contest_options, run_once, steps_of
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, parsed, ratios
-from distflow.observe.recovery import Account, account, read
+from distflow.telemetry.ettr import FailureCosts, account, read
 
 MODES = ("sync", "semi_sync", "async")
 RESTARTS = 100
@@ -37,7 +37,7 @@ GOALS = {"ettr": 0.95, "time": 1.2}
 class Outcome:
     """What a run has cost. `updates`: steps in metrics.jsonl; `trainers` of `ranks` ranks train."""
 
-    account: Account
+    account: FailureCosts
     updates: list[int]
     trainers: int
 
@@ -63,7 +63,7 @@ class Trial(Contest):
         folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
             f"mode={mode}", *apart, *faults, f"robust={{restart: {'task' if task else 'role'}, restarts: {RESTARTS}}}",
             f"checkpoint={{every: {int(task)}, keep: 2}}", *self.settings(seed, given.updates)),
-            RESTARTS if task else 0)
+                          RESTARTS if task else 0)
         outcome = Outcome(account(read(folder)), [step["step"] for step in steps_of(folder)],
                           RANKS if mode == "sync" else RANKS - 1)
         found = outcome.account

@@ -31,7 +31,7 @@ from benchmarks.cluster import ROOT, Cluster
 from benchmarks.control_group import control_group, limit_memory
 from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
-from distflow.observe.recovery import account, read
+from distflow.telemetry.ettr import account, read
 
 KINDS = {"raise": True, "kill": True, "stop": True, "slow": False, "oom": True}
 """Whether the worker ends of it."""

@@ -33,8 +33,8 @@ from benchmarks.rank0 import Rank0
 from benchmarks.rows import Case, Columns
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer
-from distflow.observe.metrics import Metrics
-from distflow.schema.plan import SOURCE, Column, Layout, Plan, Task, Transfer
+from distflow.plan import SOURCE, Column, Layout, Plan, Task, Transfer
+from distflow.telemetry.metrics import Metrics
 
 _PATIENCE = datetime.timedelta(seconds=120)
 """For a rank that does not come; the others then end, and so does the benchmark."""

@@ -28,7 +28,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device: 
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="group-") as folder:
         processes = [context.Process(target=_rank, args=(rank, ranks, f"{folder}/store", theirs, function, arguments,
-                                                           device)) for rank in range(ranks)]
+                                                         device)) for rank in range(ranks)]
         for process in processes:
             process.start()
         theirs.close()

@@ -27,10 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
-from distflow.schema.cluster import Link  # noqa: E402
-from distflow.schema.spec import load  # noqa: E402
-from planners.heterogeneous.hybrid import BUDGET, search  # noqa: E402
+from distflow.config.cluster import Link  # noqa: E402
+from distflow.config.load import load  # noqa: E402
 from planners.heterogeneous.problem import GENERATE, Freedom, Problem  # noqa: E402
+from planners.heterogeneous.search import BUDGET, search  # noqa: E402
 from planners.heterogeneous.workload import problem_of  # noqa: E402
 
 MEAN, BEST, NEVER_BELOW = 3.17, 9.17, 1.0

@@ -35,8 +35,8 @@ from benchmarks.modes import steps_of
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios
 from benchmarks.slowed import Slowed, ranks
 from distflow.cli.calibration import calibration
-from distflow.schema.spec import load
-from planners.heterogeneous.costed import Costed
+from distflow.config.load import load
+from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import Freedom
 from planners.heterogeneous.runnable import runnable
 
@@ -72,7 +72,7 @@ class Contest:
                      "--out", str(self.plan)]])
         spec = load("grpo", None, self.settings, str(self.cluster))
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
-        equal = runnable(spec, Costed(replace(known.problem, freedom=Freedom(balance=False))))
+        equal = runnable(spec, CostedProblem(replace(known.problem, freedom=Freedom(balance=False))))
         rows = {name: "+".join(str(share["rows"]) for share in task["shares"]) for name, task in plan["tasks"].items()}
         print(f"1:{self.times}, planned rows: {', '.join(f'{name} {each}' for name, each in rows.items())}", flush=True)
         return {"equal": equal.seconds + known.rest, "planned": plan["seconds"] + plan["rest_seconds"]}

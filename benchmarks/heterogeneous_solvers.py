@@ -27,10 +27,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.small_problems import brute_force, small  # noqa: E402
-from distflow.schema.spec import load  # noqa: E402
+from distflow.config.load import load  # noqa: E402
 from planners.heterogeneous.exact import Proof, prove  # noqa: E402
-from planners.heterogeneous.hybrid import Progress, search  # noqa: E402
 from planners.heterogeneous.problem import ASYNC, SYNC, Placement, Problem  # noqa: E402
+from planners.heterogeneous.search import Progress, search  # noqa: E402
 from planners.heterogeneous.workload import problem_of  # noqa: E402
 
 FASTER, NEAR, SECONDS = 50, 0.03, 60

@@ -45,7 +45,7 @@ import yaml
 
 from benchmarks.control_group import joining
 from benchmarks.ratio import add_size, conclude, interleaved, interval_of, options, parsed, ratios
-from distflow.schema.run import Run
+from distflow.config.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, GROUP = 2, 8
@@ -125,7 +125,7 @@ class Contest:
 
     def _accuracy(self, folder: Path) -> float:
         done = run_once(self.scratch, f"exam-{folder.name}", self.exam, "embedded_evaluate.yaml", 1,
-                    (f"roles.actor.model={folder / 'model'}", "roles.actor.generation.batch_rows=256"))
+                        (f"roles.actor.model={folder / 'model'}", "roles.actor.generation.batch_rows=256"))
         return steps_of(done)[0]["environment/reward"]
 
     def _start_model(self) -> Path:

@@ -27,9 +27,9 @@ from benchmarks.device import (
 )
 from benchmarks.group import timed
 from benchmarks.shapes import TRAINING, Shape
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.run import RoleRun
-from distflow.weights.attic import Attic
+from distflow.weights.offload import HostOffload
 from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
 from workers.engines.fsdp import FSDPEngine
@@ -172,7 +172,7 @@ def swap(bench: Bench, name: str, tensors: Callable[[], Iterable[Tensor]]) -> Pa
     if not fits:
         return Part(f"swap {name}", f"{name} to host memory: not measured, it would take {shown(need)} of host memory "
                     f"on each rank, of {shown(room)}")
-    attic, size, out, back = Attic(tensors), held(tensors()), [], []
+    attic, size, out, back = HostOffload(tensors), held(tensors()), [], []
     for _ in range(bench.repeats + 1):
         out.append(bench.seconds(attic.out))
         gone = size - held(tensors())

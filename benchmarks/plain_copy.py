@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.rows import Case, Columns
-from distflow.data.neighbours import Neighbours
-from distflow.data.warehouse import Stock, Warehouse
+from distflow.data.host_group import HostGroup
+from distflow.rpc.shared_memory import PoolNotice, SharedMemoryPool
 
 
 class PlainCopy:
@@ -22,7 +22,7 @@ class PlainCopy:
 
     def __init__(self, case: Case, rank: int, out: bool = False):
         self.case, self.rank, self.out = case, rank, out
-        self.neighbours, self.warehouse = Neighbours(rank, 60.0), Warehouse(rank)
+        self.neighbours, self.warehouse = HostGroup(rank, 60.0), SharedMemoryPool(rank)
         self.got = np.empty(0, dtype=np.uint8)
 
     def load(self, ids: Tensor, columns: Columns) -> None:
@@ -39,7 +39,7 @@ class PlainCopy:
         if wanted > max((shelf.size for shelf in self.warehouse.stock().shelves), default=0):
             self.warehouse.add(wanted)
             self.got = np.zeros(wanted, dtype=np.uint8)
-        stocks = [Stock.unpack(msgpack.unpackb(part))
+        stocks = [PoolNotice.unpack(msgpack.unpackb(part))
                   for part in self.neighbours.gather(msgpack.packb(self.warehouse.stock()))]
         self.memory = {rank: self.warehouse.open(stocks, rank, stocks[rank].shelves[-1].number)
                        for rank in self.consumers}

@@ -25,9 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.group import on_ranks, peak_over, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
-from distflow.weights.attic import Attic
-from distflow.weights.collectives import all_gather
-from distflow.weights.reshard import gathered
+from distflow.weights.offload import HostOffload
+from distflow.weights.reshard import all_gather, gathered
 
 RANKS, BUCKET = 4, 32 * 1024**2
 GOAL = 0.7
@@ -96,7 +95,7 @@ class Side:
                   for name, shape in shapes(case, mib).items()}
         self.shards = (cut_experts if case.experts else cut)(wholes, *case.source)
         self.slices = {name: torch.zeros(self._sliced(tensor)) for name, tensor in self.shards.items()}
-        self.attic = Attic(lambda: [shard.to_local() for shard in self.shards.values()])
+        self.attic = HostOffload(lambda: [shard.to_local() for shard in self.shards.values()])
 
     def _sliced(self, tensor: Tensor) -> tuple[int, ...]:
         return (tensor.shape[0] // self.parts if tensor.ndim > 1 else tensor.shape[0], *tensor.shape[1:])

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.group import on_ranks
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
+from distflow.config.models import ROLLOUTS
+from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
-from distflow.schema.engines import ROLLOUTS
-from distflow.schema.run import Generation, RoleRun
 from workers.engines import attention, engine_class
 from workers.engines.embedded import build_model, build_tokenizer
 

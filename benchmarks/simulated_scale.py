@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gloo_ranks import Host  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PADDED, PER_TOKEN, Case  # noqa: E402
-from distflow.data.balance import assign  # noqa: E402
-from distflow.data.routing import Notice, Route, agree  # noqa: E402
-from distflow.data.strips import Form  # noqa: E402
-from distflow.data.warehouse import Stock  # noqa: E402
+from distflow.data.assignment import assign  # noqa: E402
+from distflow.data.column_buffers import ColumnForm  # noqa: E402
+from distflow.data.redistribute import Route, RowNotice, agree  # noqa: E402
+from distflow.rpc.shared_memory import PoolNotice  # noqa: E402
 
 PER_MACHINE = 8
 COLUMNS = len(PER_TOKEN)
@@ -79,11 +79,11 @@ def measured(repeat: int) -> Costs:
 def _route(rows: int) -> float:
     """By routing so many rows of 64 ranks to 64 shares, balanced by tokens."""
     ranks, made = 64, np.random.default_rng(rows)
-    form = Form(1, "int64", ())
+    form = ColumnForm(1, "int64", ())
     notices = []
     for ids in np.array_split(np.arange(rows), ranks):
         counts = {f"column{number}": [made.integers(1, 2000, len(ids))] for number in range(COLUMNS)}
-        notices.append(Notice(ids, dict.fromkeys(counts, form), counts, Stock(0, (), ())))
+        notices.append(RowNotice(ids, dict.fromkeys(counts, form), counts, PoolNotice(0, (), ())))
     begin = time.perf_counter()
     weights = np.concatenate([sum(part[0] for part in notice.counts.values()) for notice in notices])
     shares = assign(torch.from_numpy(weights), ranks).numpy()

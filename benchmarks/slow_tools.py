@@ -8,7 +8,7 @@ import zlib
 from statistics import NormalDist
 
 from distflow import Turn, environment
-from workers.environments.calculator import Calculator
+from workers.isolation.environments.calculator import Calculator
 
 _PLACES = 1 << 16
 

@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from planners.heterogeneous.cost import Costs
+from planners.heterogeneous.cost import CostModel
 from planners.heterogeneous.layouts import slices_of, strategies
 from planners.heterogeneous.problem import (
     ASYNC,
@@ -16,18 +16,18 @@ from planners.heterogeneous.problem import (
     INFER,
     SYNC,
     TRAIN,
+    DeviceGroup,
     Edge,
     Hardware,
+    ModelTask,
+    NetworkLink,
     Problem,
     Replicas,
-    Site,
-    Way,
-    Work,
 )
 
 KINDS = {"h200": (989e12, 131, 4.8e12), "a100": (312e12, 74, 2.0e12), "l40s": (362e12, 44, 0.86e12),
          "l4": (121e12, 22, 0.3e12)}
-WAYS = {"zone": Way(2e-5, 12.5e9), "region": Way(6e-4, 2e9), "world": Way(0.06, 0.3e9)}
+WAYS = {"zone": NetworkLink(2e-5, 12.5e9), "region": NetworkLink(6e-4, 2e9), "world": NetworkLink(0.06, 0.3e9)}
 
 
 def small(seed: int, devices: int = 6) -> Problem:
@@ -53,24 +53,26 @@ def _machines(random: np.random.Generator, devices: int) -> list[int]:
     return found
 
 
-def _site(random: np.random.Generator, index: int, count: int) -> Site:
+def _site(random: np.random.Generator, index: int, count: int) -> DeviceGroup:
     kind = str(random.choice(sorted(KINDS)))
     peak, memory, bandwidth = KINDS[kind]
-    return Site(f"m{index}", kind, str(random.choice(["a", "b"])), 1, count, peak, memory * 2**30, bandwidth, 25e9,
-                Way(3e-6, float(random.choice([32e9, 300e9]))))
+    return DeviceGroup(f"m{index}", kind, str(random.choice(["a", "b"])), 1, count, peak, memory * 2**30, bandwidth,
+                       25e9,
+                       NetworkLink(3e-6, float(random.choice([32e9, 300e9]))))
 
 
-def _work(random: np.random.Generator, kind: str, role: str) -> Work:
+def _work(random: np.random.Generator, kind: str, role: str) -> ModelTask:
     layers, hidden = int(random.integers(4, 13)), int(random.choice([1024, 2048, 4096]))
     parameters = 12 * layers * hidden**2
-    return Work(f"{role} {kind}", role, kind, parameters, layers, hidden, 4 * hidden // 4, int(random.integers(4, 65)),
-                int(random.integers(16, 1025)), int(random.integers(16, 2049)), outputs=32000, heads=8,
-                micro_tokens=4096, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)))
+    return ModelTask(f"{role} {kind}", role, kind, parameters, layers, hidden, 4 * hidden // 4,
+                     int(random.integers(4, 65)),
+                     int(random.integers(16, 1025)), int(random.integers(16, 2049)), outputs=32000, heads=8,
+                     micro_tokens=4096, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)))
 
 
 def brute_force(problem: Problem) -> float:
     """The seconds of the best placement: every grouping, every set of devices for each group, every layout."""
-    costs = Costs(problem)
+    costs = CostModel(problem)
     devices = [site for site, count in enumerate(problem.hardware.all) for _ in range(count)]
     best = cache(lambda work, sites, turns: _best(costs, work, sites, turns))
     found = math.inf
@@ -87,13 +89,13 @@ def brute_force(problem: Problem) -> float:
     return found
 
 
-def _best(costs: Costs, work: int, sites: tuple[int, ...], turns: bool) -> float:
+def _best(costs: CostModel, work: int, sites: tuple[int, ...], turns: bool) -> float:
     """The fastest layout on any part of these devices."""
     parts = {tuple(site for site, used in zip(sites, chosen) if used) for chosen in product((0, 1), repeat=len(sites))}
     return min((_exactly(costs, work, part, turns) for part in parts if part), default=math.inf)
 
 
-def _exactly(costs: Costs, work: int, sites: tuple[int, ...], turns: bool) -> float:
+def _exactly(costs: CostModel, work: int, sites: tuple[int, ...], turns: bool) -> float:
     item, found = costs.problem.works[work], math.inf
     machines = [costs.problem.hardware.sites[site].each for site in sites]
     for tp in slices_of(item, machines):
@@ -118,7 +120,7 @@ def _arrangements(sites: tuple[int, ...], dp: int, tp: int, pp: int) -> set[tupl
     return found
 
 
-def _iteration(problem: Problem, costs: Costs, homes: list[int], pools: list[tuple[int, ...]],
+def _iteration(problem: Problem, costs: CostModel, homes: list[int], pools: list[tuple[int, ...]],
                durations: list[float]) -> float:
     """The objective, written down anew."""
     def way(edge: Edge) -> float:

@@ -30,8 +30,8 @@ from benchmarks.contender import ROOT
 from benchmarks.modes import steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
 from distflow.cli import main as distflow
-from distflow.observe.recovery import read
-from distflow.robust.processes import parent
+from distflow.telemetry.ettr import read
+from distflow.telemetry.processes import parent
 
 RANKS, LOOK, GRACE = 3, 2.0, 60.0
 GOAL = 1.1

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.group import on_ranks, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.run import RoleRun
 from workers.engines import attention
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine

@@ -36,9 +36,9 @@ from benchmarks.contender import Contender, await_calm, serve  # noqa: E402
 from benchmarks.peer_environment import peer_python  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
-from distflow.data.dock import Consumer, Dock, Service  # noqa: E402
-from distflow.data.dock.child import start  # noqa: E402
-from distflow.data.dock.volume import SampleFlow  # noqa: E402
+from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
+from distflow.dock.process import start  # noqa: E402
+from planners.transfers import SampleFlow  # noqa: E402
 
 GOAL, BUSIEST_GOAL, CLIENTS, WAREHOUSES = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 _COLUMNS = ("tokens", "logprobs", "rewards")
@@ -61,7 +61,7 @@ def batch_of(ids: torch.Tensor, mean: int) -> Batch:
 def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
     """One of the dock's clients: rounds until there are no more."""
     torch.set_num_threads(1)
-    with Dock(addresses, token, f"client {number}", patience=_WAIT) as dock:
+    with DockClient(addresses, token, f"client {number}", patience=_WAIT) as dock:
         dock.status()
         line.send("ready")
         while (job := line.recv()) is not None:
@@ -88,7 +88,7 @@ class Driver:
         self.token = secrets.token_bytes(32)
         self.children = [start(self.token) for _ in range(2)]
         self.addresses = [child.address for child in self.children]
-        with Dock(self.addresses, self.token, "driver", patience=_WAIT) as dock:
+        with DockClient(self.addresses, self.token, "driver", patience=_WAIT) as dock:
             dock.meet((Consumer("update", _COLUMNS),))
         self.clients: list[tuple[Any, Connection]] = []
         self.next = 0
@@ -152,9 +152,9 @@ def contest(given: Namespace) -> list[Spread]:
 def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     """Bytes through the busiest warehouse over the even share of the rows, and all bytes over those of the rows."""
     token = secrets.token_bytes(32)
-    services = [Service(token) for _ in range(warehouses)]
+    services = [StorageShardServer(token) for _ in range(warehouses)]
     batch = batch_of(torch.arange(rows), mean)
-    with Dock([service.start() for service in services], token, "counter") as dock:
+    with DockClient([service.start() for service in services], token, "counter") as dock:
         dock.meet((Consumer("update", _COLUMNS),))
         dock.put(batch)
         lease = dock.lease("update", rows, wait=_WAIT)
@@ -198,7 +198,7 @@ def main() -> None:
         return
     parser = options(__doc__)
     parser.add_argument("--peer-python", type=Path, help="with TransferQueue; default: that of .venv-dataflow, made "
-                                                         "if missing")
+                        "if missing")
     parser.add_argument("--rows", type=int, default=64, help="of each put and get")
     parser.add_argument("--tokens", type=int, default=512, help="of a row on average")
     parser.add_argument("--cycles", type=int, help="put → list → get, by each client in a round; default 16, quick 4")

@@ -37,12 +37,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
-from distflow.weights.buffers import Place  # noqa: E402
-from distflow.weights.publish import Publisher  # noqa: E402
-from distflow.weights.pull import Puller  # noqa: E402
-from distflow.weights.supplier import Connections, Supplier  # noqa: E402
+from distflow.weights.buffers import BufferAddress  # noqa: E402
+from distflow.weights.publisher import Publisher  # noqa: E402
+from distflow.weights.puller import Puller  # noqa: E402
+from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
 from distflow.weights.transport import transports  # noqa: E402
-from distflow.weights.transport.memory import Windows  # noqa: E402
+from distflow.weights.transport.memory import MappedBuffers  # noqa: E402
 from distflow.weights.transport.ucx import is_installed  # noqa: E402
 
 TRANSPORTS = ["memory", "ucx", "tcp"] if is_installed() else ["memory", "tcp"]
@@ -104,7 +104,7 @@ class Rollout:
 
     def __init__(self, store: dist.Store, token: bytes):
         self.puller = Puller(store, token, "rollout")
-        self.windows = Windows(self.puller.buffers)
+        self.windows = MappedBuffers(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
 
     def pull(self, way: str) -> float:
@@ -117,10 +117,11 @@ class Rollout:
             raise SystemExit(f"version {weights.version} has {first[0]} and {first[-1]} in {name}")
         return seconds
 
-    def _connections(self, token: bytes, way: str) -> Connections:
+    def _connections(self, token: bytes, way: str) -> SourceConnections:
         """As the puller makes them itself, for one of the transports."""
         ways = transports(way, self.puller.buffers, token)
-        return Connections(lambda entry, head: Supplier(entry, head, "rollout", token, ways, way, self.puller.deadline))
+        return SourceConnections(lambda entry, head: SourceClient(entry, head, "rollout", token, ways, way,
+                                                                  self.puller.deadline))
 
     def trim(self) -> None:
         self.puller.buffers.trim()
@@ -137,7 +138,7 @@ class Rollout:
     def raw(self, way: str, size: int, lent: dict[str, Any]) -> float:
         """Into the staging memory that the next pull that moves bytes will use."""
         target = self.puller.buffers.take(size)
-        source = self.windows.open(lent["process"], Place(*lent["place"]))[:size] if way == "memory" else None
+        source = self.windows.open(lent["process"], BufferAddress(*lent["place"]))[:size] if way == "memory" else None
         view = memoryview(target)
         if source is not None:
             source[::4096].max()  # its pages are mapped, as those of a source that was pulled from before

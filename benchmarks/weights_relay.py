@@ -31,9 +31,9 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.machines import NoMachines, enter, machines  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
-from distflow.weights import gather  # noqa: E402
-from distflow.weights.publish import Publisher  # noqa: E402
-from distflow.weights.pull import Puller  # noqa: E402
+from distflow.weights import puller  # noqa: E402
+from distflow.weights.publisher import Publisher  # noqa: E402
+from distflow.weights.puller import Puller  # noqa: E402
 
 MIB, PORT = 1 << 20, 29400
 GOALS = {8: 1.6, 16: 2.5}
@@ -66,8 +66,8 @@ class Rollout:
 
     def pull(self, version: int, relays: bool) -> float:
         """Seconds until it is here. Without relays only trainer ranks are seen."""
-        gather.ordered = _ORDERED if relays else _trainers
-        gather.Gather._successor = _SUCCESSOR if relays else lambda *_: None
+        puller.ordered = _ORDERED if relays else _trainers
+        puller.ChunkGatherer._successor = _SUCCESSOR if relays else lambda *_: None
         begun = time.monotonic()
         weights = self.puller.pull(least=version)
         seconds = time.monotonic() - begun
@@ -77,7 +77,7 @@ class Rollout:
         return seconds
 
 
-_ORDERED, _SUCCESSOR = gather.ordered, gather.Gather._successor
+_ORDERED, _SUCCESSOR = puller.ordered, puller.ChunkGatherer._successor
 
 
 def _trainers(*given: Any) -> Sequence[Any]:

@@ -11,17 +11,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "node": "distflow.schema.registry",
-    "reward": "distflow.schema.registry",
-    "loss": "distflow.schema.registry",
-    "metric": "distflow.observe.metrics",
-    "environment": "distflow.schema.registry",
-    "hook": "distflow.robust.hooks",
-    "detector": "distflow.robust.detect",
-    "scaling": "distflow.robust.scaling",
-    "Alarm": "distflow.robust.judges",
-    "Turn": "distflow.schema.registry",
-    "DistflowError": "distflow.schema.errors",
+    "node": "distflow.contracts.decorators",
+    "reward": "distflow.contracts.decorators",
+    "loss": "distflow.contracts.decorators",
+    "metric": "distflow.telemetry.metrics",
+    "environment": "distflow.contracts.decorators",
+    "hook": "distflow.recovery.hooks",
+    "detector": "distflow.recovery.detectors",
+    "scaling": "distflow.recovery.autoscaler",
+    "Alert": "distflow.recovery.detectors",
+    "Turn": "distflow.contracts.decorators",
+    "DistflowError": "distflow.errors",
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
 }

@@ -27,17 +27,17 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
-from distflow.observe.folder import choose, read_launch  # noqa: E402 - needs the path above
-from distflow.observe.lines import leave, show  # noqa: E402
-from distflow.robust.whole import whole  # noqa: E402
-from distflow.schema.errors import DistflowError, InvalidInput, Mistake, shown  # noqa: E402
-from distflow.schema.plan import Plan  # noqa: E402
-from distflow.schema.registry import load_module  # noqa: E402
-from distflow.schema.source import read  # noqa: E402
-from distflow.schema.spec import Spec, load, reload  # noqa: E402
+from distflow.config.load import Spec, load, reload  # noqa: E402
+from distflow.config.yaml_source import read  # noqa: E402
+from distflow.contracts.decorators import load_module  # noqa: E402
+from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
+from distflow.plan import Plan  # noqa: E402
+from distflow.recovery.checkpoint_files import whole  # noqa: E402
+from distflow.telemetry.events import leave, show  # noqa: E402
+from distflow.telemetry.run_folder import choose, read_launch  # noqa: E402 - needs the path above
 
 if TYPE_CHECKING:
-    from workers.apart import Apart
+    from workers.elastic import ElasticAgent
 
 INVALID = 2
 _CHECKED = 200_000
@@ -72,15 +72,15 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
                         help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
-                             "Short: --run, but not under torchrun, which "
-                             "may take that for its own --run-path")
+                        "Short: --run, but not under torchrun, which "
+                        "may take that for its own --run-path")
     target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
     target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
     target.add_argument("--cluster", metavar="FILE", help="a description of the machines to plan for")
     target.add_argument("--plan", metavar="FILE",
                         help="a plan for mixed hardware to obey, as `distflow plan --solver hybrid --runnable --out` "
-                             "writes it for the --cluster")
+                        "writes it for the --cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         refuse_foreign_packages()
         if __name__ == "__main__":
-            from workers.jail.processes import end_with_torchrun
+            from workers.isolation.sandbox.processes import end_with_torchrun
 
             end_with_torchrun()
         spec = load_spec(options)
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         return INVALID if isinstance(error, InvalidInput) else 1
 
 
-def together(spec: Spec, options: argparse.Namespace, machines: Apart | None = None) -> int:
+def together(spec: Spec, options: argparse.Namespace, machines: ElasticAgent | None = None) -> int:
     """This rank's part of a run whose ranks have all been given."""
     from planners import plan as make_plan  # a foreign package of that name is refused first
 
@@ -119,10 +119,10 @@ def together(spec: Spec, options: argparse.Namespace, machines: Apart | None = N
 
 def apart(spec: Spec, options: argparse.Namespace) -> int:
     """This machine's part of a run whose machines come and go: as long as there is one for it."""
-    from distflow.robust.berth import SIGNALS
-    from distflow.robust.machines import BegunAnew
+    from distflow.recovery.membership import MembershipChanged
+    from distflow.recovery.worker_process import SIGNALS
     from planners import plan as make_plan
-    from workers.apart import Apart
+    from workers.elastic import ElasticAgent
 
     if not (options.board and options.machines):
         raise InvalidInput("--board and --machines go together:  --board HOST:PORT --machines 4")
@@ -130,11 +130,11 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
         raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
     if options.in_process or options.export:
         raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
-    machines = Apart(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
+    machines = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
     while machines.join():
         try:
             status = together(spec, options, machines)
-        except BegunAnew:
+        except MembershipChanged:
             for number in SIGNALS:  # which the seat has ignored since its end
                 signal.signal(number, signal.SIG_DFL)
             continue
@@ -142,30 +142,30 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
             machines.conclude(str(error))
             raise
         machines.conclude("" if status == 0 else f"a machine that trains has failed: {socket.gethostname()}, whose "
-                                                 "output says why")
+                          "output says why")
         return status
     return 0
 
 
 def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
-           machines: Apart | None = None) -> int:
+           machines: ElasticAgent | None = None) -> int:
     """Work in a process that may die while this one, its seat, lives on and starts another."""
-    from distflow.robust import scale
-    from distflow.robust.seat import Seat  # imports torch
-    from workers.place import settle
-    from workers.scaler import scaled
-    from workers.start import work
+    from distflow.recovery import autoscaler
+    from distflow.recovery.supervisor import Supervisor  # imports torch
+    from workers.autoscaler import scaled
+    from workers.context import settle
+    from workers.worker import work
 
     if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
         for module in spec.dag.imports:
             load_module(module)
     if folder and not _number("TORCHELASTIC_RESTART_COUNT", 0):
-        scale.forget(folder)  # what another job was told
+        autoscaler.forget(folder)  # what another job was told
     place = settle(spec, plan, folder, bool(options.resume), apart=machines)
     with place.kept(), scaled(place):
-        seat = Seat(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
+        seat = Supervisor(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
                     place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None, machines,
-                    place.leave_out, place.renew_companions, place.lock)
+                          place.leave_out, place.renew_companions, place.lock)
         status = seat.run()
         if status == 0 or seat.stopped:
             place.part()
@@ -174,13 +174,13 @@ def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namesp
 
 def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
     """Work in this process: a debugger sees everything, and nothing is started again."""
-    from distflow.robust.berth import Berth
-    from workers.place import settle
-    from workers.start import work
+    from distflow.recovery.worker_process import WorkerContext
+    from workers.context import settle
+    from workers.worker import work
 
     place = settle(spec, plan, folder, bool(options.resume), alone=bool(options.export))
     with place.kept():
-        work(place, Berth(), Path(options.export) if options.export else None)
+        work(place, WorkerContext(), Path(options.export) if options.export else None)
         place.part()
     return 0
 
@@ -208,11 +208,11 @@ def obeying(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
     """The run as the plan that the options name places it, if they name one."""
     if not options.plan:
         return spec
-    from planners import obeyed
+    from planners import apply_plan_file
 
     if options.resume:  # what the run says of it is from before
         spec = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
-    return obeyed(spec, read(Path(options.plan), shown(options.plan)), ranks)
+    return apply_plan_file(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
 def reopened(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
@@ -271,8 +271,8 @@ def check_data(spec: Spec) -> list[str]:
     Raises:
         InvalidInput: a record cannot be used, or the batch is far beyond the records.
     """
-    from distflow.data.records import check_records, fields_of, open_records
-    from distflow.schema.rewards import branches, validation_fields
+    from distflow.contracts.rewards import branches, validation_fields
+    from distflow.data.dataset import check_records, fields_of, open_records
 
     notes, held_out = [], spec.run.validation
     sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
@@ -290,7 +290,7 @@ def check_data(spec: Spec) -> list[str]:
             notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
                          f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
         if spec.run.data.images:
-            from distflow.data.images import check_images
+            from distflow.data.dataset import check_images
 
             some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
             check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
@@ -308,14 +308,14 @@ def _check_batch(spec: Spec, records: int) -> list[str]:
     if batch > max(_PASSES * records, _ROWS):
         what = f"`data.batch` asks for {batch:,} questions in each step, and the data has {records:,}"
         hint = f"Instead:  data: {{batch: {records}}}"
-        raise InvalidInput(Mistake(what, spec.run_source.spot(("data", "batch")), hint))
+        raise InvalidInput(Diagnostic(what, spec.run_source.spot(("data", "batch")), hint))
     return [f"data.batch ({batch:,}) is more than the {records:,} records of the data, so that each step asks some of "
             f"the questions again. Set  data: {{batch: {records}}}"]
 
 
 def restarted(spec: Spec) -> Path | None:
     """On rank 0: the folder that this run has made before torchrun started all its processes again."""
-    from distflow.observe.folder import of_torchrun
+    from distflow.telemetry.run_folder import of_torchrun
 
     again = _number("TORCHELASTIC_RESTART_COUNT", 0) > 0 and _number("RANK", 0) == 0
     return of_torchrun(spec.run.output) if again else None

@@ -1,4 +1,4 @@
-"""Write docs/run_file.md, the reference of the run file's keys, from distflow/schema/run.py and robust.py: `make docs`.
+"""Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
@@ -18,13 +18,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from distflow.schema.document import Document  # noqa: E402 - needs the path above
-from distflow.schema.run import Run  # noqa: E402
+from distflow.config.run import Run  # noqa: E402
+from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
 
 PAGE = ROOT / "docs/run_file.md"
 HEAD = """# The run file
 
-<!-- Made by `make docs` from distflow/schema/run.py and distflow/schema/robust.py: change it there. -->
+<!-- Made by `make docs` from distflow/config/run.py: change it there. -->
 
 A run file says what is physical: models, data, steps, engines, and how ranks share the work. The DAG is the algorithm.
 `distflow run DAG --run FILE` takes one (under torchrun `--run-file FILE`); `--set roles.actor.learning_rate=1e-6`

@@ -1,7 +1,7 @@
 """From a DAG, a run and a cluster to a plan. Pure functions: no torch, no clock, no files."""
 
-from planners.docking import through_dock
-from planners.placed import obeyed
-from planners.serialize import plan
+from planners.apply_plan_file import apply_plan_file
+from planners.planner import plan
+from planners.transfers import through_dock
 
-__all__ = ["obeyed", "plan", "through_dock"]
+__all__ = ["apply_plan_file", "plan", "through_dock"]

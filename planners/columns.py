@@ -1,16 +1,56 @@
-"""Who writes what each node reads, and the rows that each node works on."""
+"""Who writes what each node reads, and the rows that each node works on.
+
+What an annotation says of a column's form.
+"""
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
-from distflow.schema.contract import ENGINE_TYPES, Contract, Read
-from distflow.schema.errors import Mistake, Spot, did_you_mean, nearest
-from distflow.schema.plan import KEEP, REWARD_PARTS, ROW, SOURCE, Column
-from distflow.schema.spec import Spec
-from planners.forms import fits, plain_form
+from distflow.config.load import Spec
+from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
+from distflow.errors import Diagnostic, Location, did_you_mean, nearest
+from distflow.plan import KEEP, REWARD_PARTS, ROW, SOURCE, Column
 from planners.graph import Graph
 from planners.settings import repeats_of, setting_value
+
+KNOWN = {"Tensor", "Ragged", "list[str]"}
+
+
+def plain_form(annotation: str) -> str:
+    """`torch.Tensor` as `Tensor`, `Optional[Ragged]` as `Ragged`, `Sequence[str]` as `list[str]`."""
+    return " | ".join(part for part in accepted(annotation) if part != "None")
+
+
+def accepted(annotation: str) -> tuple[str, ...]:
+    """The forms that an annotation allows, `None` among them; empty if there is no annotation."""
+    return tuple(dict.fromkeys(_parts(ast.parse(annotation, mode="eval").body))) if annotation else ()
+
+
+def fits(given: str, wanted: str) -> bool:
+    """Whether a column of the form `given` can be passed as `wanted`. What these rules do not know fits."""
+    forms = set(accepted(wanted)) - {"None"}
+    return not given or given not in KNOWN or not forms <= KNOWN or not forms or given in forms
+
+
+def _parts(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return [*_parts(node.left), *_parts(node.right)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _parts(ast.parse(node.value, mode="eval").body)
+    if isinstance(node, ast.Subscript):
+        name, inner = _last(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if name in ("Optional", "Union"):
+            return [part for item in inner for part in _parts(item)] + ["None"] * (name == "Optional")
+        if name in ("list", "List", "Sequence") and len(inner) == 1:
+            return [f"list[{' | '.join(_parts(inner[0]))}]"]
+    return [_last(node)]
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
 
 SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str]", "answers": "list[str]",
                 "group": "Tensor", ROW: "Tensor"}
@@ -24,7 +64,7 @@ be of the same responses."""
 
 
 @dataclass(frozen=True)
-class Flow:
+class NodeColumns:
     """What one node reads and writes. `fan`: the nodes that repeated its input rows, outermost first."""
 
     reads: tuple[Column, ...]
@@ -47,7 +87,7 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
 
 
 def trace(spec: Spec, graph: Graph, order: list[str], bound: dict[str, Contract],
-          unsure: set[str]) -> tuple[dict[str, Flow], list[Mistake]]:
+          unsure: set[str]) -> tuple[dict[str, NodeColumns], list[Diagnostic]]:
     """The flow of each bound node, in order.
 
     Behind a node of `unsure` (it, its function or its dependencies were refused) no column is reported as missing:
@@ -62,7 +102,7 @@ def trace(spec: Spec, graph: Graph, order: list[str], bound: dict[str, Contract]
 class _Tracer:
     def __init__(self, spec: Spec, graph: Graph, bound: dict[str, Contract], unsure: set[str]):
         self.spec, self.graph, self.bound = spec, graph, bound
-        self.mistakes: list[Mistake] = []
+        self.mistakes: list[Diagnostic] = []
         self.written = written(spec, bound)
         self.writers: dict[str, list[str]] = {}
         for node, columns in self.written.items():
@@ -76,7 +116,7 @@ class _Tracer:
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
         self.unsure = graph.downstream({*unsure, *misnamed})
 
-    def visit(self, node: str) -> Flow:
+    def visit(self, node: str) -> NodeColumns:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
         reads, forms, own = [], {}, None
         for read in contract.reads:
@@ -93,7 +133,7 @@ class _Tracer:
         fan = self._fan(node, reads)
         self.fans[node] = (*fan, node) if contract.marks.repeats else fan
         repeats = repeats_of(self.spec, node, contract)
-        return Flow(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
+        return NodeColumns(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
 
     def check_writers(self) -> None:
         """Two nodes that write one column must run in a known order."""
@@ -109,7 +149,7 @@ class _Tracer:
         spots = tuple(self._spot(node) for node in (first, second))
         what = f"nodes `{first}` and `{second}` both write column `{column}`, and neither waits for the other"
         hint = f"{self._rename(second, column)}   or let one depend on the other."
-        self.mistakes.append(Mistake(what, spots[1], hint, spots))
+        self.mistakes.append(Diagnostic(what, spots[1], hint, spots))
 
     def _rename(self, node: str, column: str) -> str:
         return f"Rename it:  {node}: {{…, writes: {{{column}: {node}_{column}}}}}"
@@ -149,7 +189,7 @@ class _Tracer:
                 if mark == read.name]
         hint = f"Instead:  {node}: {{…, reads: {{{read.name}: {same[0]}}}}}" if same else \
             f"Say under `reads:` which column of the responses of `{own.producer}` is meant."
-        self.mistakes.append(Mistake(what, self._spot(node), hint))
+        self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _marked(self, node: str) -> tuple[str, ...]:
         return self.bound[node].marks.writes if node in self.bound else ()
@@ -178,7 +218,7 @@ class _Tracer:
             if plain_form(read.form) == "list[str]" or read.reader:
                 fields = ", ".join([*self.spec.run.data.columns, column])
                 hint += f"\nIf it is a field of the data, write in the run file:  data: {{…, columns: [{fields}]}}"
-        self.mistakes.append(Mistake(what, where, hint))
+        self.mistakes.append(Diagnostic(what, where, hint))
 
     def _check_fields(self) -> None:
         """A field of the data's own must not take the place of a column that every dataset gives."""
@@ -187,7 +227,7 @@ class _Tracer:
                 what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
                 hint = f"Take it out, or give the field another name in the data. Taken: {', '.join(SOURCE_FORMS)}."
                 where = self.spec.run_source.spot(("data", "columns", index))
-                self.mistakes.append(Mistake(what, where, hint))
+                self.mistakes.append(Diagnostic(what, where, hint))
 
     def _form(self, column: str, producer: str) -> str:
         """The form in which a column is written; "" if its writer does not say."""
@@ -202,7 +242,7 @@ class _Tracer:
             what = (f"node `{node}`: function `{self.bound[node].name}` wants column `{column}` as "
                     f"{plain_form(wanted)}, but {writer} gives {given}")
             hint = "Ragged: one row of values per sample. Tensor: one value per sample. list[str]: text."
-            self.mistakes.append(Mistake(what, self._spot(node), hint))
+            self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _check_requirements(self, node: str, read: set[str]) -> None:
         contract = self.bound[node]
@@ -211,7 +251,7 @@ class _Tracer:
                 what = f"node `{node}`: setting `{setting}` needs column `{column}`, which no node before it writes"
                 hint = f"Add a node that writes it to its dependencies, or set  {setting}: 0"
                 path = ("nodes", node, "with", setting)
-                self.mistakes.append(Mistake(what, self.spec.dag_source.spot(path, key=True), hint))
+                self.mistakes.append(Diagnostic(what, self.spec.dag_source.spot(path, key=True), hint))
 
     def _check_images(self, node: str, read: set[str]) -> None:
         """A model must not read prompts that have places for images without what stands there."""
@@ -221,7 +261,7 @@ class _Tracer:
             function = contract.name
             what = f"node `{node}`: function `{function}` reads prompts without the images that `data.images` gives"
             hint = f"Take `data.images` out, or let the function read them:  def {function}(…, images: Ragged)"
-            self.mistakes.append(Mistake(what, self._spot(node), hint))
+            self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _check_renames(self, node: str) -> bool:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
@@ -233,7 +273,7 @@ class _Tracer:
                 if name not in names:
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
                     where = self.spec.dag_source.spot(("nodes", node, kind, name), key=True)
-                    self.mistakes.append(Mistake(what, where, did_you_mean(name, names, f"It {kind}")))
+                    self.mistakes.append(Diagnostic(what, where, did_you_mean(name, names, f"It {kind}")))
                     right = False
         return right
 
@@ -246,7 +286,7 @@ class _Tracer:
                 what = f"node `{node}` writes column `{column}`, which comes from the dataset"
                 hint = self._rename(node, column)
             if column in self.given or names.count(column) > 1:
-                self.mistakes.append(Mistake(what, self._spot(node), hint))
+                self.mistakes.append(Diagnostic(what, self._spot(node), hint))
                 right = False
         return right
 
@@ -258,12 +298,12 @@ class _Tracer:
             if longer[: len(shorter)] != shorter:
                 what = (f"node `{node}` reads columns of `{shorter[-1]}` and of `{longer[-1]}`, which repeat the same "
                         "rows independently, so that their rows do not match")
-                self.mistakes.append(Mistake(what, self._spot(node), "Let one depend on the other's output."))
+                self.mistakes.append(Diagnostic(what, self._spot(node), "Let one depend on the other's output."))
             else:
                 fan = longer
         return fan
 
-    def _spot(self, node: str) -> Spot:
+    def _spot(self, node: str) -> Location:
         return self.spec.dag_source.spot(("nodes", node), key=True)
 
 

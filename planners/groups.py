@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from distflow.schema.contract import ENGINE_TYPES, Contract
-from distflow.schema.errors import Mistake
-from distflow.schema.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
-from distflow.schema.spec import Spec
-from planners.columns import Flow
-from planners.drawing import draws_of
+from distflow.config.load import Spec
+from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.errors import Diagnostic
+from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
+from planners.columns import NodeColumns
+from planners.resampling import draws_of
 from planners.transfers import row_bytes
 
 _READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
@@ -27,7 +27,7 @@ _READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
 
 
 @dataclass(frozen=True)
-class Halves:
+class GroupCut:
     """The nodes of the rollout group, what crosses from each of them, and the ranks of each half."""
 
     nodes: frozenset[str]
@@ -62,8 +62,8 @@ class Halves:
         return self.nodes if training else frozenset(self.chain) - self.nodes
 
 
-def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, Flow],
-        ranks: int) -> tuple[Halves, list[Mistake]]:
+def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
+        ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
     """Which node runs where, and what is wrong with that."""
     nodes: set[str] = set()
     mistakes = []
@@ -82,17 +82,17 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
-        mistakes.append(Mistake(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
+        mistakes.append(Diagnostic(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_hybrid(spec, sampling, nodes, chain)
     trainer, model, found = _sizes(spec, sampling, ranks)
     fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
     replicas = max((ranks - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
-    halves = Halves(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles)
+    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles)
     return halves, [*mistakes, *found]
 
 
-def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
+def picture(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
     """Both halves as one plan: every task where it runs."""
     first = halves.trainer
     own = {task.node: task for task in trainer.chain(0)}
@@ -107,7 +107,7 @@ def picture(trainer: Plan, rollout: Plan, halves: Halves, ranks: int) -> Plan:
     return replace(trainer, ranks=ranks, tasks=tasks, groups=groups, memory=memory)
 
 
-def of_trainer(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     """The trainer's tasks. Those of the other half only bring what crosses, and fused ones what they have written."""
     own = {task.node: task.writes for task in tasks if task.node not in halves.nodes}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
@@ -115,7 +115,7 @@ def of_trainer(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
                  for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
 
 
-def of_early(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+def of_early(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     """The tasks that are fused; those of the other half bring what these read."""
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in halves.fused}
@@ -126,11 +126,12 @@ def of_early(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
                  or (task.node in halves.nodes and task.samples))
 
 
-def of_rollout(tasks: Iterable[Task], halves: Halves) -> tuple[Task, ...]:
+def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     return tuple(task for task in tasks if task.node in halves.nodes)
 
 
-def crossings(spec: Spec, halves: Halves, flows: dict[str, Flow], bound: dict[str, Contract]) -> tuple[Transfer, ...]:
+def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns],
+              bound: dict[str, Contract]) -> tuple[Transfer, ...]:
     """What passes through the dock, by producer."""
     result = []
     for node, names in halves.crossing.items():
@@ -146,7 +147,7 @@ def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
     return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True)
 
 
-def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, Flow],
+def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
            nodes: set[str]) -> frozenset[str]:
     """Of the nodes beside `nodes`, which the other half runs, those that need not wait for a whole step. What a filter
     comes before is computed of the rows that it leaves, and weights that a step has changed are not those before it."""
@@ -165,14 +166,14 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
     return frozenset(fused)
 
 
-def _crossing(node: str, nodes: set[str], flows: dict[str, Flow]) -> tuple[str, ...]:
+def _crossing(node: str, nodes: set[str], flows: dict[str, NodeColumns]) -> tuple[str, ...]:
     wanted = {column.name for other, flow in flows.items() if other not in nodes for column in flow.reads
               if column.producer == node}
     return tuple(name for name in dict.fromkeys(flows[node].writes)
                  if name == KEEP or name in wanted or name in _READABLE)
 
 
-def _before(node: str, sampling: list[str], flows: dict[str, Flow]) -> bool:
+def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bool:
     """Whether some node that samples needs it."""
     needed = {column.producer for other in sampling for column in flows[other].reads}
     while more := {column.producer for other in needed - {SOURCE} for column in flows[other].reads} - needed:
@@ -180,7 +181,7 @@ def _before(node: str, sampling: list[str], flows: dict[str, Flow]) -> bool:
     return node in needed
 
 
-def _through(move: Transfer, task: Task, halves: Halves, dock: dict[str, Transfer]) -> Transfer:
+def _through(move: Transfer, task: Task, halves: GroupCut, dock: dict[str, Transfer]) -> Transfer:
     if move.producer not in halves.nodes or task.node in halves.nodes:
         return move
     crossed = dock[move.producer]
@@ -189,13 +190,13 @@ def _through(move: Transfer, task: Task, halves: Halves, dock: dict[str, Transfe
                    bytes_of_busiest_rank=int(crossed.bytes_of_busiest_rank * share))
 
 
-def _too_late(spec: Spec, node: str, late: str) -> Mistake:
+def _too_late(spec: Spec, node: str, late: str) -> Diagnostic:
     what = (f"mode {spec.run.mode}: node `{node}` samples, but needs node `{late}`, which runs in the trainer; both "
             "would wait for each other in every step")
-    return Mistake(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")
+    return Diagnostic(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")
 
 
-def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, Flow]) -> list[Mistake]:
+def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
     """What crosses travels with the rows of the last repetition, so that all others must be of rows that these stem
     from."""
     finest = max(crossing, key=lambda node: len(flows[node].out_fan), default="")
@@ -204,11 +205,11 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
         if flows[finest].out_fan[: len(fan)] != fan:
             what = (f"mode {spec.run.mode}: the trainer needs columns of nodes `{finest}` and `{node}`, which repeat "
                     "the same rows independently, so that they cannot travel together")
-            return [Mistake(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")]
+            return [Diagnostic(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")]
     return []
 
 
-def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Mistake]:
+def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Diagnostic]:
     """That those that train have what they sample with."""
     there = {spec.dag.nodes[node].role for node in chain
              if node not in nodes and spec.dag.nodes[node].type in ENGINE_TYPES}
@@ -217,10 +218,10 @@ def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[
         return []
     what = (f"in mode semi_sync ranks that train sample too, but role `{spec.dag.nodes[alone[0]].role}` of node "
             f"`{alone[0]}` only samples, so that they do not have it")
-    return [Mistake(what, spec.dag_source.spot(("nodes", alone[0]), key=True), "Instead:  mode: async")]
+    return [Diagnostic(what, spec.dag_source.spot(("nodes", alone[0]), key=True), "Instead:  mode: async")]
 
 
-def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Mistake]]:
+def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
     """How many ranks train, how a rollout holds its model, and what is wrong with that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
     split = next((node for node in sampling if node in spec.run.layouts), None)
@@ -231,7 +232,7 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
     if ranks < 2:
         what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
         remedy = "Start 2 ranks (--ranks 2), or  mode: sync"
-        return 1, Layout(1), [Mistake(what, spec.run_source.spot(("mode",)), remedy)]
+        return 1, Layout(1), [Diagnostic(what, spec.run_source.spot(("mode",)), remedy)]
     hybrid = mode == "semi_sync"
     fitting = [some for some in range(width, ranks, width) if not hybrid or not (ranks - some) % width]
     if count not in fitting:
@@ -239,7 +240,7 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
         more = f"a multiple of {width} ranks, {2 * width} or more" if hybrid else f"at least {width + 1} ranks"
         nearest = min(fitting, key=lambda some: abs(some - count), default=0)
         remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
-        return 1, Layout(1), [Mistake(what, spec.run_source.spot(("groups", "rollout")), remedy)]
+        return 1, Layout(1), [Diagnostic(what, spec.run_source.spot(("groups", "rollout")), remedy)]
     return ranks - count, model, _check_role(spec, sampling, split) if width > 1 else []
 
 
@@ -252,9 +253,9 @@ def _unfit(ranks: int, count: int, width: int) -> str:
     return f"but the {ranks - count} that train do so too in mode semi_sync, and `layouts` wants each model on {width}"
 
 
-def _check_role(spec: Spec, sampling: list[str], split: str) -> list[Mistake]:
+def _check_role(spec: Spec, sampling: list[str], split: str) -> list[Diagnostic]:
     """That one role samples, if its model is split."""
     if len({spec.dag.nodes[node].role for node in sampling}) < 2:
         return []
     what = "several roles sample, and ranks that share a model, as `layouts` wants it, follow one of them"
-    return [Mistake(what, spec.run_source.spot(("layouts", split)), f"Instead:  layouts: {{{split}: {{tp: 1}}}}")]
+    return [Diagnostic(what, spec.run_source.spot(("layouts", split)), f"Instead:  layouts: {{{split}: {{tp: 1}}}}")]

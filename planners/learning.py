@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.schema.contract import BUILT_IN, Contract
-from distflow.schema.errors import Mistake
-from distflow.schema.recipe import read_recipe
-from distflow.schema.rewards import ANNOTATION
-from distflow.schema.spec import Spec
-from planners.columns import Flow
+from distflow.config.load import Spec
+from distflow.contracts.rewards import ANNOTATION, read_recipe
+from distflow.contracts.signature import BUILT_IN, Contract
+from distflow.errors import Diagnostic
+from planners.columns import NodeColumns
 from planners.settings import setting_value
 
 _COMPARE = ("group_advantage", "leave_one_out_advantage", "informative_groups", "best_and_worst")
 """Functions that compare the answers to a prompt: of answers that earn the same they make nothing to learn from."""
 
 
-def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow]) -> list[Mistake]:
+def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
     """Return a mistake for each node that compares the answers to a prompt where these cannot differ."""
     mistakes = []
     for node, flow in flows.items():
@@ -26,20 +25,20 @@ def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow
         what = f"node `{node}`: function `{bound[node].name}` compares the answers to a prompt"
         if flow.fan and all(_answers(spec, other, bound[other]) == 1 for other in flow.fan):
             last, setting = flow.fan[-1], bound[flow.fan[-1]].marks.repeats
-            mistakes.append(Mistake(f"{what}, and node `{last}` gives one: nothing could be learnt",
-                                    spec.dag_source.spot(("nodes", last, "with", setting), key=True),
-                                    f"Instead:  {last}: {{…, with: {{{setting}: 8}}}}"))
+            mistakes.append(Diagnostic(f"{what}, and node `{last}` gives one: nothing could be learnt",
+                                       spec.dag_source.spot(("nodes", last, "with", setting), key=True),
+                                       f"Instead:  {last}: {{…, with: {{{setting}: 8}}}}"))
             continue
         for alike in (other for other in flow.fan if _is(bound[other], "generate") and _greedy(spec, other)):
             role, key = spec.dag.nodes[alike].role, _greedy(spec, alike)
-            mistakes.append(Mistake(f"{what}, and with `{key}` all that node `{alike}` gives are the same: nothing "
-                                    "could be learnt",
-                                    spec.run_source.spot(("roles", role, "generation", key.partition(":")[0])),
+            mistakes.append(Diagnostic(f"{what}, and with `{key}` all that node `{alike}` gives are the same: nothing "
+                                       "could be learnt",
+                                       spec.run_source.spot(("roles", role, "generation", key.partition(":")[0])),
                                     f"Instead:  roles: {{{role}: {{…, generation: {{temperature: 1.0, top_k: 0}}}}}}"))
     return mistakes
 
 
-def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow]) -> Iterator[str]:
+def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
     """Yield what is probably not meant to be learnt in this way."""
     for node, contract in bound.items():
         role = spec.dag.roles.get(spec.dag.nodes[node].role)
@@ -82,7 +81,7 @@ def _off_policy(spec: Spec, node: str, contract: Contract) -> Iterator[str]:
                f"each sample as if the newest weights had given it. Set  {name}: 1   or  loss: ppo")
 
 
-def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: dict[str, Flow]) -> Iterator[str]:
+def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
     longest, margin = (setting_value(spec, node, bound[node], name) for name in ("max_length", "margin"))
     sampling = next((other for other in reversed(flows[node].fan) if _is(bound[other], "generate")), None)
     own = spec.settings_of(spec.dag.nodes[sampling].role) if sampling else None
@@ -95,7 +94,7 @@ def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: di
                f"max_length: {most}")
 
 
-def _unread(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow]) -> Iterator[str]:
+def _unread(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
     """Columns of log-probabilities that no node reads, with the `reads:` by which an update would."""
     for node, flow in flows.items():
         for column in flow.writes:
@@ -104,7 +103,7 @@ def _unread(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow]) -> I
                 yield f"node `{node}` writes `{column}`, which no node reads{_reader(spec, bound, flows, node, column)}"
 
 
-def _reader(spec: Spec, bound: dict[str, Contract], flows: dict[str, Flow], node: str, column: str) -> str:
+def _reader(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns], node: str, column: str) -> str:
     role = spec.dag.nodes[node].role
     for other, flow in flows.items():
         own = spec.dag.nodes[other].role == role  # then it is the old policy, recomputed

@@ -30,11 +30,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from distflow.schema.errors import Mistake, Spot
-from distflow.schema.lora import adapted, base_of
-from distflow.schema.plan import SAMPLING, TRAINING, Layout, Tenant
-from distflow.schema.run import RoleRun
-from distflow.schema.spec import Shape, Spec
+from distflow.config.load import Shape, Spec
+from distflow.config.models import adapted, base_of
+from distflow.config.run import RoleRun
+from distflow.errors import Diagnostic, Location
+from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem
 
 GIB = 1024**3
 _TRAINING_STATE = 16
@@ -51,9 +51,9 @@ Layouts = dict[tuple[str, bool], Layout]
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
-             training: bool = True) -> tuple[Tenant, ...]:
+             training: bool = True) -> tuple[MemoryItem, ...]:
     """The tenants of each rank, largest first. `training`: whether roles have the engine that trains and infers."""
-    tenants: list[Tenant] = []
+    tenants: list[MemoryItem] = []
     for role in roles:
         shape = spec.shape_of(role)
         if shape:
@@ -62,7 +62,7 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
     return tuple(sorted(tenants, key=lambda tenant: (-tenant.bytes, tenant.name)))
 
 
-def needed(tenants: Iterable[Tenant]) -> int:
+def needed(tenants: Iterable[MemoryItem]) -> int:
     """Bytes of a rank at its fullest: what is always there, and the larger of each role's phases."""
     phases: dict[str, Counter[str]] = {}
     always = 0
@@ -74,7 +74,7 @@ def needed(tenants: Iterable[Tenant]) -> int:
     return always + sum(max(sizes.values()) for sizes in phases.values())
 
 
-def refuse_overflow(spec: Spec, tenants: tuple[Tenant, ...]) -> list[Mistake]:
+def refuse_overflow(spec: Spec, tenants: tuple[MemoryItem, ...]) -> list[Diagnostic]:
     """A mistake if the tenants do not fit the cluster's ranks; names the largest. One more for each engine whose
     weights alone are larger than its share of a rank."""
     limit = spec.cluster.memory_gib
@@ -87,31 +87,31 @@ def refuse_overflow(spec: Spec, tenants: tuple[Tenant, ...]) -> list[Mistake]:
     largest = tenants[0]
     what = (f"a rank needs {_gib(total)} and has {limit:g} GiB. The largest tenant is `{largest.name}` with "
             f"{_gib(largest.bytes)} = {largest.formula}")
-    where = spec.cluster_source.spot(("memory_gib",)) if spec.cluster_source else Spot("cluster")
-    return [*mistakes, Mistake(what, where, _remedy(spec, tenants, limit * GIB))]
+    where = spec.cluster_source.spot(("memory_gib",)) if spec.cluster_source else Location("cluster")
+    return [*mistakes, Diagnostic(what, where, _remedy(spec, tenants, limit * GIB))]
 
 
-def _has_share(spec: Spec, tenant: Tenant) -> bool:
+def _has_share(spec: Spec, tenant: MemoryItem) -> bool:
     """Whether these are weights of an engine that has a share for them: they stand alone only if they do not fit."""
     role, _, kind = tenant.name.partition(": ")
     return kind == "rollout weights" and spec.settings_of(role).rollout in _PAGED
 
 
-def _beyond_share(spec: Spec, weights: Tenant, limit: float) -> Mistake:
+def _beyond_share(spec: Spec, weights: MemoryItem, limit: float) -> Diagnostic:
     role = weights.name.partition(":")[0]
     settings = spec.settings_of(role)
     what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: {settings.rollout}` "
             f"may take {settings.generation.memory_share:g} of {limit:g} GiB (roles.{role}.generation.memory_share)")
     where = spec.run_source.spot(("roles", role, "generation", "memory_share"))
     larger = f"Raise  roles.{role}.generation.memory_share  , or s" if weights.bytes < limit * GIB else "S"
-    return Mistake(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
+    return Diagnostic(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
 
 
 def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 1024**2:.2f} MiB"
 
 
-def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
+def _remedy(spec: Spec, tenants: tuple[MemoryItem, ...], limit: float) -> str:
     for role in {tenant.name.partition(":")[0] for tenant in tenants if tenant.name.endswith(_SAMPLING_WEIGHTS)}:
         phased = tuple(_in_phase(tenant) if tenant.name.startswith(f"{role}:") else tenant for tenant in tenants)
         if spec.dag.roles[role].trained and needed(phased) <= limit < needed(tenants):
@@ -128,12 +128,12 @@ def _remedy(spec: Spec, tenants: tuple[Tenant, ...], limit: float) -> str:
     return "Use a smaller model, or  dtype: bfloat16"
 
 
-def _in_phase(tenant: Tenant) -> Tenant:
+def _in_phase(tenant: MemoryItem) -> MemoryItem:
     """A tenant of a role that swaps."""
     return replace(tenant, phase=SAMPLING if ": rollout" in tenant.name else TRAINING)
 
 
-def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[Tenant]:
+def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[MemoryItem]:
     settings = spec.settings_of(role)
     if settings is None:
         return []
@@ -145,7 +145,7 @@ def _width(shape: Shape, settings: RoleRun) -> int:
     return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
-def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[Tenant]:
+def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[MemoryItem]:
     settings = spec.settings_of(role)
     if settings is None:
         return []
@@ -165,26 +165,26 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
     return [_in_phase(tenant) for tenant in tenants] if settings.swap and generates and trained else tenants
 
 
-def _rollout(spec: Spec, role: str, shape: Shape, tp: int, width: int, has_adapters: bool) -> list[Tenant]:
+def _rollout(spec: Spec, role: str, shape: Shape, tp: int, width: int, has_adapters: bool) -> list[MemoryItem]:
     """Weights and cache; with adapters, the weights are those that it trains with."""
     generation, limit = spec.settings_of(role).generation, spec.cluster.memory_gib
-    weights = [] if has_adapters else [Tenant(f"{role}: rollout weights", -(-shape.parameters * width // tp),
-                                              f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
+    weights = [] if has_adapters else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
+                                                  f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
     if spec.settings_of(role).rollout in _PAGED:
         share = int(generation.memory_share * (limit or 0) * GIB)
         if limit is None or sum(tenant.bytes for tenant in weights) > share:
             return weights
-        return [Tenant(f"{role}: rollout engine", share,
-                       f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
+        return [MemoryItem(f"{role}: rollout engine", share,
+                           f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
     length = generation.max_new_tokens + spec.run.data.max_prompt_tokens
     rows, per_token = generation.batch_rows, 2 * shape.kv_width * width
-    return [*weights, Tenant(f"{role}: rollout cache", rows * length * shape.layers * per_token // tp,
-                             f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
-                             f"{_by(tp=tp)}")]
+    return [*weights, MemoryItem(f"{role}: rollout cache", rows * length * shape.layers * per_token // tp,
+                                 f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
+                                 f"{_by(tp=tp)}")]
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
-                 outputs: int) -> Tenant:
+                 outputs: int) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
     per_layer, inputs = _ACTIVATIONS * width * shape.hidden, 0
     if settings.recompute and trained:
@@ -193,24 +193,24 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
     if settings.engine == "fsdp":
         logits = min(logits, max(LOGITS_AT_ONCE, outputs))
     plus = f" + {inputs:,} of inputs" if inputs else ""
-    return Tenant(f"{role}: activations", tokens * (kept * per_layer + inputs) + _LOGITS * logits,
+    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + _LOGITS * logits,
                   f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
-                  f"{_LOGITS} B")
+                      f"{_LOGITS} B")
 
 
-def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) -> list[Tenant]:
+def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
     settings, trained = spec.settings_of(role), spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = layout.dp * layout.cp // settings.replicas
     if settings.engine == "megatron":
         held, divided = (width + 4, 8 + 4 * (width == 2)) if trained else (width, 0)
         formula = f"{shape.parameters:,}{cut} × ({held} B + {divided} B{_by(dp=shares)})"
-        return [Tenant(f"{role}: {'training state' if trained else 'weights'}",
-                       mine * held + -(-mine * divided // shares), formula)]
+        return [MemoryItem(f"{role}: {'training state' if trained else 'weights'}",
+                           mine * held + -(-mine * divided // shares), formula)]
     state, name = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
-    return [*([] if settings.offload else [Tenant(f"{role}: {name}", -(-mine * state // shares),
-                                                  f"{shape.parameters:,} × {state} B / dp {shares}{cut}")]),
-            Tenant(f"{role}: weights while computing", mine * width, f"{shape.parameters:,} × {width} B{cut}")]
+    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * state // shares),
+                                                      f"{shape.parameters:,} × {state} B / dp {shares}{cut}")]),
+            MemoryItem(f"{role}: weights while computing", mine * width, f"{shape.parameters:,} × {width} B{cut}")]
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
@@ -225,13 +225,13 @@ def _by(**sizes: int) -> str:
     return "".join(f" / {name} {size}" for name, size in sizes.items() if size > 1)
 
 
-def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[Tenant]:
+def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[MemoryItem]:
     n = shape.parameters
     count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
-    tenants = [Tenant(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
-                      f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
-               Tenant(f"{role}: weights while computing", (n + count) * width,
-                      f"({n:,} + {count:,} of adapters) × {width} B")]
+    tenants = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
+                          f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
+               MemoryItem(f"{role}: weights while computing", (n + count) * width,
+                          f"({n:,} + {count:,} of adapters) × {width} B")]
     if generates:  # training computes with the rollout's own base
-        return [*tenants, Tenant(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
-    return [*tenants, Tenant(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]
+        return [*tenants, MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
+    return [*tenants, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distflow.schema.dag import Dag
-from distflow.schema.errors import Mistake, Spot, listing, nearest
-from distflow.schema.source import Source
+from distflow.config.dag import Dag
+from distflow.config.yaml_source import YamlSource
+from distflow.errors import Diagnostic, Location, listing, nearest
 from planners.graph import Graph, find_cycle
 
 
-def graph_of(dag: Dag, source: Source, writers: Mapping[str, str]) -> tuple[Graph, set[str], list[Mistake]]:
+def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[Graph, set[str], list[Diagnostic]]:
     """The dependencies as a graph, the nodes whose dependencies are wrong, and what is wrong with them.
 
     A dependency that cannot be is left out, so that the rest can be checked. `writers` says who writes a column: a
@@ -35,11 +35,11 @@ def graph_of(dag: Dag, source: Source, writers: Mapping[str, str]) -> tuple[Grap
     return Graph(before), unsure, mistakes
 
 
-def _itself(dag: Dag, node: str, dependency: str, where: Spot, writers: Mapping[str, str]) -> Mistake:
-    return Mistake(f"node `{node}` depends on itself", where, f"Instead:  {_without(dag, node, dependency)}")
+def _itself(dag: Dag, node: str, dependency: str, where: Location, writers: Mapping[str, str]) -> Diagnostic:
+    return Diagnostic(f"node `{node}` depends on itself", where, f"Instead:  {_without(dag, node, dependency)}")
 
 
-def _unknown(dag: Dag, node: str, dependency: str, where: Spot, writers: Mapping[str, str]) -> Mistake:
+def _unknown(dag: Dag, node: str, dependency: str, where: Location, writers: Mapping[str, str]) -> Diagnostic:
     others = [other for other in dag.nodes if other != node]
     meant, note = nearest(dependency, others), ""
     if dependency in writers and writers[dependency] != node:
@@ -47,10 +47,10 @@ def _unknown(dag: Dag, node: str, dependency: str, where: Spot, writers: Mapping
         note = f"  (`{dependency}` is a column that it writes.)"
     hint = [f"Did you mean `{meant}`?{note}" if meant else "", listing(others, "Nodes")]
     what = f"node `{node}` depends on `{dependency}`, which is not a node"
-    return Mistake(what, where, "\n".join(part for part in hint if part))
+    return Diagnostic(what, where, "\n".join(part for part in hint if part))
 
 
-def _least_wanted(dag: Dag, source: Source, cycle: list[str]) -> tuple[str, str]:
+def _least_wanted(dag: Dag, source: YamlSource, cycle: list[str]) -> tuple[str, str]:
     """The edge (node, dependency) of a circle that was most likely not meant.
 
     Whoever waits for a training node probably wants its new weights, which come by themselves in the next step; else
@@ -63,7 +63,7 @@ def _least_wanted(dag: Dag, source: Source, cycle: list[str]) -> tuple[str, str]
     return max(zip(cycle, [*cycle[1:], cycle[0]]), key=unlikeliness)
 
 
-def _circle(dag: Dag, source: Source, cycle: list[str], node: str, dependency: str) -> Mistake:
+def _circle(dag: Dag, source: YamlSource, cycle: list[str], node: str, dependency: str) -> Diagnostic:
     edges = list(zip(cycle, [*cycle[1:], cycle[0]]))
     lines = {name: source.spot(("nodes", name), key=True).line for name in cycle}
     edges.sort(key=lambda edge: lines[edge[0]])
@@ -73,7 +73,7 @@ def _circle(dag: Dag, source: Source, cycle: list[str], node: str, dependency: s
     hint = (f"A DAG describes one step; {reason}`{node}` probably needs no dependency on `{dependency}`.\n"
             f"Instead:  {_without(dag, node, dependency)}")
     what = f"these nodes wait for each other, so none can run:\n\n{waits}\n"
-    return Mistake(what, Spot(source.file), hint)
+    return Diagnostic(what, Location(source.file), hint)
 
 
 def _without(dag: Dag, node: str, dependency: str) -> str:

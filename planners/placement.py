@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import Mistake, did_you_mean
-from distflow.schema.lora import base_of
-from distflow.schema.plan import Layout, proportion, whole
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.config.models import base_of
+from distflow.contracts.signature import ENGINE_TYPES
+from distflow.errors import Diagnostic, did_you_mean
+from distflow.plan import Layout, proportion, whole
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -36,7 +36,7 @@ class _Wish:
 
 
 def place(spec: Spec, ranks: int, sampling: set[str],
-          elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Mistake]]:
+          elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Diagnostic]]:
     """The layout of each node, and the layouts that `ranks` cannot host.
 
     Args:
@@ -48,7 +48,7 @@ def place(spec: Spec, ranks: int, sampling: set[str],
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
             where = source.spot(("layouts", name), key=True)
-            mistakes.append(Mistake(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
+            mistakes.append(Diagnostic(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
     wishes = [_Wish(name, "", None, None, None) if name in elsewhere else _wish(spec, name, sampling)
               for name in spec.dag.nodes]
     leaders: dict[Any, _Wish] = {}
@@ -71,7 +71,7 @@ def place(spec: Spec, ranks: int, sampling: set[str],
     return layouts, mistakes + _check_replicas(spec, wishes, layouts, ranks)
 
 
-def _check_replicas(spec: Spec, wishes: list[_Wish], layouts: dict[str, Layout], ranks: int) -> list[Mistake]:
+def _check_replicas(spec: Spec, wishes: list[_Wish], layouts: dict[str, Layout], ranks: int) -> list[Diagnostic]:
     """That the ranks over which a role is sharded can be divided into its replicas."""
     found = {}
     for wish in wishes:
@@ -84,7 +84,7 @@ def _check_replicas(spec: Spec, wishes: list[_Wish], layouts: dict[str, Layout],
                         "that share a model")
                 fitting = ", ".join(str(count) for count in range(1, shards + 1) if not shards % count)
                 where = spec.run_source.spot(("roles", wish.role, "replicas"))
-                found[wish.role] = Mistake(what, where, f"One of  replicas: {fitting}")
+                found[wish.role] = Diagnostic(what, where, f"One of  replicas: {fitting}")
     return list(found.values())
 
 
@@ -116,82 +116,82 @@ def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:
     return _Wish(name, node.role, engine, split, *((asked.dp, tuple(asked.rows)) if asked else (None,)))
 
 
-def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Mistake]:
+def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Diagnostic]:
     """That a node may split its work as it wishes, and as the others of its engine."""
     where = spec.run_source.spot(("layouts", wish.node))
     split = {size: count for size, count in (wish.split or {}).items() if count > 1}
     if wish.engine is None and split:
         what = f"node `{wish.node}` wants {_said(split)}, but it computes with no model that could be split"
-        return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{dp: N}}}}")]
+        return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{dp: N}}}}")]
     if wish.split is not None and wish.split != leader.split:
         what = (f"nodes `{leader.node}` and `{wish.node}` compute with the same engine of role `{wish.role}`, but "
                 f"split its model differently: {_said(leader.split)} and {_said(wish.split)}")
-        return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{{_said(leader.split)}}}}}")]
+        return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{{_said(leader.split)}}}}}")]
     width = Layout(1, **wish.split).width if wish.split else 1
     if wish.split is not None and ranks > 0 and ranks % width:
         what = f"node `{wish.node}` splits its model over {width} ranks ({_said(split)}), which do not divide {ranks}"
-        return [Mistake(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
+        return [Diagnostic(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
     if wish.split and (ranks // width * wish.split["cp"]) % wish.split["ep"]:
         what = (f"node `{wish.node}` cuts the experts {wish.split['ep']} ways (ep) over {ranks // width} shares × cp "
                 f"{wish.split['cp']}, which {wish.split['ep']} does not divide")
         shape, over = spec.shape_of(wish.role), ranks // width * wish.split["cp"]
         fitting = [str(ep) for ep in range(1, over + 1) if not over % ep and not (shape.experts if shape else ep) % ep]
-        return [Mistake(what, where, f"One of  ep: {', '.join(fitting)}")]
+        return [Diagnostic(what, where, f"One of  ep: {', '.join(fitting)}")]
     return []
 
 
-def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
+def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
     dp, where = min(wish.dp or shares, shares), spec.run_source.spot(("layouts", wish.node, "rows"))
     if wish.rows and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
         what = (f"node `{wish.node}` says the rows of its shares, and in mode {spec.run.mode} ranks that sample take "
                 "prompts as they get free")
-        return [Mistake(what, where, "Leave `rows` out of it.")]
+        return [Diagnostic(what, where, "Leave `rows` out of it.")]
     if wish.rows and len(wish.rows) != dp and ranks > 0:
         each = f" of {layout.width} ranks" if layout.width > 1 else ""
         what = f"node `{wish.node}` says the rows of {len(wish.rows)} shares, and {ranks} ranks make {dp}{each}"
-        return [Mistake(what, where, f"Start {len(wish.rows) * layout.width} ranks, say the rows of {dp}, in "
-                                     "proportion, or divide rows evenly:  --set layouts={}")]
+        return [Diagnostic(what, where, f"Start {len(wish.rows) * layout.width} ranks, say the rows of {dp}, in "
+                           "proportion, or divide rows evenly:  --set layouts={}")]
     return _check_dp(spec, wish, layout, ranks, shares)
 
 
-def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Mistake]:
+def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
     where, node = spec.run_source.spot(("layouts", wish.node, "dp")), wish.node
     if (wish.dp or 1) > shares and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
         what = f"node `{node}` wants dp {wish.dp}, and in mode {spec.run.mode} each rollout is a share of its own"
-        return [Mistake(what, where, f"Leave `dp` out of it, and say how many ranks sample:  "
-                                     f"groups: {{rollout: {(wish.dp or 1) * layout.width}}}")]
+        return [Diagnostic(what, where, f"Leave `dp` out of it, and say how many ranks sample:  "
+                           f"groups: {{rollout: {(wish.dp or 1) * layout.width}}}")]
     if wish.dp is not None and wish.dp > shares and ranks > 0:
         there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
         more = f" of {layout.width} ranks each" if layout.width > 1 else ""
         hint = (f"Start {wish.dp * layout.width} ranks (--nproc-per-node {wish.dp * layout.width}), or instead:  "
                 f"layouts: {{{node}: {{dp: {shares}}}}}")
-        return [Mistake(f"node `{node}` wants dp {wish.dp}{more}, but there {there}", where, hint)]
+        return [Diagnostic(f"node `{node}` wants dp {wish.dp}{more}, but there {there}", where, hint)]
     if wish.dp is not None and wish.dp < shares and spec.dag.nodes[node].type == "MODEL_TRAIN":
         what = (f"node `{node}` trains on {wish.dp * layout.width} of {ranks} ranks; in sync mode a trained role is "
                 "sharded over all ranks, so its MODEL_TRAIN nodes run on all of them")
         remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
-        return [Mistake(what, where, remedy)]
+        return [Diagnostic(what, where, remedy)]
     return []
 
 
-def _check_environment(spec: Spec, wish: _Wish, layout: Layout) -> list[Mistake]:
+def _check_environment(spec: Spec, wish: _Wish, layout: Layout) -> list[Diagnostic]:
     if layout.width == 1 or wish.node not in spec.environments or spec.run.mode != "sync":  # there one rank leads
         return []
     what = (f"node `{wish.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
             "would have an environment of its own, which may answer otherwise")
     where = spec.run_source.spot(("layouts", wish.node))
-    return [Mistake(what, where, f"Instead:  layouts: {{{wish.node}: {{tp: 1}}}}")]
+    return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{tp: 1}}}}")]
 
 
 def _said(split: dict[str, int]) -> str:
     return ", ".join(f"{size}: {count}" for size, count in split.items() if count > 1) or "tp: 1"
 
 
-def _check_ranks(spec: Spec, ranks: int) -> list[Mistake]:
+def _check_ranks(spec: Spec, ranks: int) -> list[Diagnostic]:
     if ranks < 1:
-        return [Mistake(f"a plan needs at least 1 rank, not {ranks}")]
+        return [Diagnostic(f"a plan needs at least 1 rank, not {ranks}")]
     has = spec.cluster.size
     if has is not None and ranks > has and spec.cluster_source:
         what = f"cluster `{spec.cluster.name}` has {has} rank{'s' * (has > 1)}, and the plan is for {ranks}"
-        return [Mistake(what, spec.cluster_source.spot(("ranks",)), f"Start {has}, or plan for another cluster.")]
+        return [Diagnostic(what, spec.cluster_source.spot(("ranks",)), f"Start {has}, or plan for another cluster.")]
     return []

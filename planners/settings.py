@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from distflow.schema.bounds import in_words, nearest_within, within
-from distflow.schema.contract import REQUIRED, Contract, Setting
-from distflow.schema.errors import Mistake, did_you_mean
-from distflow.schema.kinds import fits
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.contracts.signature import REQUIRED, Contract, Setting, fits, in_words, nearest_within, within
+from distflow.errors import Diagnostic, did_you_mean
 
 
-def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
+def check_settings(spec: Spec, node: str, contract: Contract) -> list[Diagnostic]:
     """Unknown settings, missing ones, values of another type than the annotation's or outside their bounds."""
-    wrong: dict[str, list[Mistake]] = {}
+    wrong: dict[str, list[Diagnostic]] = {}
     given, source = spec.dag.nodes[node].settings, spec.dag_source
     for name, value in given.items():
         wrong[name] = _check_value(spec, node, contract, name, value)
@@ -22,7 +20,7 @@ def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
         if name not in given and setting.default == REQUIRED:
             what = f"node `{node}`: function `{contract.name}` needs the setting `{name}`"
             hint = f"Add it:  with: {{{name}: …}}" + (f"   ({setting.annotation})" if setting.annotation else "")
-            wrong[name] = [Mistake(what, source.spot(("nodes", node), key=True), hint)]
+            wrong[name] = [Diagnostic(what, source.spot(("nodes", node), key=True), hint)]
         elif name not in given and name == contract.marks.repeats:
             wrong[name] = _check_repeats(spec, node, contract, name)
     for name, (other, wanted) in contract.marks.belongs_to.items():
@@ -34,22 +32,23 @@ def check_settings(spec: Spec, node: str, contract: Contract) -> list[Mistake]:
     return [mistake for mistakes in wrong.values() for mistake in mistakes]
 
 
-def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: Any) -> list[Mistake]:
+def _check_value(spec: Spec, node: str, contract: Contract, name: str, value: Any) -> list[Diagnostic]:
     path, source, setting = ("nodes", node, "with", name), spec.dag_source, contract.settings.get(name)
     if setting is None:
         what = f"node `{node}`: function `{contract.name}` has no setting `{name}`"
         hint = did_you_mean(name, contract.settings, "Settings") or "It has no settings at all."
-        return [Mistake(what, source.spot(path, key=True), hint)]
+        return [Diagnostic(what, source.spot(path, key=True), hint)]
     what = f"node `{node}`: setting `{name}` of `{contract.name}` must be"
     if setting.annotation and not fits(value, setting.annotation):
         expected = setting.annotation.replace("Literal[", "one of [").replace("| Loss", "or MODULE:FUNCTION").strip()
         hint = "" if setting.default == REQUIRED else f"Its default is {setting.default}."
         hint = contract.marks.refuses.get(name, {}).get(value if isinstance(value, Hashable) else None, hint)
-        return [Mistake(f"{what} {expected}, not {value!r}", source.spot(path), hint)]
+        return [Diagnostic(f"{what} {expected}, not {value!r}", source.spot(path), hint)]
     repeated = _check_repeats(spec, node, contract, name) if name == contract.marks.repeats else []
     if repeated or not setting.bounds or value is None or within(value, setting.bounds):
         return repeated
-    return [Mistake(f"{what} {in_words(setting.bounds)}, not {value!r}", source.spot(path), _within_instead(setting))]
+    return [Diagnostic(f"{what} {in_words(setting.bounds)}, not {value!r}", source.spot(path),
+                       _within_instead(setting))]
 
 
 def _within_instead(setting: Setting) -> str:
@@ -60,7 +59,7 @@ def _within_instead(setting: Setting) -> str:
 
 
 def _check_companion(spec: Spec, node: str, contract: Contract, names: tuple[str, str], wanted: tuple[Any, ...],
-                     needed: bool) -> list[Mistake]:
+                     needed: bool) -> list[Diagnostic]:
     """A setting that belongs to some values of another: it must not be given with others, and may be `needed` there."""
     (name, other), path = names, ("nodes", node, "with")
     value, own = (setting_value(spec, node, contract, each) for each in (other, name))
@@ -69,23 +68,23 @@ def _check_companion(spec: Spec, node: str, contract: Contract, names: tuple[str
         kind = in_words(setting.bounds) or setting.annotation
         what = f"node `{node}`: `{other}: {value}` needs the setting `{name}`"
         hint = f"Add it:  with: {{{other}: {value}, {name}: …}}" + (f"   ({kind})" if kind else "")
-        return [Mistake(what, spec.dag_source.spot((*path, other)), hint)]
+        return [Diagnostic(what, spec.dag_source.spot((*path, other)), hint)]
     if value not in wanted and own is not None and own != setting.value:
         allowed = " or ".join(f"`{item}`" for item in wanted)
         what = f"node `{node}`: setting `{name}` says nothing with `{other}: {value}`, only with {allowed}"
         hint = f"Take `{name}` out, or instead:  with: {{{other}: {wanted[0]}, {name}: {own}}}"
-        return [Mistake(what, spec.dag_source.spot((*path, name), key=True), hint)]
+        return [Diagnostic(what, spec.dag_source.spot((*path, name), key=True), hint)]
     return []
 
 
-def _check_repeats(spec: Spec, node: str, contract: Contract, name: str) -> list[Mistake]:
+def _check_repeats(spec: Spec, node: str, contract: Contract, name: str) -> list[Diagnostic]:
     value = setting_value(spec, node, contract, name)
     if type(value) is int and value > 0:
         return []
     shown = repr(value) if value is not None else contract.settings[name].default
     what = (f"node `{node}`: setting `{name}` says how many rows `{contract.name}` writes for each that it reads; it "
             f"must be a whole number above 0, not {shown}")
-    return [Mistake(what, spec.dag_source.spot(("nodes", node, "with", name)), f"Instead:  with: {{{name}: 8}}")]
+    return [Diagnostic(what, spec.dag_source.spot(("nodes", node, "with", name)), f"Instead:  with: {{{name}: 8}}")]
 
 
 def setting_value(spec: Spec, node: str, contract: Contract, name: str) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distflow.schema.engines import ROLLOUTS, TRAINERS
-from distflow.schema.errors import Mistake
-from distflow.schema.shapes import Shape
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.config.models import ROLLOUTS, TRAINERS, Shape
+from distflow.errors import Diagnostic
 
 
-def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Mistake]:
+def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Diagnostic]:
     """`engine`: the role whose it is, and whether it is the one that samples."""
     role, samples = engine
     settings, shape = spec.settings_of(role), spec.shape_of(role)
@@ -24,14 +23,14 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
         where = spec.run_source.spot(("layouts", node, size))
         if size in cannot:
             what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {cannot[size]}"
-            mistakes.append(Mistake(what, where, f"Leave `{size}` out."))
+            mistakes.append(Diagnostic(what, where, f"Leave `{size}` out."))
         elif shape:
-            mistakes += [Mistake(f"node `{node}` wants {size} {count}, but {what}", where, hint)
+            mistakes += [Diagnostic(f"node `{node}` wants {size} {count}, but {what}", where, hint)
                          for what, hint in _misfits(shape, role, size, count)]
     return mistakes if samples else [*mistakes, *_together(spec, node, role, asked)]
 
 
-def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Mistake]:
+def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Diagnostic]:
     """What the role asks for and cannot have with a model that is split."""
     settings, seeing, shape = spec.run.roles.get(role), spec.run.data.images is not None, spec.shape_of(role)
     if settings is None:
@@ -47,8 +46,8 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
         if wished and sizes:
             own = key in type(settings).model_fields
             where = spec.run_source.spot(("roles", role, key) if own else ("layouts", node), key=own)
-            yield Mistake(f"role `{role}` has `{key}`, and node `{node}` splits its model: {why}", where,
-                          f"Leave  {', '.join(sizes)}  of `{node}` out" + (f", or `{key}`." if own else "."))
+            yield Diagnostic(f"role `{role}` has `{key}`, and node `{node}` splits its model: {why}", where,
+                             f"Leave  {', '.join(sizes)}  of `{node}` out" + (f", or `{key}`." if own else "."))
 
 
 def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:

@@ -2,16 +2,135 @@
 
 What moves is estimated as MindSpeed RL does (§3.1, Eq. 2), column by column: rows × the longest row × the bytes of an
 element, for prompts and responses as long as the run allows.
+
+How many bytes the sample flow of one iteration moves, by formula (MindSpeed RL §"Problem Statement", Eq. 1, 2, 4).
+
+The paper's formulas were rebuilt from its text and agree with every row of its Table 1 to the digits that it prints.
+
+What a step moves if its columns pass through the transfer dock (MindSpeed RL, its dataflow section, Eq. 1, 2, 4).
+
+The paper's Eq. 2 counts the columns of one algorithm by hand: the long ones three times, prompts twice. Here the DAG
+says who writes and who reads, as `transfers` has it: each column goes in once, where it is written, and out once for
+each node that reads it. Warehouses split the rows by their ids, so each carries an equal part (Eq. 4).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from distflow.schema.contract import GROUP
-from distflow.schema.plan import REWARD_PARTS, ROW, SOURCE, Fans, Layout, Task, Transfer
-from distflow.schema.spec import Spec
-from planners.columns import Flow
+from distflow.config.load import Spec
+from distflow.contracts.signature import GROUP, Contract
+from distflow.plan import REWARD_PARTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
+from planners.check import bind
+from planners.columns import NodeColumns, plain_form
+
+
+@dataclass(frozen=True)
+class SampleFlow:
+    """One iteration: `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a value.
+
+    `long_columns` (n) are as long as the response: its tokens, log-probabilities, and so on; `scalars` are single
+    values per sample.
+    """
+
+    prompts: int
+    responses: int
+    prompt_tokens: int
+    long_columns: int
+    response_tokens: int
+    scalars: int
+    width: int = 4
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.responses
+
+    @property
+    def nbytes(self) -> int:
+        """Moved by the last three steps of an iteration, all together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
+        long = 3 * self.long_columns * self.response_tokens
+        return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
+
+    def through_each_warehouse(self, warehouses: int, controllers: int) -> float:
+        """Bytes through one of `warehouses`: its share of the rows, and their metadata to all `controllers` (Eq. 4).
+
+        Metadata are the sample's scalars, sent once to every controller.
+        """
+        metadata = self.samples * self.width * self.scalars * controllers
+        return (self.nbytes + metadata) / warehouses
+
+    def seconds(self, bytes_per_second: float, warehouses: int = 1, controllers: int = 0) -> float:
+        """What moving it takes if each warehouse sends and receives `bytes_per_second` in all."""
+        return self.through_each_warehouse(warehouses, controllers) / bytes_per_second
+
+
+@dataclass(frozen=True)
+class DockEdge:
+    """Columns that a producer puts (`reader` is empty) or that a node fetches; bytes of a step's rows."""
+
+    producer: str
+    reader: str
+    columns: tuple[str, ...]
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class DockVolume:
+    """All of a step's way through the dock. Ids, lengths and metadata are not counted; they were 1% of rows of 512
+    tokens."""
+
+    edges: tuple[DockEdge, ...]
+    warehouses: int
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(edge.bytes_per_step for edge in self.edges if not edge.reader)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(edge.bytes_per_step for edge in self.edges if edge.reader)
+
+    @property
+    def through_each_warehouse(self) -> float:
+        return (self.bytes_in + self.bytes_out) / self.warehouses
+
+
+def through_dock(spec: Spec, plan: Plan, warehouses: int) -> DockVolume:
+    """The bytes of a step of `plan` with its rows at the run's longest, if every edge passed through the dock.
+
+    Raises:
+        ValueError: there is no warehouse.
+    """
+    if warehouses < 1:
+        raise ValueError(f"a dock has at least one warehouse, not {warehouses}")
+    return DockVolume(tuple(_edges(spec, plan)), warehouses)
+
+
+def _edges(spec: Spec, plan: Plan) -> Iterator[DockEdge]:
+    """What is put, in the order of the chain, each followed by those who fetch it."""
+    fans, forms, (bound, *_) = RowLineage(plan.tasks, plan.source), {}, bind(spec)
+    readers: dict[str, dict[str, list[str]]] = {}
+    for task in plan.tasks:
+        for column in task.reads:
+            if column.name != ROW:
+                forms[column.producer, column.name] = _written(fans, bound, column) or column.form
+                names = readers.setdefault(column.producer, {}).setdefault(task.node, [])
+                names += [column.name] if column.name not in names else []
+    for producer in (SOURCE, *fans.tasks):
+        rows = spec.run.data.batch * fans.times(fans.of(producer))
+        size = {name: rows * row_bytes(spec, name, form) for (owner, name), form in forms.items() if owner == producer}
+        if size:
+            yield DockEdge(producer, "", tuple(size), sum(size.values()))
+        for node, names in readers.get(producer, {}).items():
+            yield DockEdge(producer, node, tuple(names), sum(size[name] for name in names))
+
+
+def _written(fans: RowLineage, bound: dict[str, Contract], column: Column) -> str:
+    """The form in which its producer says that it writes a column; empty if it does not say."""
+    returns = bound[column.producer].returns if column.producer in bound else ()
+    return plain_form(returns[fans.tasks[column.producer].writes.index(column.name)]) if returns else ""
+
 
 _TOKEN, _NUMBER, _CHARACTERS, _PIXEL = 8, 4, 4, 3
 """Bytes of a token's id, bytes of a float, bytes of the text of one token, bytes of a pixel."""
@@ -25,7 +144,7 @@ Moved = set[tuple[str, str, Layout]]
 """(producer, column, layout): what earlier tasks of the chain have moved. The databuffer moves nothing twice."""
 
 
-def derive(spec: Spec, node: str, flows: dict[str, Flow], layouts: dict[str, Layout], source: Layout,
+def derive(spec: Spec, node: str, flows: dict[str, NodeColumns], layouts: dict[str, Layout], source: Layout,
            moved: Moved) -> tuple[Transfer, ...]:
     """One transfer per producer that `node` reads from, in the order of its parameters; `moved` learns of them."""
     edges: dict[str, list[str]] = {}
@@ -53,7 +172,7 @@ def derive(spec: Spec, node: str, flows: dict[str, Flow], layouts: dict[str, Lay
 def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
     """The tasks with the bytes of rows that go to several shares: a prompt goes wherever some of its samples are, and
     samples of equal length are dealt out in turn."""
-    fans, result = Fans(tasks, source), []
+    fans, result = RowLineage(tasks, source), []
     for task in tasks:
         unit, arriving = fans.unit(task.layout), []
         for move in task.transfers:

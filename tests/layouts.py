@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distflow.config.load import load
+from distflow.contracts.signature import load_function
 from distflow.data.exchange import gather
-from distflow.observe.metrics import current
-from distflow.schema.contract import load_function
-from distflow.schema.spec import load
+from distflow.telemetry.metrics import current
 from planners import plan as make_plan
-from workers.dag_worker import DagWorker
 from workers.engines.sampling import key_of
+from workers.loop import TrainLoop
 
 DAG = """
 name: small
@@ -73,7 +73,7 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     current().collect(gather)
     silent = SimpleNamespace(now=lambda *doing: None, rank=dist.get_rank())
-    worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
+    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
     reports = []
     for step in range(spec.run.steps):
         torch.manual_seed(key_of(spec.run.seed, step))

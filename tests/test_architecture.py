@@ -12,24 +12,26 @@ from pathlib import Path
 import pytest
 
 import distflow
-from distflow.schema.spec import load
+from distflow.config.load import load
 from planners import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("distflow", "planners", "workers")
-FLOORS = {"distflow": 0, "distflow.schema": 0, "planners": 1, "distflow.data": 2, "distflow.weights": 2,
-          "distflow.robust": 2, "distflow.observe": 2, "workers": 3, "distflow.cli": 4, "distflow.launch": 4,
-          "distflow.__main__": 4, "benchmarks": 4}
-STAIRS = {"workers.jail": 0, "workers.sandbox": 0, "workers.contained": 0, "workers.failures": 0, "workers.rewards": 1,
-          "workers.environments": 1, "workers.engines": 0, "workers.roles": 1, "workers.functions": 2, "workers": 3}
-"""Inside workers/: engines ← roles ← functions ← dag_worker and what stands beside it."""
+FLOORS = {"distflow": 0, "distflow.config": 0, "distflow.contracts": 0, "distflow.errors": 0, "distflow.plan": 0,
+          "distflow.plan_file": 0, "planners": 1, "distflow.rpc": 2, "distflow.telemetry": 2, "distflow.data": 2,
+          "distflow.dock": 2, "distflow.weights": 2, "distflow.recovery": 2, "workers": 3, "distflow.cli": 4,
+          "distflow.launch": 4, "distflow.__main__": 4, "benchmarks": 4}
+STAIRS = {"workers.isolation.sandbox": 0, "workers.isolation.user_code": 0, "workers.isolation": 1,
+          "workers.engines": 0,
+          "workers.roles": 1, "workers.functions": 2, "workers": 3}
+"""Inside workers/: engines ← roles ← functions ← loop and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow.launch"}
-MAY_CATCH_ANYTHING = ("distflow.robust.seat", "distflow.cli", "distflow.launch")
+MAY_CATCH_ANYTHING = ("distflow.recovery.supervisor", "distflow.cli", "distflow.launch")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "scipy", "pyarrow", "tokenizers", "networkx"}
 ARRAYS = {"planners.heterogeneous": {"numpy", "scipy"}}
 """Who may compute with arrays on a floor that else does not."""
 IMPURE = HEAVY | {"time", "datetime", "random", "os", "pathlib", "subprocess", "socket", "threading"}
-MAY_UNPICKLE = {"distflow.robust.metadata"}
+MAY_UNPICKLE = {"distflow.recovery.checkpoint"}
 """By an unpickler of its own, which knows torch's metadata classes and nothing else."""
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
@@ -130,7 +132,8 @@ def pickles(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("rule", "folders"), [
-    (floors, (*OURS, "benchmarks")), (relative_imports, OURS), (purity, ("distflow/schema", "planners")),
+    (floors, (*OURS, "benchmarks")), (relative_imports, OURS), (purity, ("distflow/config", "distflow/contracts",
+                                                                         "planners")),
     (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
 ], ids=lambda value: getattr(value, "__name__", "in"))
 def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
@@ -138,18 +141,18 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("rule", "module", "text"), [
-    (floors, "distflow.schema.x", "from planners import plan"),
+    (floors, "distflow.config.x", "from planners import plan"),
     (floors, "planners.x", "from distflow.data.batch import Batch"),
     (floors, "planners.x", "def f():\n    from distflow import Batch"),
     (floors, "distflow.data.x", "import planners.order"),
-    (floors, "distflow.data.x", "from workers.roles import Role"),
-    (floors, "distflow.observe.x", "def late():\n    import distflow.cli.run"),
-    (floors, "workers.engines.x", "from workers.roles import Role"),
+    (floors, "distflow.data.x", "from workers.roles import RoleEngines"),
+    (floors, "distflow.telemetry.x", "def late():\n    import distflow.cli.run"),
+    (floors, "workers.engines.x", "from workers.roles import RoleEngines"),
     (floors, "workers.roles", "from workers.functions.kl import kl_estimate"),
-    (floors, "workers.functions.x", "from workers.dag_worker import DagWorker"),
-    (floors, "workers.dag_worker", "from distflow.launch import main"),
+    (floors, "workers.functions.x", "from workers.loop import TrainLoop"),
+    (floors, "workers.loop", "from distflow.launch import main"),
     (relative_imports, "planners.x", "from . import order"),
-    (purity, "distflow.schema.x", "def f():\n    import torch.nn"),
+    (purity, "distflow.config.x", "def f():\n    import torch.nn"),
     (purity, "planners.x", "from time import time"),
     (purity, "planners.x", "import numpy"),
     (purity, "planners.heterogeneous.x", "import torch"),
@@ -171,9 +174,9 @@ def test_rule_can_fail(rule: Rule, module: str, text: str) -> None:
 
 @pytest.mark.parametrize(("rule", "module", "text"), [
     (floors, "workers.functions.x", "from distflow import Batch, Ragged, node"),
-    (floors, "workers.dag_worker", "from workers.functions import rewards\nfrom distflow.schema.plan import Plan"),
-    (floors, "distflow.launch", "def main():\n    from workers.start import start"),
-    (floors, "benchmarks.x", "from workers.start import start"),
+    (floors, "workers.loop", "from workers.functions import rewards\nfrom distflow.plan import Plan"),
+    (floors, "distflow.launch", "def main():\n    from workers.worker import work"),
+    (floors, "benchmarks.x", "from workers.worker import work"),
     (purity, "planners.x", "import hashlib"),
     (purity, "planners.heterogeneous.x", "import numpy"),
     (function_budget, "planners.x", "def f():\n" + "    pass\n" * 39),
@@ -188,8 +191,9 @@ def test_rule_allows(rule: Rule, module: str, text: str) -> None:
 def test_failures_are_contained_where_users_code_runs() -> None:
     """Elsewhere it would be a broad `except` by another name."""
     users = {module for module, text in sources(*OURS).items()
-             if any(name.startswith("workers.contained.") for name, _ in imports(ast.parse(text)))}
-    assert users == {"workers.rewards.worker", "workers.environments.instances", "workers.environments.nursery"}
+             if any(name == "workers.isolation.user_code.contained" for name, _ in imports(ast.parse(text)))}
+    assert users == {"workers.isolation.rewards_worker", "workers.isolation.env_worker",
+                     "workers.isolation.fork_server"}
 
 
 def test_every_module_has_a_floor() -> None:
@@ -205,8 +209,9 @@ def test_files_fit_their_budget() -> None:
 
 def test_light_modules_import_nothing_heavy() -> None:
     """Help, validation and planning answer at once."""
-    modules = [*sources("distflow/schema", "planners", "distflow/cli"), "distflow", "distflow.launch",
-               "distflow.observe.folder"]
+    modules = [*sources("distflow/config", "distflow/contracts", "planners", "distflow/cli"), "distflow",
+               "distflow.launch",
+               "distflow.telemetry.run_folder"]
     modules = [module for module in modules if not module.endswith("__main__")]
     script = (f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
               f"sys.exit(' '.join(sorted({HEAVY - {'numpy'}!r} & set(sys.modules))) or None)")

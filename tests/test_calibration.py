@@ -12,7 +12,7 @@ import yaml
 
 from distflow.cli import main
 from distflow.cli.calibration import calibration
-from distflow.schema.spec import reload
+from distflow.config.load import reload
 
 CLUSTER = """
 name: here

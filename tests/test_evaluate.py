@@ -14,7 +14,7 @@ from harness import ROOT, environment
 
 from distflow import cli
 from distflow.cli import evaluate
-from distflow.cli.evaluated import Subject, subject
+from distflow.cli.evaluated import EvaluationSubject, subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")
@@ -101,7 +101,7 @@ def test_the_rewards_of_all_problems_have_more_time_than_those_of_a_training_ste
 
     monkeypatch.setattr(evaluate, "torchrun", torchrun)
     options = argparse.Namespace(samples=4, seed=0, ranks=1, output="runs", overrides=[], json=True)
-    what = Subject({}, reward={"reward": "code", "limit": 60.0})
+    what = EvaluationSubject({}, reward={"reward": "code", "limit": 60.0})
     evaluate._answer(options, what, str(workspace / "train.jsonl"), 500, Path("runs/evaluate-1"))
     assert seen == {"reward": "code", "limit": 150_000.0}
 

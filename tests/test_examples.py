@@ -10,8 +10,8 @@ import pytest
 import torch
 from harness import ROOT, metrics_of
 
+from distflow.config.load import load
 from distflow.data.batch import Ragged
-from distflow.schema.spec import load
 from planners import plan
 
 EXAMPLES = sorted((ROOT / "examples").glob("*/*.yaml"))
@@ -63,7 +63,7 @@ def test_the_loss_is_ppos_at_first_and_fades():
 
 def test_the_reward_and_the_loss_run(run):
     metrics = run("near_miss", "steps=2", "nodes.update.with={loss: 'soft_clip:soft_clip', epochs: 2}",
-                     "nodes.reward.with={reward: {near_miss: 1.0, brevity: 1.0}}", "imports=[near_miss, brevity]")
+                  "nodes.reward.with={reward: {near_miss: 1.0, brevity: 1.0}}", "imports=[near_miss, brevity]")
     for line in metrics.values():
         assert {"reward/near_miss", "near_miss/answered", "reward/brevity"} <= set(line)
         assert 0 <= line["near_miss/answered"] <= 1
@@ -74,7 +74,7 @@ def test_the_reward_and_the_loss_run(run):
 def test_the_hook_and_the_detector_run(run, workspace):
     """A random model always says 8 tokens here, so the detector is asked for no growth at all."""
     run("restart_log", "steps=3", "imports=[restart_log, long_answers]", "checkpoint.every=0",
-                  "robust.detectors.long_answers.factor=1", "faults=[{kind: raise, step: 2, phase: training}]")
+        "robust.detectors.long_answers.factor=1", "faults=[{kind: raise, step: 2, phase: training}]")
     failed, ready = (workspace / "restarts.log").read_text().splitlines()
     assert failed.startswith("rank 0 failed in step 2: ")
     assert ready == "rank 0 trains again"

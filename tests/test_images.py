@@ -9,8 +9,7 @@ import pytest
 from harness import ROOT, metrics_of
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from distflow.data.images import open_images
-from distflow.data.records import open_records
+from distflow.data.dataset import open_images, open_records
 
 MODEL = "{architecture: qwen3_vl, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}"
 SEEING = ("--run-file", "tiny.yaml", "--set", f"roles.actor.model={MODEL}", "--set", "data.images=image",

@@ -15,7 +15,7 @@ import pytest
 from harness import environment
 
 from distflow import launch
-from distflow.robust.board import store_on
+from distflow.recovery.store import store_on
 from workers.loopback import create
 
 LOOPBACK = "0100007F"

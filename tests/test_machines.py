@@ -12,9 +12,9 @@ from harness import metrics_of
 from benchmarks.cluster import Cluster
 from distflow import launch
 from distflow.cli import main
-from distflow.robust.board import store_on
+from distflow.recovery.store import store_on
 from planners import plan
-from workers.apart import Apart, digest
+from workers.elastic import ElasticAgent, digest
 
 STEPS, FEW = 90, 20
 STEADY = """
@@ -126,8 +126,8 @@ MISTAKES = {
 @pytest.mark.parametrize(("arguments", "variables", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
-    monkeypatch.setattr("workers.apart._REACHED", datetime.timedelta(seconds=2))
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("workers.elastic._REACHED", datetime.timedelta(seconds=2))
     board = store_on("127.0.0.1")
     board.set("token", digest("the token"))
     address = f"127.0.0.1:{board.port}"
@@ -139,7 +139,7 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
     with monkeypatch.context() as first:  # whoever comes first says what the run is
         first.setenv("LOCAL_WORLD_SIZE", "1")
         first.setenv("DISTFLOW_TOKEN", "the token")
-        Apart(address, "2", partial(plan, spec), spec.run.robust)
+        ElasticAgent(address, "2", partial(plan, spec), spec.run.robust)
     assert launch.main([*run, *(address if each == "HERE" else each for each in arguments)]) == 2
     assert expected in capsys.readouterr().err
 

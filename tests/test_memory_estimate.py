@@ -13,11 +13,11 @@ from layouts import write
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
+from distflow.config.load import load
+from distflow.contracts.signature import load_function
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.contract import load_function
-from distflow.schema.spec import load
 from planners import plan as make_plan
-from workers.dag_worker import DagWorker
+from workers.loop import TrainLoop
 
 SIZES = ["roles.actor.model.hidden=128", "roles.actor.model.layers=4"]
 
@@ -42,7 +42,7 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
     spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", SIZES + overrides)
     plan = make_plan(spec, dist.get_world_size())
     functions = {task.node: load_function(task.function) for task in plan.tasks}
-    worker = DagWorker(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(now=print), writes=False)
+    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(now=print), writes=False)
     actor, found = worker.roles["actor"], {}
     trainer, rollout = actor.engine, actor.rollout
     parameters = list(trainer.shards().values())

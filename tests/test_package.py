@@ -12,7 +12,7 @@ from harness import ROOT, environment
 
 import distflow
 from distflow import cli
-from distflow.schema.extras import DISTRIBUTION, pip_line
+from distflow.config.extras import DISTRIBUTION, pip_line
 
 
 def test_the_package_list_is_complete():

@@ -10,9 +10,9 @@ import yaml
 from harness import metrics_of
 
 from distflow.cli import main
+from distflow.config.load import load
 from distflow.launch import reopened
-from distflow.observe.folder import RunFolder
-from distflow.schema.spec import load
+from distflow.telemetry.run_folder import RunFolder
 from planners import plan
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}},

@@ -12,10 +12,10 @@ from harness import ROOT, environment
 from ranks import run_ranks
 
 from distflow.cli import main
-from distflow.schema.probed import described
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.plan_file import described
 from planners.heterogeneous.workload import problem_of
-from workers import probing
+from workers import probe as worker_probe
 
 
 def probe(*arguments: str) -> subprocess.CompletedProcess:
@@ -45,9 +45,9 @@ def _on_two_machines() -> list:
     import torch.distributed as dist
 
     os.environ["GROUP_RANK"] = str(dist.get_rank())
-    probing._BUDGET, probing._LONG = 0.01, 0.0005
+    worker_probe._BUDGET, worker_probe._LONG = 0.01, 0.0005
     try:
-        devices, links = probing.probe(torch.device("cpu"))
+        devices, links = worker_probe.probe(torch.device("cpu"))
     finally:
         del os.environ["GROUP_RANK"]
     return [devices, links]
@@ -64,7 +64,7 @@ def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
 
 
 def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:
-    assert list(probing._rounds(["a", "a", "a", "b", "b", "c"])) == [
+    assert list(worker_probe._rounds(["a", "a", "a", "b", "b", "c"])) == [
         [(0, 1)], [(1, 2)], [(3, 4)], [(0, 3), (1, 4)], [(0, 5)], [(3, 5)]]
 
 

@@ -11,11 +11,11 @@ import yaml
 from harness import ROOT, metrics_of
 
 import distflow
-from distflow.robust import detect, hooks, judges
-from distflow.schema import registry
-from distflow.schema.engines import ROLLOUTS, TRAINERS
-from distflow.schema.run import Parallel, RoleRun
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.config.models import ROLLOUTS, TRAINERS
+from distflow.config.run import Parallel, RoleRun
+from distflow.contracts import decorators
+from distflow.recovery import detectors, hooks
 from planners import plan
 
 TEXT = (ROOT / "README.md").read_text()
@@ -79,8 +79,8 @@ def test_the_table_of_algorithms_counts_their_lines():
 @pytest.fixture
 def run_block(monkeypatch):
     """Execute a Python block with the public names; what it registers goes afterwards. Returns its names."""
-    monkeypatch.setattr(registry, "REWARDS", dict(registry.REWARDS))
-    monkeypatch.setattr(detect, "OF_STEPS", dict(detect.OF_STEPS))
+    monkeypatch.setattr(decorators, "REWARDS", {})  # another test may have loaded an example of the same name
+    monkeypatch.setattr(detectors, "OF_STEPS", dict(detectors.OF_STEPS))
     monkeypatch.setattr(hooks, "HOOKS", {when: list(each) for when, each in hooks.HOOKS.items()})
 
     def run(containing: str) -> dict:
@@ -111,10 +111,10 @@ def test_the_reward_pays_for_what_is_near(run_block):
 def test_the_hook_is_called_and_the_detector_warns(run_block, capsys):
     names = run_block("def long_answers")
     failure = hooks.Failure(1, "lost its mind", "training", 3)
-    hooks.call("on_failure", "trainer", hooks.Moment("trainer", 1, 0, failure))
+    hooks.call("on_failure", "trainer", hooks.HookContext("trainer", 1, 0, failure))
     assert capsys.readouterr().out == "rank 1 failed in step 3: lost its mind\n"
-    steps = [judges.Step(number, {"response/length": length}) for number, length in ((1, 900.0), (2, 1100.0))]
-    assert detect.OF_STEPS["long_answers"] is names["long_answers"]
+    steps = [detectors.StepReport(number, {"response/length": length}) for number, length in ((1, 900.0), (2, 1100.0))]
+    assert detectors.OF_STEPS["long_answers"] is names["long_answers"]
     assert names["long_answers"](steps[:1]) is None
     assert names["long_answers"](steps, restart=True).restart
 

@@ -19,7 +19,7 @@ from ready import Ready
 from test_conversations import DAG, TOOLS
 
 from benchmarks.control_group import control_group, joining, limit_memory
-from distflow.robust.out_of_memory import available, limit
+from distflow.recovery.out_of_memory import available, limit
 
 STEPS = 12
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
@@ -256,7 +256,8 @@ def test_restarts_that_are_used_up_end_the_run(launch, write, left):
     faults = [{"kind": "raise", "step": 2, "phase": "training"}, {"kind": "kill", "step": 3, "phase": "training"}]
     done = launch(1, *GRPO, *write("ended", faults, "robust.restarts=1"), code=None)
     require_ended(done, left, "its 1 restarts are used up (robust.restarts in the run file)", "The first failure was "
-                  "that of rank 0 in step 2: distflow.robust.faults.Injected: fault 0 of the run file was to be raised")
+                  "that of rank 0 in step 2: distflow.recovery.fault_injection.Injected: "
+                  "fault 0 of the run file was to be raised")
 
 
 def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:

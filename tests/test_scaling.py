@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from harness import metrics_of
 
-from distflow.robust import scale
-from distflow.robust.scaling import _Done, scaling
-from distflow.schema.errors import InvalidInput
+from distflow.errors import InvalidInput
+from distflow.recovery import autoscaler
+from distflow.recovery.autoscaler import _RecentSteps, scaling
 
 POLICY = '''
 import time
@@ -46,18 +46,18 @@ def test_a_policy_changes_the_rollouts_and_one_that_hangs_holds_up_nobody(launch
 
 
 def test_a_job_that_begins_forgets_how_many_rollouts_another_had(tmp_path):
-    scale.write(tmp_path, 1)
-    assert scale.read(tmp_path, 3) == 1
-    scale.forget(tmp_path)
-    scale.forget(tmp_path / "nowhere")
-    assert scale.read(tmp_path, 3) == 3
+    autoscaler.write(tmp_path, 1)
+    assert autoscaler.read(tmp_path, 3) == 1
+    autoscaler.forget(tmp_path)
+    autoscaler.forget(tmp_path / "nowhere")
+    assert autoscaler.read(tmp_path, 3) == 3
 
 
 def test_a_rollout_that_rests_takes_the_place_of_one_that_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, "_LOOK", -1.0)
+    monkeypatch.setattr(autoscaler, "_LOOK", -1.0)
     left_out: list[int] = []
-    rollouts = [scale.Scale(tmp_path, place, lambda: left_out) for place in range(3)]
-    scale.write(tmp_path, 1)
+    rollouts = [autoscaler.RolloutScale(tmp_path, place, lambda: left_out) for place in range(3)]
+    autoscaler.write(tmp_path, 1)
     assert [each.wanted() for each in rollouts] == [True, False, False]
     left_out.append(0)
     assert [each.wanted() for each in rollouts[1:]] == [True, False]
@@ -71,7 +71,7 @@ def lines(*steps: int) -> str:
 
 def test_each_step_is_seen_once_while_the_file_grows_and_is_replaced(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    done = _Done(file, 3)
+    done = _RecentSteps(file, 3)
     assert [*done.new()] == []
     file.write_text(lines(1, 2) + '{"step": 2, "validation/held": 0.5}\n{"step": 3, "sec')
     assert [*done.new()] == [1, 2]

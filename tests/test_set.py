@@ -90,8 +90,8 @@ def require_events(run) -> None:
     (["roles.reference.micro_batch_tokens=64"], "role `reference` has no settings of its own"),
 ])
 def test_what_cannot_change_is_said_and_changes_nothing(launch, workspace, capsys, monkeypatch, settings, said):
-    from distflow.observe.folder import RunFolder
-    from distflow.schema.spec import load
+    from distflow.config.load import load
+    from distflow.telemetry.run_folder import RunFolder
     from planners import plan
 
     monkeypatch.chdir(workspace)
@@ -126,8 +126,8 @@ def test_half_a_file_of_a_run_is_named(workspace, capsys, monkeypatch, file, sai
 
 def _begun(workspace, monkeypatch):
     """The folder of a run that has just begun."""
-    from distflow.observe.folder import RunFolder
-    from distflow.schema.spec import load
+    from distflow.config.load import load
+    from distflow.telemetry.run_folder import RunFolder
     from planners import plan
 
     monkeypatch.chdir(workspace)

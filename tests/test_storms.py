@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from harness import TINY, command, environment, metrics_of
 
-from distflow.robust.processes import family, parent
+from distflow.telemetry.processes import family, parent
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "storm.yaml")
 KILLS, STEPS, LIMIT = 12, 40, 400.0
@@ -75,7 +75,7 @@ def the_dock(torchrun: int) -> int | None:
     """The process that holds the samples of a run."""
     for process in family(torchrun):
         with contextlib.suppress(OSError):
-            if b"distflow.data.dock.child" in Path(f"/proc/{process}/cmdline").read_bytes():
+            if b"distflow.dock.process" in Path(f"/proc/{process}/cmdline").read_bytes():
                 return process
     return None
 

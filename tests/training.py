@@ -13,8 +13,8 @@ import torch
 from columns import uneven_rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
-from distflow.schema.run import RoleRun
 from distflow.weights.reshard import gathered
 from workers.engines import fsdp
 from workers.engines.embedded import build_model

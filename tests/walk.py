@@ -17,8 +17,8 @@ from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
-from distflow.observe.metrics import Metrics
-from distflow.schema.plan import ROW, SOURCE, Column, Fans, Layout, Plan, Task, Transfer
+from distflow.plan import ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
+from distflow.telemetry.metrics import Metrics
 
 FORMS = {"r": "Ragged", "d": "Tensor", "t": "list[str]", "i": "Ragged", "n": "Ragged", "m": "Tensor", "k": "Tensor"}
 """By a column's first letter: token ids, a number a row, text, ragged pixels (float16, three to an element), turns of
@@ -182,7 +182,7 @@ def check_run(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> lis
                 fan *= next(other.repeats for other in plan.tasks if other.node == node)
             rows = sorted(row for ids in held for row in ids)
             assert rows == list(range(step * batch * fan, (step + 1) * batch * fan)), (task.node, held)
-            coarse = Fans(plan.tasks, plan.source).unit(task.layout)
+            coarse = RowLineage(plan.tasks, plan.source).unit(task.layout)
             units = fan // math.prod(other.repeats for other in plan.tasks if other.node in coarse)
             kept = [{row // units for row in ids} for ids in held]
             assert sum(map(len, kept)) == batch * fan // units, (task.node, held)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
-from distflow.observe import times
-from distflow.observe.metrics import current
-from distflow.schema.contract import ENGINE_TYPES
-from distflow.schema.errors import ColumnError, shown
-from distflow.schema.measured import Taken
-from distflow.schema.plan import Task
-from workers.roles import Role
+from distflow.errors import ColumnError, shown
+from distflow.plan import Task
+from distflow.plan_file import NodeTiming
+from distflow.telemetry import timings
+from distflow.telemetry.metrics import current
+from workers.roles import RoleEngines
 
 _BEHIND = 1_000
 """No run has as many roles. Which of them are on a rank must not matter."""
@@ -27,7 +27,8 @@ _BEHIND = 1_000
 class Execution:
     """Runs the tasks of a chain with a rank's roles."""
 
-    def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]], roles: Mapping[str, Role],
+    def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]],
+                 roles: Mapping[str, RoleEngines],
                  rank: int):
         self.functions, self.roles, self.rank = functions, roles, rank
         count = Counter(task.function for task in chain)
@@ -58,8 +59,8 @@ class Execution:
         self.seconds[task.node] += seconds
         current().maximum(f"seconds/{task.node}", self.seconds[task.node])
         columns = _as_columns(task, _place(function), result, len(ids))
-        if times.current().path is not None and task.type in ENGINE_TYPES:
-            times.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
+        if timings.current().path is not None and task.type in ENGINE_TYPES:
+            timings.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
         return columns, ids
 
     @contextlib.contextmanager
@@ -125,14 +126,14 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
-           columns: Mapping[str, ColumnData]) -> Taken:
+           columns: Mapping[str, ColumnData]) -> NodeTiming:
     """With the tokens of the prompts and the responses that a task reads or writes."""
     prompt = arguments.get("prompts")
     prompts = (int(prompt.lengths.sum()) * task.repeats, _read(prompt)) if isinstance(prompt, Ragged) else (0, 0)
     answers = (*(arguments.get(name) for name in ("responses", "targets")), *columns.values())
     response = next((column for column in answers if isinstance(column, Ragged)), None)
-    return Taken(seconds, rows, *prompts, int(response.lengths.sum()) if response is not None else 0,
-                 int(response.lengths.max()) if response is not None and len(response) else 0)
+    return NodeTiming(seconds, rows, *prompts, int(response.lengths.sum()) if response is not None else 0,
+                      int(response.lengths.max()) if response is not None and len(response) else 0)
 
 
 def _read(prompts: Ragged) -> int:

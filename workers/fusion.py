@@ -13,17 +13,17 @@ import msgpack
 import torch
 from torch import Tensor
 
-from distflow.data.balance import assign
+from distflow.data.assignment import assign
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
-from distflow.data.dock import Dock, Overdue
 from distflow.data.exchange import gather
-from distflow.data.selecting import joined
-from distflow.observe.metrics import Metrics, current
-from distflow.schema.plan import TRAINER, Plan, Task
-from workers.channel import Brought, Channel
-from workers.sampled import Written
+from distflow.data.row_filter import joined
+from distflow.dock import DockClient, TimedOut
+from distflow.plan import TRAINER, Plan, Task
+from distflow.telemetry.metrics import Metrics, current
+from workers.rollout_cache import Written
+from workers.rollout_channel import ReceivedColumns, RolloutChannel
 
 
 class Fusion:
@@ -34,7 +34,7 @@ class Fusion:
     dealt to the ranks by tokens, and what is written of them stays there until the step's rows are dealt.
     """
 
-    def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: Channel, limit: float,
+    def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: RolloutChannel, limit: float,
                  compute: Callable[[Task, Batch], Written], spent: Mapping[str, float]):
         """
         Args:
@@ -50,7 +50,7 @@ class Fusion:
         self.tasks = self.plan.chain(rank)
         self.kept = [task for task in plan.tasks if task.layout.early]
         """The same tasks as the step sees them."""
-        self.brought = Brought(self.plan, channel.rows)
+        self.brought = ReceivedColumns(self.plan, channel.rows)
         self.metrics = Metrics()
         """Of the buffer: how even a part is says nothing of the step."""
         self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
@@ -59,14 +59,14 @@ class Fusion:
         self.seconds = 0.0
         """That the draw has computed."""
 
-    def run(self, dock: Dock, draw: int, until: float) -> None:
+    def run(self, dock: DockClient, draw: int, until: float) -> None:
         """Compute all rows of a draw, until the last one has come.
 
         Args:
             until: when all must be there, by `time.monotonic`.
 
         Raises:
-            Overdue: they are not; on the first rank.
+            TimedOut: they are not; on the first rank.
         """
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
@@ -87,20 +87,20 @@ class Fusion:
         for task in self.kept:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
-    def _look(self, dock: Dock, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
+    def _look(self, dock: DockClient, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
         """The ids of all rows that have come, at least so many, and their tokens. All ranks see what the first saw."""
         while not (told := gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]):
             pass
         ids, tokens = msgpack.unpackb(told)
         return torch.tensor(ids), torch.tensor(tokens)
 
-    def _seen(self, dock: Dock, draw: int, least: int, until: float) -> bytes:
+    def _seen(self, dock: DockClient, draw: int, least: int, until: float) -> bytes:
         """The same, packed; nothing if they have not come so far."""
         left = max(until - time.monotonic(), 0.0)
         try:
             seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
                              wait=min(left, self.patience))
-        except Overdue as error:
+        except TimedOut as error:
             if left > self.patience:
                 return b""
             error.add_note("That was the rest of `wait_limit`, within which all samples of a draw must come")
@@ -115,7 +115,7 @@ class Fusion:
         share = layout.share(self.rank)
         return ids[assign(weights, layout.dp)[place] == (-1 if share is None else share)], ids[:1]
 
-    def _compute(self, dock: Dock, ids: Tensor, some: Tensor) -> Iterator[tuple[str, float]]:
+    def _compute(self, dock: DockClient, ids: Tensor, some: Tensor) -> Iterator[tuple[str, float]]:
         """The nodes on these rows, with the seconds that each has taken."""
         rows = dock.fetch(ids if len(ids) else some, self.brought.columns).slice(0, len(ids))
         self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))

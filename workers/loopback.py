@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from distflow.robust.board import store_on
-from workers.jail.processes import AGENT
+from distflow.recovery.store import store_on
+from workers.isolation.sandbox.processes import AGENT
 
 NAME = "loopback"
 _HOST = "127.0.0.1"

@@ -20,25 +20,24 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from distflow.config.dag import Head
+from distflow.config.load import Spec
+from distflow.config.models import ROLLOUTS, TRAINERS, base_of
+from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.observe.metrics import current
-from distflow.schema.dag import Head
-from distflow.schema.engines import ROLLOUTS, TRAINERS
-from distflow.schema.errors import EngineError
-from distflow.schema.lora import base_of
-from distflow.schema.plan import Plan
-from distflow.schema.run import Lora, RoleRun
-from distflow.schema.spec import Spec
+from distflow.errors import EngineError
+from distflow.plan import Plan
+from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import encoding
-from workers.engines.handover import Handover
 from workers.engines.loading import load_model
 from workers.engines.meshes import mesh_of
 from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Row, Sampler, Samples, Session
+from workers.engines.rollout import SampledRow, Sampler, Samples, Session
 from workers.engines.sampling import key_of
+from workers.engines.shared_engine import SharedEngine
 from workers.engines.stopping import StopStrings
-from workers.engines.stream import Stream
+from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
 
 disable_progress_bar()
@@ -54,7 +53,7 @@ class Meshes(NamedTuple):
     """Ways in which the trainer cuts experts."""
 
 
-class Role:
+class RoleEngines:
     """What a model function gets as its first parameter. All methods but `encode` and `decode` are
     collective over the ranks."""
 
@@ -84,8 +83,8 @@ class Role:
             meshes.experts)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
         both = self.rollout is not None and self._trainer is not None
-        self.handover = Handover(self._trainer, self.rollout, settings.swap and trained) if both else None
-        self.many: Stream | None = None
+        self.handover = EngineSwap(self._trainer, self.rollout, settings.swap and trained) if both else None
+        self.many: SharedEngine | None = None
         """What samples instead, for several threads at a time."""
 
     @property
@@ -113,7 +112,7 @@ class Role:
 
     @contextlib.contextmanager
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
-                 max_new_tokens: int) -> Iterator[tuple[Session, list[Row]]]:
+                 max_new_tokens: int) -> Iterator[tuple[Session, list[SampledRow]]]:
         """A session with the newest weights, and `repeats` rows for each prompt that are yet to be added to it.
 
         Only its beginning is collective; what happens in the session concerns this rank alone, and those that it leads.
@@ -130,7 +129,7 @@ class Role:
     def _key(self) -> int:
         return key_of(self.seed, self.draw, self.stream) if self.stream else key_of(self.seed, self.draw)
 
-    def of_draw(self, draw: int) -> Role:
+    def of_draw(self, draw: int) -> RoleEngines:
         """The same role, which samples for a draw of prompts."""
         other = copy.copy(self)
         other.draw = other.step = draw
@@ -225,14 +224,14 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
 
 
 def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str,
-                training: bool = True) -> dict[str, Role]:
+                training: bool = True) -> dict[str, RoleEngines]:
     """The roles of this rank, with their models loaded and sharded. `training`: whether they train and infer here."""
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
         model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
-        roles[name] = Role(name, model, tokenizer, spec.settings_of(name),
-                           _meshes(plan, name, device, training), spec, streams.get(name))
+        roles[name] = RoleEngines(name, model, tokenizer, spec.settings_of(name),
+                                  _meshes(plan, name, device, training), spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)
@@ -245,7 +244,7 @@ def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
     return Meshes(trainer if training else None, rollout, layouts[0].ep)
 
 
-def _require_one_vocabulary(roles: dict[str, Role]) -> None:
+def _require_one_vocabulary(roles: dict[str, RoleEngines]) -> None:
     """Roles hand tokens to each other, so a token must mean the same to all of them.
 
     Raises:
@@ -262,7 +261,7 @@ def _require_one_vocabulary(roles: dict[str, Role]) -> None:
                               "one family")
 
 
-def _base_role(name: str, owner: Role) -> Role:
+def _base_role(name: str, owner: RoleEngines) -> RoleEngines:
     """A frozen role that computes with the base of an adapted one."""
     from workers.engines.adapters import BaseEngine
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distflow.config.load import Spec
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.observe import events, lines, times
-from distflow.observe.folder import RunFolder
-from distflow.observe.metrics import current
-from distflow.observe.progress import StepProgress
-from distflow.robust.judges import Alarm
-from distflow.schema.plan import REWARD_PARTS, ROW, Plan
-from distflow.schema.spec import Spec
+from distflow.plan import REWARD_PARTS, ROW, Plan
+from distflow.recovery.detectors import Alert
+from distflow.telemetry import events, timings
+from distflow.telemetry.metrics import current
+from distflow.telemetry.progress import StepProgress
+from distflow.telemetry.run_folder import RunFolder
 from planners import plan as make_plan
-from workers.roles import Role
+from workers.roles import RoleEngines
 from workers.validation import Validator
 
 _SHOWN = ("questions", "answers", "completions", "rewards")
@@ -43,7 +43,7 @@ class Sink:
         self.resumed, self.began = resumed_at is not None, 0.0
         if plan.mode == "sync":  # in others, what other groups do meanwhile is in a node's seconds
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
-            times.current().open(path / times.NAME, dist.get_rank(), now.digest)
+            timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
     def start(self, step: int) -> bool:
         """Before the first step: how good is the model? A run that goes on knows already, or looks again, since it may
@@ -63,11 +63,11 @@ class Sink:
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
         """When the work of a step is done, on every rank: `done` counts from 1. Returns the step's numbers."""
         _note_memory()
-        if lines.dropped():
-            current().add("lines/dropped", lines.dropped())
+        if events.dropped():
+            current().add("lines/dropped", events.dropped())
         values = current().collect(gather)
         seconds = time.perf_counter() - self.began
-        times.current().write(done, seconds)
+        timings.current().write(done, seconds)
         speed = values.get("tokens", 0.0) / seconds
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
@@ -78,7 +78,7 @@ class Sink:
             self._say_what_is_short(done, values)
         return values
 
-    def warn(self, done: int, detector: str, alarm: Alarm) -> None:
+    def warn(self, done: int, detector: str, alarm: Alert) -> None:
         """What a detector finds wrong with the steps up to this one; on every rank."""
         if self.folder:
             events.record(detector, what=alarm.what, **alarm.facts)
@@ -102,7 +102,7 @@ class Sink:
             self.folder.board.flush()
             self.progress.close()
 
-    def close(self, trained: dict[str, Role]) -> None:
+    def close(self, trained: dict[str, RoleEngines]) -> None:
         """After the last step: the models as Hugging Face folders, and the summary."""
         write_models(trained, self.path)
         if self.folder:
@@ -134,7 +134,7 @@ class Sink:
         return wanted is not None and values.get(f"validation/{first}", -math.inf) >= wanted
 
 
-def write_models(trained: dict[str, Role], folder: Path) -> None:
+def write_models(trained: dict[str, RoleEngines], folder: Path) -> None:
     """Each trained role as a Hugging Face folder: `model`, or `model-ROLE` where there are several. Collective."""
     for name, role in trained.items():
         role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distflow.config.load import Spec
+from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
+from distflow.data.dataset import fields_of, open_records
 from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, question_text
-from distflow.data.records import fields_of, open_records
-from distflow.observe.metrics import Metrics
-from distflow.schema.plan import Layout
-from distflow.schema.rewards import validation_fields
-from distflow.schema.spec import Spec
-from workers.encode import encode_prompts
-from workers.eyes import eyes_of
+from distflow.plan import Layout
+from distflow.telemetry.metrics import Metrics
+from workers.encode import encode_prompts, image_encoder_of
 from workers.functions.rewards import as_list, tell
-from workers.rewards.scoring import Scorer
-from workers.roles import Role
+from workers.isolation.scoring import Scorer
+from workers.roles import RoleEngines
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class _Share:
 class Validator:
     """Each share of the ranks answers its part of each validation set. The questions are encoded once, at the start."""
 
-    def __init__(self, spec: Spec, role: Role, layout: Layout):
+    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout):
         """`layout`: that of the engine that samples; ranks that split a model answer the same questions."""
         self.role, self.scorer = role, Scorer(spec.run.validation.reward)
         self.leads = layout.leads(dist.get_rank())
@@ -78,13 +77,14 @@ class Validator:
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
-def _share(spec: Spec, role: Role, path: Path, layout: Layout) -> _Share:
+def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
     records = open_records(path)
     share = layout.share(dist.get_rank())
     mine = records.get(layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp))
     wanted = fields_of(spec.run.data, validation_fields(spec))
     mine = [record for record in mine if wanted.strict or not wanted.empty(record)]
-    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, eyes_of(role, spec.run.data, path))
+    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,
+                                          image_encoder_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     fields |= {name: name for name in validation_fields(spec)}
     columns = {name: [text(record[field]) for record in mine] for name, field in fields.items()

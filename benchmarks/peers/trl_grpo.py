@@ -20,7 +20,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from workers.rewards.scoring import find_reward  # noqa: E402
+from workers.isolation.scoring import find_reward  # noqa: E402
 
 
 class Trainer(GRPOTrainer):

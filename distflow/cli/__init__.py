@@ -8,8 +8,8 @@ import os
 import sys
 
 from distflow import __version__
+from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
-from distflow.schema.errors import DistflowError, did_you_mean
 
 VERBS = ("demo", "validate", "probe", "plan", "run", "resume", "board", "faults", "inject", "scale", "set", "export",
          "evaluate", "nodes", "engines")

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 
-from distflow.schema.errors import InvalidInput
+from distflow.errors import InvalidInput
 
 HELP = "keep the board of a run whose machines start apart, and may come and go"
 _LOOK, _LINGER = 0.5, 10.0
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from distflow.robust.board import store_on
-    from distflow.robust.machines import MACHINES
-    from workers.apart import TOKEN, digest
+    from distflow.recovery.membership import MACHINES
+    from distflow.recovery.store import store_on
+    from workers.elastic import TOKEN, digest
 
     token = os.environ.get(TOKEN) or secrets.token_hex(16)
     if not 0 <= options.port < 1 << 16:

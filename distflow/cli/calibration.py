@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.observe import times
-from distflow.observe.folder import read_plan
-from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.plan import Layout
-from distflow.schema.spec import Spec, load, reload
+from distflow.config.load import Spec, load, reload
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan import Layout
+from distflow.telemetry import timings
+from distflow.telemetry.run_folder import read_plan
 
 if TYPE_CHECKING:
-    from distflow.schema.placed import PlacedPlan
+    from distflow.plan_file import PlacedPlan
+    from planners.heterogeneous.calibration import MeasuredRun
     from planners.heterogeneous.problem import Problem
-    from planners.heterogeneous.ran import Ran
 
 THRESHOLD = 0.1
 _LEAST = 3
@@ -27,11 +27,11 @@ _LEAST = 3
 def add_arguments(mixed: argparse._ArgumentGroup) -> None:
     mixed.add_argument("--from", metavar="RUN", nargs="+", dest="runs", default=[],
                        help="calibrate the cost model by what these runs have measured, finished or going on: folders, "
-                            "as runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show what "
-                            "does not shrink with the rows")
+                       "as runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show what "
+                       "does not shrink with the rows")
     mixed.add_argument("--replan", action="store_true",
                        help="with --from: say how long an iteration of the last run takes as it is placed, and propose "
-                            "a plan that runs (and write it to --out) if a better one is found")
+                       "a plan that runs (and write it to --out) if a better one is found")
     mixed.add_argument("--threshold", type=float, metavar="SHARE",
                        help=f"by how much of an iteration a plan must be better to be proposed (default: {THRESHOLD})")
 
@@ -60,15 +60,15 @@ class Calibration:
     work takes."""
 
     problem: Problem
-    runs: Sequence[Ran]
+    runs: Sequence[MeasuredRun]
     rest: float
 
     def against(self, plan: PlacedPlan, folder: str, threshold: float) -> tuple[bool, str]:
         """Whether a plan is so much better than the last run's placement as to be worth a restart, and what to say."""
-        from planners.heterogeneous.costed import Costed
+        from planners.heterogeneous.layouts import CostedProblem
 
         run = self.runs[-1]
-        present = run.placement(Costed(self.problem)).seconds + self.rest
+        present = run.placement(CostedProblem(self.problem)).seconds + self.rest
         found = plan.seconds + plan.rest_seconds
         gain = 1 - found / present
         said = (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by the "
@@ -88,15 +88,14 @@ class Calibration:
             yield (f"  {'an iteration':14} {run.seconds:9.3f}  {_against(before[-1], run.seconds)}  "
                    f"{_against(after[-1], run.seconds)}")
 
-    def _predictions(self, run: Ran) -> list[list[float]]:
+    def _predictions(self, run: MeasuredRun) -> list[list[float]]:
         """Of each work, and of an iteration; before and after."""
-        from planners.heterogeneous.calibrated import again
-        from planners.heterogeneous.costed import Costed
-        from planners.heterogeneous.ran import unmeasured
+        from planners.heterogeneous.calibration import again, unmeasured
+        from planners.heterogeneous.layouts import CostedProblem
 
         found = []
         for problem, rest in ((unmeasured(run.problem), 0.0), (again(run, self.problem), self.rest)):
-            placement = run.placement(Costed(problem))
+            placement = run.placement(CostedProblem(problem))
             found.append([*(layout.seconds for layout in placement.layouts), placement.seconds + rest])
         return found
 
@@ -107,8 +106,8 @@ def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
         InvalidInput: a run has measured nothing that the model of `spec` could learn from; all that is wrong with all
             of them.
     """
-    from planners.heterogeneous.calibrated import calibrated
-    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.calibration import calibrated
+    from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.workload import problem_of
 
     problem = problem_of(spec)
@@ -118,10 +117,10 @@ def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
     runs = [_ran(spec, Path(folder)) for folder in folders]
     found = calibrated(problem, runs)
     for folder, run in zip(folders, runs):
-        if run.placement(Costed(found)) is None:
-            raise InvalidInput(Mistake(f"{folder} has run, but by the cost model it does not fit the machines", None,
-                                       "Does `memory_gib` of the cluster file say too little?"))
-    return Calibration(found, runs, runs[-1].rest(Costed(found)))
+        if run.placement(CostedProblem(found)) is None:
+            raise InvalidInput(Diagnostic(f"{folder} has run, but by the cost model it does not fit the machines", None,
+                                          "Does `memory_gib` of the cluster file say too little?"))
+    return Calibration(found, runs, runs[-1].rest(CostedProblem(found)))
 
 
 def _folder(name: str) -> Path:
@@ -130,37 +129,37 @@ def _folder(name: str) -> Path:
     return Path(name)
 
 
-def _mistakes(spec: Spec, folder: Path) -> Iterator[Mistake]:
+def _mistakes(spec: Spec, folder: Path) -> Iterator[Diagnostic]:
     said = read_plan(folder)
     own = reload(folder).dag.model_dump(mode="json")
     wanted = spec.dag.model_dump(mode="json")
     if own != wanted:
         other = ", ".join(f"`{name}`" for name in {**own["nodes"], **wanted["nodes"]}
                           if own["nodes"].get(name) != wanted["nodes"].get(name))
-        yield Mistake(f"{folder} is a run of another DAG, `{own['name']}`"
-                      + (f": these nodes differ: {other}" if other else ""), spec.dag_source.spot(()),
-                      f"Plan that one:  distflow plan {folder / 'dag.yaml'}  , or name a run of this one.")
+        yield Diagnostic(f"{folder} is a run of another DAG, `{own['name']}`"
+                         + (f": these nodes differ: {other}" if other else ""), spec.dag_source.spot(()),
+                         f"Plan that one:  distflow plan {folder / 'dag.yaml'}  , or name a run of this one.")
     elif said["mode"] != "sync":
-        yield Mistake(f"{folder} is a run in mode {said['mode']}: its groups compute at the same time, so no node's "
-                      "seconds are its own", None, "Calibrate by a short run with  --set mode=sync")
+        yield Diagnostic(f"{folder} is a run in mode {said['mode']}: its groups compute at the same time, so no node's "
+                         "seconds are its own", None, "Calibrate by a short run with  --set mode=sync")
     elif said["ranks"] != spec.cluster.size:
         where = spec.cluster_source.spot(("machines",)) if spec.cluster_source else None
-        yield Mistake(f"{folder} has {said['ranks']} ranks, and the cluster has {spec.cluster.size} devices", where,
-                      "Describe the machines that it runs on, in the order of its ranks.")
+        yield Diagnostic(f"{folder} has {said['ranks']} ranks, and the cluster has {spec.cluster.size} devices", where,
+                         "Describe the machines that it runs on, in the order of its ranks.")
     elif (steps := _usual(folder, said).steps) < _LEAST:
-        yield Mistake(f"{folder} has measured {steps} whole steps after the first ones by the settings in force, and "
-                      f"at least {_LEAST} are needed", None,
-                      "Let it run on, or make a run of more steps:  --set steps=10")
+        yield Diagnostic(f"{folder} has measured {steps} whole steps after the first ones by the settings in force, "
+                         f"and at least {_LEAST} are needed", None,
+                         "Let it run on, or make a run of more steps:  --set steps=10")
 
 
-def _usual(folder: Path, plan: dict[str, Any]) -> times.Usual:
+def _usual(folder: Path, plan: dict[str, Any]) -> timings.MedianTimings:
     """By the plan that is in force; what the run did by others, before its settings changed, does not count."""
-    file = folder / times.NAME
-    return times.usual(times.read(file) if file.is_file() else (), plan["ranks"], plan["digest"])
+    file = folder / timings.NAME
+    return timings.usual(timings.read(file) if file.is_file() else (), plan["ranks"], plan["digest"])
 
 
-def _ran(spec: Spec, folder: Path) -> Ran:
-    from planners.heterogeneous.ran import ran
+def _ran(spec: Spec, folder: Path) -> MeasuredRun:
+    from planners.heterogeneous.calibration import ran
     from planners.heterogeneous.workload import problem_of
 
     said = read_plan(folder)

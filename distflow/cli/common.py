@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from distflow import launch
 from distflow.cli.gpus import gpu_count
-from distflow.observe.folder import choose
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import Plan
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.errors import InvalidInput
+from distflow.plan import Plan
+from distflow.telemetry.run_folder import choose
 
 
 def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N",
                         help="processes, one per GPU; default: `ranks` of the run file, else all GPUs of the machine, "
-                             "else 1")
+                        "else 1")
 
 
 def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.cli.launcher import torchrun
-from distflow.observe.folder import choose
+from distflow.telemetry.run_folder import choose
 
 HELP = "watch a tiny model learn arithmetic, on two CPU cores"
 _WIDTH, _SHOWN = 40, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from distflow.schema.engines import ROLLOUTS, TRAINERS, Engine, installed
+from distflow.config.models import ROLLOUTS, TRAINERS, Engine, installed
 
 HELP = "list the engines that train and sample: installed and tested versions, and what each cannot do"
 SIZES = ("tp", "pp", "cp", "ep")

@@ -13,15 +13,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from distflow.cli.evaluated import Subject, subject
+from distflow.cli.evaluated import EvaluationSubject, subject
 from distflow.cli.gpus import gpu_count
 from distflow.cli.launcher import torchrun
-from distflow.observe.accuracy import interval
-from distflow.observe.folder import choose
-from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.run import Data
-from distflow.schema.shipped import find, find_yaml
-from distflow.schema.source import parse_value
+from distflow.config.run import Data
+from distflow.config.shipped import find, find_yaml
+from distflow.config.yaml_source import parse_value
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.accuracy import interval
+from distflow.telemetry.run_folder import choose
 
 HELP = "pass@k and mean reward of a run's model, or of a model folder, with confidence intervals"
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="problems; may be given several times. Default: what the run validates on")
     parser.add_argument("--samples", type=int, default=1, metavar="K",
                         help="answers to each problem: 1 takes the likeliest tokens; more are drawn at the role's "
-                             "temperature, and give pass@k up to K")
+                        "temperature, and give pass@k up to K")
     parser.add_argument("--role", help="which one, of a run that trained several")
     parser.add_argument("--run-file", "--run", metavar="FILE", dest="run", help="settings for a model folder")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
@@ -76,7 +76,7 @@ def _named(text: str) -> tuple[str, str]:
     return (name, path) if separator else (Path(text).stem, text)
 
 
-def _data(what: Subject, overrides: list[str]) -> Data:
+def _data(what: EvaluationSubject, overrides: list[str]) -> Data:
     """Return how records are read: as the run has it, and as `--set data.…` says."""
     given = dict(what.data)
     for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
@@ -94,7 +94,7 @@ def _data(what: Subject, overrides: list[str]) -> Data:
 def _asked(path: str, data: Data, place: Path) -> tuple[Path, int, int]:
     """Return the file of the problems, how many they are, and how many are left out since a field of them is empty, as
     validation leaves them out; then the file is a new one in the folder `place`, unless `data.strict`."""
-    from distflow.data.records import check_records, fields_of, open_records
+    from distflow.data.dataset import check_records, fields_of, open_records
 
     found = find(path, "data")
     if found is None:
@@ -105,15 +105,15 @@ def _asked(path: str, data: Data, place: Path) -> tuple[Path, int, int]:
     if not empty:
         return found, len(records), 0
     if data.images:
-        raise InvalidInput(Mistake(f"a field of {len(empty)} records is empty, and records with images cannot be left "
-                                   "out", records.where(min(empty)), "Take them out of the data."))
+        raise InvalidInput(Diagnostic(f"a field of {len(empty)} records is empty, and records with images cannot be "
+                                      "left out", records.where(min(empty)), "Take them out of the data."))
     with (place / "problems.jsonl").open("w", encoding="utf-8") as file:
         for index in (index for index in range(len(records)) if index not in empty):
             file.write(json.dumps(records.get([index])[0], default=str) + "\n")
     return place / "problems.jsonl", len(records) - len(empty), len(empty)
 
 
-def _answer(options: argparse.Namespace, what: Subject, path: str, problems: int, folder: Path) -> int:
+def _answer(options: argparse.Namespace, what: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
     """Let the DAG `evaluate` answer all problems in one step. Returns the exit code."""
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
     dag["imports"], nodes = what.imports, dag["nodes"]

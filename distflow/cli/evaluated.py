@@ -8,17 +8,17 @@ from typing import Any
 
 import yaml
 
+from distflow.config.shipped import find, find_yaml
+from distflow.config.yaml_source import read
+from distflow.errors import InvalidInput, did_you_mean
 from distflow.launch import search_paths
-from distflow.schema.errors import InvalidInput, did_you_mean
-from distflow.schema.shipped import find, find_yaml
-from distflow.schema.source import read
 
 _OF_ROLE = ("generation", "dtype", "rollout")
 _NOT_OF_DATA = ("train", "batch")
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationSubject:
     """role, data: parts of a run file; reward: settings of the `score` node."""
 
     role: dict[str, Any]
@@ -30,7 +30,7 @@ class Subject:
     """Where the imported modules are found."""
 
 
-def subject(name: str, role: str | None, run: str | None) -> Subject:
+def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     """The model to evaluate, from a run's folder or a model folder; `run` is a run file with settings for the latter.
 
     Raises:
@@ -44,10 +44,10 @@ def subject(name: str, role: str | None, run: str | None) -> Subject:
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            "config.json)")
     settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text()) if run else {}
-    return Subject(_role(settings.get("roles", {}).get("actor", {}), found), _data(settings))
+    return EvaluationSubject(_role(settings.get("roles", {}).get("actor", {}), found), _data(settings))
 
 
-def _of_run(folder: Path, role: str | None) -> Subject:
+def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
     run, dag = (read(folder / f"{kind}.yaml").data for kind in ("run", "dag"))
     if "roles" not in run or not {"nodes", "roles"} <= dag.keys():
         raise InvalidInput(f"{folder}: run.yaml or dag.yaml is damaged: it lacks the sections that every run writes")
@@ -68,8 +68,9 @@ def _of_run(folder: Path, role: str | None) -> Subject:
               if node["function"] == "score"
               or (node["function"] is None and (node["type"], node["role"]) == ("COMPUTE", "reward"))]
     reward = {"reward": validation["reward"]} if validation else scores[0]["with"] if scores else {}
-    return Subject(_role(_settings(run, dag, role), model), _data(run), reward, validation.get("data", {}), imports,
-                   search_paths(folder))
+    return EvaluationSubject(_role(_settings(run, dag, role), model), _data(run), reward, validation.get("data", {}),
+                             imports,
+                             search_paths(folder))
 
 
 def _settings(run: dict[str, Any], dag: dict[str, Any], role: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
-from distflow.observe.recovery import Account, Recovery, account, read
-from distflow.schema.errors import InvalidInput
+from distflow.errors import InvalidInput
+from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
 
 HELP = "list a run's failures, what was done about each, and the share of its time that was effective"
 _SHOWN = 60
@@ -50,7 +50,7 @@ def _seconds(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f}"
 
 
-def _summary(found: Account, window: float) -> list[str]:
+def _summary(found: FailureCosts, window: float) -> list[str]:
     if math.isnan(found.ettr):
         return ["no worker has been ready"]
     lines = [f"effective training time: {found.ettr:.1%} of {found.total:.1f} s on {len(found.intervals)} ranks"]

@@ -9,10 +9,10 @@ import signal
 import socket
 from pathlib import Path
 
-from distflow.observe.recovery import read
-from distflow.robust.breaking import fill, free
-from distflow.robust.processes import began
-from distflow.schema.errors import InvalidInput, did_you_mean
+from distflow.errors import InvalidInput, did_you_mean
+from distflow.recovery.fault_injection import fill, free
+from distflow.telemetry.ettr import read
+from distflow.telemetry.processes import began
 
 HELP = "break a worker of a running job: kill it, stop it so that it hangs, or let it have no room on the disk"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
     parser.add_argument("kind", choices=[*SIGNALS, *LIMITS],
                         help="kill: SIGKILL. stop: it hangs, until `continue`. fill: none of its files grows beyond "
-                             "64 KiB, until `free`")
+                        "64 KiB, until `free`")
     parser.add_argument("--rank", type=int, default=0, help="whose worker; default: 0")
 
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from distflow.config.run import Robust
 from distflow.launch import ROOT
-from distflow.observe.lines import show
-from distflow.schema.robust import Robust
-from workers.jail.processes import end_with
+from distflow.telemetry.events import show
+from workers.isolation.sandbox.processes import end_with
 
 _MARGIN = 10.0
 """Seconds that torchrun waits longer than the run may take to end."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from distflow.schema.bounds import in_words
-from distflow.schema.contract import REQUIRED, Contract, Setting, built_in
-from distflow.schema.environments import Kind, kinds_of, shipped_modules
-from distflow.schema.errors import InvalidInput, did_you_mean
-from distflow.schema.rewards import RewardContract, shipped_rewards
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.contracts.environments import EnvironmentContract, kinds_of, shipped_modules
+from distflow.contracts.rewards import RewardContract, shipped_rewards
+from distflow.contracts.signature import REQUIRED, Contract, Setting, built_in, in_words
+from distflow.errors import InvalidInput, did_you_mean
 
 HELP = "list the functions that nodes can run, the rewards and the environments: what they read, write and accept"
 
@@ -44,7 +43,7 @@ def _describe_reward(reward: RewardContract) -> Iterator[str]:
     yield from map(_describe_setting, reward.settings.values())
 
 
-def _describe_kind(kind: Kind) -> Iterator[str]:
+def _describe_kind(kind: EnvironmentContract) -> Iterator[str]:
     yield f"{kind.name}  (an environment, for `environment:` of a converse node)"
     yield f"  reads   {', '.join(kind.columns.values()) or 'nothing'}"
     yield from map(_describe_setting, kind.settings.values())

@@ -14,13 +14,13 @@ import yaml
 
 from distflow.cli import calibration
 from distflow.cli.common import load_and_plan
-from distflow.schema.errors import InvalidInput, Mistake, shown
-from distflow.schema.placed import Digests, PlacedPlan, placed_plan
-from distflow.schema.source import read
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.config.yaml_source import read
+from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.plan_file import Digests, PlacedPlan, placed_plan
 
 if TYPE_CHECKING:
-    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.problem import Placement
 
 HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
@@ -85,13 +85,13 @@ def _check_runnable(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    from planners.heterogeneous.costed import Costed
+    from planners.heterogeneous.layouts import CostedProblem
+    from planners.heterogeneous.plan_file import digests_of, placement_of
     from planners.heterogeneous.workload import problem_of
-    from planners.heterogeneous.written import digests_of, placement_of
 
     spec = calibration.spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
     known = calibration.calibration(spec, options.runs) if options.runs else None
-    costed = Costed(known.problem if known else problem_of(spec))
+    costed = CostedProblem(known.problem if known else problem_of(spec))
     made_for = digests_of(spec, costed.problem)
     plan = _read(options.plan, made_for) if options.plan else \
         _solved(options, spec, costed, made_for, known.rest if known else 0.0)
@@ -124,11 +124,11 @@ def _resuming(options: argparse.Namespace) -> Iterator[str]:
 def _running(spec: Spec, path: str) -> Iterator[str]:
     """The chain that ranks would run by a plan, or why they cannot."""
     from distflow.cli.plan import describe
-    from planners import obeyed, plan
+    from planners import apply_plan_file, plan
 
     yield ""
     try:
-        own = obeyed(spec, read(Path(path), shown(path)), spec.cluster.size)
+        own = apply_plan_file(spec, read(Path(path), shown(path)), spec.cluster.size)
         yield from describe(plan(own, own.run.ranks), own)
     except InvalidInput as error:
         yield from ("No run can obey it:", str(error))
@@ -146,9 +146,10 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: Digests, rest: float) -> PlacedPlan:
+def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, made_for: Digests,
+            rest: float) -> PlacedPlan:
+    from planners.heterogeneous.plan_file import written
     from planners.heterogeneous.runnable import ranks_of
-    from planners.heterogeneous.written import written
 
     ranks, solver = None, options.solver
     if options.runnable:
@@ -161,20 +162,20 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: Costed, made_for: D
     return plan.model_copy(update={"rest_seconds": rest})
 
 
-def _runnable(spec: Spec, costed: Costed) -> tuple[Placement, float]:
+def _runnable(spec: Spec, costed: CostedProblem) -> tuple[Placement, float]:
+    from planners.heterogeneous.explain import impossible
     from planners.heterogeneous.runnable import runnable
-    from planners.heterogeneous.shortfall import impossible
 
     best = runnable(spec, costed)
     if best is None:
-        raise InvalidInput(impossible(costed) or Mistake("no placement that ranks can run fits into memory", None,
-                                                         "See what else there is:  without --runnable"))
+        raise InvalidInput(impossible(costed) or Diagnostic("no placement that ranks can run fits into memory", None,
+                                                            "See what else there is:  without --runnable"))
     return best, costed.bound()
 
 
-def _searched(options: argparse.Namespace, costed: Costed) -> tuple[Placement, float]:
-    from planners.heterogeneous.hybrid import search
-    from planners.heterogeneous.shortfall import impossible
+def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[Placement, float]:
+    from planners.heterogeneous.explain import impossible
+    from planners.heterogeneous.search import search
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
 
@@ -186,7 +187,7 @@ def _searched(options: argparse.Namespace, costed: Costed) -> tuple[Placement, f
     for found in search(costed.problem, options.seed, budget, stop, options.within, costed):
         _progress("search", found.placement and found.placement.seconds, found.bound, f"{found.evaluations} layouts")
     if found is None or found.placement is None:
-        raise InvalidInput(impossible(costed) or Mistake("no placement was found", None, "Give it more  --seconds"))
+        raise InvalidInput(impossible(costed) or Diagnostic("no placement was found", None, "Give it more  --seconds"))
     best, bound = found.placement, found.bound
     if options.solver == "ilp":
         best, bound = _proven(costed, best, stop, options.within)
@@ -194,7 +195,7 @@ def _searched(options: argparse.Namespace, costed: Costed) -> tuple[Placement, f
     return best, bound
 
 
-def _proven(costed: Costed, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:
+def _proven(costed: CostedProblem, best: Placement, stop: Callable[[], bool], within: float) -> tuple[Placement, float]:
     from planners.heterogeneous.exact import prove
 
     bound = 0.0
@@ -245,7 +246,7 @@ def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
     yield from said
 
 
-def _explained(costed: Costed, placement: Placement) -> Iterator[str]:
+def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
     from planners.heterogeneous.explain import bounds, gantt, helps, picture
 
     yield from ("", "what bounds each task")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from distflow.cli import placed
 from distflow.cli.common import add_dag_arguments, load_and_plan
-from distflow.schema.plan import ROLLOUT, Plan, Task, Transfer
-from distflow.schema.spec import Spec
+from distflow.config.load import Spec
+from distflow.plan import ROLLOUT, Plan, Task, Transfer
 
 HELP = "print the chain of each rank, transfers, added dependencies and memory"
 

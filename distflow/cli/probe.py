@@ -16,12 +16,11 @@ from typing import Any
 import yaml
 
 from distflow.cli.launcher import attend
+from distflow.config.cluster import Cluster, check_cluster
+from distflow.config.yaml_source import check, parse
+from distflow.errors import InvalidInput
 from distflow.launch import ROOT, stay_on_loopback
-from distflow.schema.cluster import Cluster, check_cluster
-from distflow.schema.document import check
-from distflow.schema.errors import InvalidInput
-from distflow.schema.probed import ALIKE, described
-from distflow.schema.source import parse
+from distflow.plan_file import ALIKE, described
 
 HELP = "measure devices and links of this machine, or of those that torchrun starts it on, as a cluster file"
 
@@ -61,8 +60,8 @@ def _measured(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from workers.jail.processes import end_with_torchrun
-    from workers.probing import probe
+    from workers.isolation.sandbox.processes import end_with_torchrun
+    from workers.probe import probe
 
     end_with_torchrun()
     stay_on_loopback()

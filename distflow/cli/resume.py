@@ -8,11 +8,11 @@ from pathlib import Path
 from distflow.cli.common import rank_count
 from distflow.cli.gpus import gpu_count
 from distflow.cli.launcher import torchrun
+from distflow.config.load import Spec
+from distflow.errors import InvalidInput
 from distflow.launch import load_spec, obeying
-from distflow.observe.folder import read_plan
-from distflow.observe.run_lock import in_use, refusal
-from distflow.schema.errors import InvalidInput
-from distflow.schema.spec import Spec
+from distflow.telemetry.run_folder import read_plan
+from distflow.telemetry.run_lock import in_use, refusal
 from planners import plan
 
 HELP = "go on with an interrupted run from its newest checkpoint, on any number of ranks"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from distflow.observe.folder import read_plan
-from distflow.robust import scale
-from distflow.schema.errors import InvalidInput
+from distflow.errors import InvalidInput
+from distflow.recovery import autoscaler
+from distflow.telemetry.run_folder import read_plan
 
 HELP = "let a running job sample with fewer of its rollouts, or with more again"
 
@@ -27,8 +27,8 @@ def main(options: argparse.Namespace) -> int:
     if not least <= int(number) <= seats:
         raise InvalidInput(f"this run has seats for {seats} rollouts, so give {least} to {seats}. torchrun's "
                            "--nproc-per-node and groups.rollout of the run file say how many seats there are")
-    before = scale.read(folder, seats)
-    scale.write(folder, int(number))
+    before = autoscaler.read(folder, seats)
+    autoscaler.write(folder, int(number))
     print(f"{before} → {int(number)} of {seats} rollouts; `distflow faults {folder}` shows when they change")
     return 0
 

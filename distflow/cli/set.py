@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from distflow.config.live_changes import groups_of, refusal
+from distflow.config.load import Spec
+from distflow.errors import Diagnostic, InvalidInput, Location, listing
 from distflow.launch import reopened
-from distflow.observe.folder import SUMMARY, RunFolder, read_plan
-from distflow.robust import changes
-from distflow.schema.changeable import groups_of, refusal
-from distflow.schema.errors import InvalidInput, Mistake, Spot, listing
-from distflow.schema.spec import Spec
+from distflow.recovery import live_config
+from distflow.telemetry.run_folder import SUMMARY, RunFolder, read_plan
 from planners import plan
 
 HELP = "change settings of a running job, as the size of micro-batches; only the group that they concern starts again"
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     RunFolder.describe(folder, after, planned)
     groups = sorted({group for text, each in concerned.items() for group in each
                      if ".".join(paths[text]) in settings})
-    changes.write(folder, groups, settings)
+    live_config.write(folder, groups, settings)
     for key, (old, new) in settings.items():
         print(f"{key}: {old} → {new}")
     print(f"from the next step on; what starts again: {', '.join(groups)}. events.jsonl says when")
@@ -67,8 +67,8 @@ def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None
                if path[0] == "roles" and len(path) > 1 and path[1] not in spec.run.roles}
     if without:
         hint = listing(spec.run.roles, "Roles with settings")
-        raise InvalidInput([Mistake(f"role `{role}` has no settings of its own, but those of the role that it copies",
-                                    Spot(f"--set {text}"), hint) for text, role in without.items()])
+        raise InvalidInput([Diagnostic(f"role `{role}` has no settings of its own, but those of the role it copies",
+                                       Location(f"--set {text}"), hint) for text, role in without.items()])
 
 
 def _value(spec: Spec, path: tuple[str, ...]) -> Any:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.schema.errors import ColumnError
+from distflow.errors import ColumnError
 
 
 @dataclass(frozen=True, eq=False)

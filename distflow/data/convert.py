@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged, dtype_name
-from distflow.schema.errors import ColumnError, InvalidInput
+from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.data.assignment import RowCounts, ShardAssignment
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
-from distflow.data.debts import debts
-from distflow.data.homes import Census, Homes
+from distflow.data.missing_rows import debts
 from distflow.data.redistribute import Redistributor
-from distflow.data.selecting import Kept, joined
-from distflow.observe.metrics import Metrics
-from distflow.schema.errors import ColumnError, RankMissing
-from distflow.schema.plan import KEEP, ROW, SOURCE, Fan, Fans, Layout, Plan, Task, Transfer
+from distflow.data.row_filter import KeptRows, joined
+from distflow.errors import ColumnError, RankMissing
+from distflow.plan import KEEP, ROW, SOURCE, Fan, Layout, Plan, RowLineage, Task, Transfer
+from distflow.telemetry.metrics import Metrics
 
 _TEXT = "list[str]"
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 Shelves = dict[tuple[str, Layout], Batch]
-_Draw = tuple[Shelves, dict[Layout, Homes], Kept]
+_Draw = tuple[Shelves, dict[Layout, ShardAssignment], KeptRows]
 
 
 class Databuffer:
@@ -43,17 +43,17 @@ class Databuffer:
     def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
                  limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
-        self.fans = Fans(plan.tasks, plan.source)
+        self.fans = RowLineage(plan.tasks, plan.source)
         self.redistributor = Redistributor(rank, metrics, limit, group)
         self.source_layout = plan.source
         self.shelves: Shelves = {}
-        self.homes: dict[Layout, Homes] = {}
+        self.homes: dict[Layout, ShardAssignment] = {}
         """Per layout: decided by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) that were redistributed in this draw; the same on every rank."""
         self.drawn: range | None = None
         """The dataset's rows that all ranks together have in this step; None when some of them were dropped."""
-        self.kept = Kept(_NOTHING.ids, ())
+        self.kept = KeptRows(_NOTHING.ids, ())
         """What the last task that dropped rows left, of all ranks and draws."""
         self.earlier: _Draw | None = None
         """What the step's draws before this one left."""
@@ -110,7 +110,7 @@ class Databuffer:
         if len(left) < prompts and self.draws < task.draws:
             return False
         if len(left) > prompts:
-            self._keep_only(Kept(left[:prompts], ()))
+            self._keep_only(KeptRows(left[:prompts], ()))
         self.metrics.maximum(f"filter/{task.node}/draws", self.draws)
         self.metrics.maximum(f"filter/{task.node}/prompts_short", max(0, prompts - len(left)))
         return True
@@ -197,16 +197,16 @@ class Databuffer:
         self.shelves[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
     def _census(self, layout: Layout) -> bytes:
-        census = Census(self.fans, layout)
+        census = RowCounts(self.fans, layout)
         for (producer, place), batch in self.shelves.items():
             if place.leads(self.rank):
                 share = layout.share(self.rank) if place == layout else None
                 census.add(producer, batch, share, origin=place == self._origin(producer))
         return census.to_bytes()
 
-    def _home(self, layout: Layout, census: list[bytes]) -> Homes:
+    def _home(self, layout: Layout, census: list[bytes]) -> ShardAssignment:
         if layout not in self.homes:
-            self.homes[layout], uneven = Census(self.fans, layout).settle(
+            self.homes[layout], uneven = RowCounts(self.fans, layout).settle(
                 census, self.redistributor.neighbours.machines)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
@@ -241,15 +241,15 @@ class Databuffer:
         whole = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
         if whole and task.draws == 1:
             return  # as nearly always: nobody needs to know which rows there are
-        self.kept = Kept(torch.cat([_unpacked(raw) for raw in gather(_packed(written.ids[keep]))]), task.out_fan)
+        self.kept = KeptRows(torch.cat([_unpacked(raw) for raw in gather(_packed(written.ids[keep]))]), task.out_fan)
         if not whole:
             self._keep_only(self.kept)
         if task.draws > 1:
             self._join()
 
-    def _keep_only(self, kept: Kept) -> None:
+    def _keep_only(self, kept: KeptRows) -> None:
         self.drawn = None
-        self.kept = Kept(self.kept.ids[kept.among(self.fans, self.kept.ids, self.kept.fan)], self.kept.fan)
+        self.kept = KeptRows(self.kept.ids[kept.among(self.fans, self.kept.ids, self.kept.fan)], self.kept.fan)
         for layout, homes in self.homes.items():
             self.homes[layout] = kept.of_homes(self.fans, homes, self.fans.unit(layout))
         for (producer, place), batch in self.shelves.items():
@@ -257,7 +257,7 @@ class Databuffer:
             if place in self.homes and place != self._origin(producer):  # a share may have lost all rows of a prompt
                 homes, unit = self.homes[place], self.fans.unit(place)
                 mine = torch.from_numpy(homes.units[homes.shares == place.share(self.rank)])
-                batch = Kept(mine, unit).of(self.fans, batch, self.fans.of(producer))
+                batch = KeptRows(mine, unit).of(self.fans, batch, self.fans.of(producer))
             self.shelves[producer, place] = batch
 
     def _join(self) -> None:
@@ -267,7 +267,7 @@ class Databuffer:
         (shelves, homes, kept), self.drawn = self.earlier, None
         self.shelves = {key: joined(shelves[key], batch) for key, batch in self.shelves.items()}
         self.homes = {layout: homes[layout].joined(later) for layout, later in self.homes.items()}
-        self.kept = Kept(torch.cat([kept.ids, self.kept.ids]), kept.fan)
+        self.kept = KeptRows(torch.cat([kept.ids, self.kept.ids]), kept.fan)
         self.earlier = None
 
     def _origin(self, producer: str) -> Layout:

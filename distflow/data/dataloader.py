@@ -14,11 +14,11 @@ import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.records import Fields, Record, Records
-from distflow.observe import events
-from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput, Mistake, Spot
-from distflow.schema.plan import Layout
+from distflow.data.dataset import Fields, Record, Records
+from distflow.errors import Diagnostic, InvalidInput, Location
+from distflow.plan import Layout
+from distflow.telemetry import events
+from distflow.telemetry.metrics import current
 
 ONE = Layout(1)
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
@@ -37,7 +37,7 @@ class WithoutEmpty:
     def __len__(self) -> int:
         return len(self.records)
 
-    def where(self, index: int) -> Spot:
+    def where(self, index: int) -> Location:
         return self.records.where(index)
 
     def get(self, indices: Sequence[int]) -> list[Record]:
@@ -54,8 +54,8 @@ class WithoutEmpty:
             if not self.fields.empty(record):
                 return record
             self._tell(place % len(self.records), record)
-        raise InvalidInput(Mistake(f"field `{self.fields.empty(record)}` of every record is empty",
-                                   self.records.where(index)))
+        raise InvalidInput(Diagnostic(f"field `{self.fields.empty(record)}` of every record is empty",
+                                      self.records.where(index)))
 
     def _tell(self, index: int, record: Record) -> None:
         """Count the record in the metrics each time, and say in events.jsonl once where it stands."""

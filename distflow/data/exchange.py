@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.schema.errors import RankMissing
+from distflow.errors import RankMissing
 
 _LEAST = 4096
 _COLLECTIVE, _LATE, _GONE = ("gloo", "nccl", "c10d", "store"), ("timed out", "timeout"), (

@@ -6,10 +6,10 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from distflow.schema.run import Data
+from distflow.config.run import Data
 
 if TYPE_CHECKING:
-    from distflow.data.records import Record
+    from distflow.data.dataset import Record
 
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 Message = dict[str, Any]

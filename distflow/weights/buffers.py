@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy
 
-from distflow.data.warehouse import machine_name
+from distflow.rpc.shared_memory import machine_name
 
 NAME = "distflow-weights"
 """What such a file is called in /proc."""
 
 
-class Place(NamedTuple):
+class BufferAddress(NamedTuple):
     """Where a buffer lies, as a process tells it that has it: the file's number (inode), the process's descriptor of
     it, bytes."""
 
@@ -32,13 +32,13 @@ class Place(NamedTuple):
     size: int
 
 
-class Buffers:
+class HostBuffers:
     """One process's buffers."""
 
     def __init__(self) -> None:
-        self.spare: dict[int, tuple[Place, numpy.ndarray]] = {}
+        self.spare: dict[int, tuple[BufferAddress, numpy.ndarray]] = {}
         """Those that nobody here looks at, by the address at which they begin; what was given back last comes last."""
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, BufferAddress] = {}
         """By the address at which it begins, of all memory that is in use here and that others can open: also what is
         mapped of other processes'."""
         self.choosing = threading.Lock()
@@ -56,7 +56,7 @@ class Buffers:
         weakref.finalize(part, self._give_back, place, whole).atexit = False
         return part
 
-    def place(self, memory: numpy.ndarray) -> Place:
+    def place(self, memory: numpy.ndarray) -> BufferAddress:
         """Where others find a buffer."""
         return self.places[memory.ctypes.data]
 
@@ -64,30 +64,30 @@ class Buffers:
         """Give spare memory back to the system."""
         self.spare.clear()
 
-    def _chosen(self, size: int) -> tuple[Place, numpy.ndarray] | None:
+    def _chosen(self, size: int) -> tuple[BufferAddress, numpy.ndarray] | None:
         fitting = [pair for pair in list(self.spare.values()) if size <= pair[0].size <= 2 * size + mmap.PAGESIZE]
         found = next((pair for pair in sorted(fitting, key=lambda pair: pair[0].size) if _is_free(pair[0])), None)
         return None if found is None else self.spare.pop(found[1].ctypes.data)
 
-    def _give_back(self, place: Place, whole: numpy.ndarray) -> None:
+    def _give_back(self, place: BufferAddress, whole: numpy.ndarray) -> None:
         """Called when the garbage is collected, in the middle of anything: it must not wait for a lock."""
         self.places.pop(whole.ctypes.data, None)
         self.spare[whole.ctypes.data] = place, whole
 
 
-def _new(size: int) -> tuple[Place, numpy.ndarray]:
+def _new(size: int) -> tuple[BufferAddress, numpy.ndarray]:
     size = max(size, mmap.PAGESIZE)
     if not machine_name():
-        return Place(-1, -1, size), numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
+        return BufferAddress(-1, -1, size), numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
     descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     memory = mmap.mmap(descriptor, size)
     weakref.finalize(memory, os.close, descriptor).atexit = False
-    return Place(os.fstat(descriptor).st_ino, descriptor, size), numpy.frombuffer(memory, numpy.uint8)
+    return BufferAddress(os.fstat(descriptor).st_ino, descriptor, size), numpy.frombuffer(memory, numpy.uint8)
 
 
-def _is_free(place: Place) -> bool:
+def _is_free(place: BufferAddress) -> bool:
     """Whether no other process has it locked. One that locks it later asks afterwards whether it still is what it was,
     and is told that it is not: so the lock need not be kept."""
     if place.descriptor < 0:

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 import torch.distributed as dist
 
-from distflow.weights.manifest import Head
+from distflow.weights.manifest import PublishedVersion
 
 BEAT, DEAD = 0.5, 3.0
 """Seconds between two signs of life, and without one after which a holder counts as dead."""
@@ -26,7 +26,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldChunks:
     """Of one version: chunks that are there, and that will be. entire: what will be is all that was published."""
 
     version: int
@@ -37,7 +37,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SourceEntry:
     """A holder as it describes itself.
 
     rank: that of a trainer rank, which has only its own part; -1 for a rollout. source: from whom it is pulling, and
@@ -47,12 +47,12 @@ class Entry:
     who: str
     address: Address
     rank: int = -1
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldChunks, ...] = ()
     source: str = ""
     serving: str = ""
     beat: int = 0
 
-    def of(self, key: str) -> Held | None:
+    def of(self, key: str) -> HeldChunks | None:
         return next((held for held in self.held if held.key == key), None)
 
     def pack(self) -> str:
@@ -60,9 +60,9 @@ class Entry:
         return json.dumps([self.address, self.rank, held, self.source, self.serving, self.beat])
 
     @classmethod
-    def unpack(cls, who: str, text: bytes) -> Entry:
+    def unpack(cls, who: str, text: bytes) -> SourceEntry:
         (host, port), rank, held, source, serving, beat = json.loads(text)
-        return cls(who, (host, port), rank, tuple(Held(*each) for each in held), source, serving, beat)
+        return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, beat)
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Directory:
     It has a connection of its own: whoever waits on `store` does not keep it from saying that it lives.
     """
 
-    def __init__(self, store: dist.Store, entry: Entry, dead: float = DEAD):
+    def __init__(self, store: dist.Store, entry: SourceEntry, dead: float = DEAD):
         self.store, self.mine, self.dead = dist.PrefixStore("weights", store.clone()), entry, dead
         self.seen: dict[str, _Seen] = {}
-        self.last: dict[str, Entry] = {}
+        self.last: dict[str, SourceEntry] = {}
         self.read_at = 0.0
         self.lock, self.over = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._beat, name="weights heartbeat", daemon=True)
@@ -109,12 +109,12 @@ class Directory:
         """The key of the newest version; empty if there is none."""
         return self.read(_NEWEST)
 
-    def heads(self) -> list[Head]:
+    def heads(self) -> list[PublishedVersion]:
         """The versions that were published last, the newest first; all of them whole."""
         found = self.read(_HEADS)
-        return [Head.unpack(text) for text in found.splitlines()]
+        return [PublishedVersion.unpack(text) for text in found.splitlines()]
 
-    def reveal(self, head: Head, old: list[Head]) -> bool:
+    def reveal(self, head: PublishedVersion, old: list[PublishedVersion]) -> bool:
         """Make `head` the newest version, unless another one has become that since `old` was read."""
         expected, text = (_lines(heads) for heads in (old, [head, *old][:_KEPT]))
         if self.store.compare_set(_HEADS, expected, text).decode() != text:
@@ -122,21 +122,21 @@ class Directory:
         self.store.set(_NEWEST, head.key)
         return True
 
-    def holders(self, age: float = 0.0) -> dict[str, Entry]:
+    def holders(self, age: float = 0.0) -> dict[str, SourceEntry]:
         """The others that live, by name; as they were up to `age` seconds ago."""
         if time.monotonic() - self.read_at > age:
             self.last, self.read_at = self._holders(), time.monotonic()
         return self.last
 
-    def _holders(self) -> dict[str, Entry]:
+    def _holders(self) -> dict[str, SourceEntry]:
         keys = [key for key in self.store.list_keys() if key.startswith("holder/")]
-        found: dict[str, Entry] = {}
+        found: dict[str, SourceEntry] = {}
         now = time.monotonic()
         for key, text in zip(keys, self.store.multi_get(keys) if keys else ()):
             who = key.removeprefix("holder/")
             if not text or who == self.mine.who:
                 continue
-            entry = Entry.unpack(who, text)
+            entry = SourceEntry.unpack(who, text)
             seen = self.seen.get(who)
             if seen is None or seen.beat != entry.beat:
                 self.seen[who] = _Seen(entry.beat)
@@ -172,5 +172,5 @@ class Directory:
                 return  # the board has ended, and with it the run
 
 
-def _lines(heads: list[Head]) -> str:
+def _lines(heads: list[PublishedVersion]) -> str:
     return "\n".join(head.pack() for head in heads)

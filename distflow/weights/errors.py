@@ -9,7 +9,7 @@ DistflowError
 
 from __future__ import annotations
 
-from distflow.schema.errors import DistflowError
+from distflow.errors import DistflowError
 
 
 class WeightsError(DistflowError):

@@ -21,8 +21,8 @@ import numpy
 import torch
 import xxhash
 
-from distflow.weights.boxes import Box
 from distflow.weights.errors import WeightsError
+from distflow.weights.shard_slice import ShardSlice
 
 SUM = 16
 """Bytes of a checksum."""
@@ -47,21 +47,21 @@ def checksum(data: numpy.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-class Content(NamedTuple):
+class SliceEntry(NamedTuple):
     """A box, where it lies in its part, and its tensor's place in the order of the model."""
 
-    box: Box
+    box: ShardSlice
     offset: int
     order: int
 
 
 @dataclass(frozen=True)
-class Part:
+class RankManifest:
     """One trainer rank's share: `sums` are the checksums of its chunks, joined."""
 
     size: int
     chunk: int
-    contents: tuple[Content, ...]
+    contents: tuple[SliceEntry, ...]
     sums: bytes
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Part:
         """The bytes of a chunk, or of several."""
         return slice(first * self.chunk, min((first + count) * self.chunk, self.size))
 
-    def touching(self, content: Content, box: Box) -> range:
+    def touching(self, content: SliceEntry, box: ShardSlice) -> range:
         """The chunks with what `content` and `box` have in common."""
         common = content.box.overlap(box)
         if common is None or not common.numel:
@@ -88,18 +88,19 @@ class Part:
         return msgpack.packb([self.size, self.chunk, contents, self.sums])
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Part:
+    def unpack(cls, packed: bytes) -> RankManifest:
         size, chunk, contents, sums = msgpack.unpackb(packed)
-        found = tuple(Content(Box(name, tuple(shape), tuple(start), tuple(count), _dtype(dtype)), offset, order)
+        found = tuple(SliceEntry(ShardSlice(name, tuple(shape), tuple(start), tuple(count), _dtype(dtype)), offset,
+                                 order)
                       for name, shape, start, count, dtype, offset, order in contents)
         return cls(size, chunk, found, sums)
 
 
-def lay_out(boxes: Sequence[Box], orders: Sequence[int]) -> tuple[tuple[Content, ...], int]:
+def lay_out(boxes: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:
     """One after the other; and the bytes of all."""
     contents, end = [], 0
     for box, order in zip(boxes, orders):
-        contents.append(Content(box, end, order))
+        contents.append(SliceEntry(box, end, order))
         end += -(-box.nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(contents), end
 
@@ -118,7 +119,7 @@ def version_of(key: str) -> int:
     return int(key.partition(".")[0] or -1)
 
 
-class Share(NamedTuple):
+class ManifestDigest(NamedTuple):
     """A part as the head names it: the digest of its manifest, bytes, chunks."""
 
     digest: str
@@ -127,12 +128,12 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class PublishedVersion:
     """A version as the board shows it. `team`: which start of the trainer made it."""
 
     version: int
     team: str
-    shares: tuple[Share, ...]
+    shares: tuple[ManifestDigest, ...]
 
     @property
     def key(self) -> str:
@@ -150,9 +151,9 @@ class Head:
         return json.dumps([self.version, self.team, self.shares])
 
     @classmethod
-    def unpack(cls, text: str) -> Head:
+    def unpack(cls, text: str) -> PublishedVersion:
         version, team, shares = json.loads(text)
-        return cls(version, team, tuple(Share(*share) for share in shares))
+        return cls(version, team, tuple(ManifestDigest(*share) for share in shares))
 
 
 def _dtype(name: str) -> torch.dtype:

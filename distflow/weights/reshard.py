@@ -2,6 +2,8 @@
 
 The allgather of MindSpeed RL (§3.2). A large tensor is gathered straight to where it is wanted, or into a buffer that
 serves one tensor after the other; small ones travel together.
+
+Collectives from and into one tensor, by the newer of the two names that torch has for them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from distflow.schema.errors import EngineError
-from distflow.weights.collectives import all_gather
+from distflow.errors import EngineError
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 BUCKET_BYTES = 256 * 1024 * 1024
 _LARGE = 1024 * 1024

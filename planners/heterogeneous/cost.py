@@ -1,4 +1,13 @@
-"""The cost model: from a work, a strategy and an arrangement to the layout's shares, stages and seconds.
+"""The time of one iteration of the graph, from the groups, their pools and how long each work takes.
+
+Sync: the chain of each group runs in the plan's order; a work starts once its group is free and what it reads has
+come; the iteration ends when the last work is done and the trained weights are where the next one needs them. Async:
+the groups work on different iterations at the same time, so the slowest group's period counts: its works, and what it
+waits for from others.
+
+Load balance: as much for each as lets the slowest finish first.
+
+The cost model: from a work, a strategy and an arrangement to the layout's shares, stages and seconds.
 
 A pipeline's first micro-batch passes all stages, each further one comes as the slowest stage lets it (Huang et al.
 2019, §2; the bubble is the first one's way). The last one has the rows that are left. A stage has the same layers in
@@ -8,40 +17,87 @@ follow as places become free (Kwon et al. 2023), so `rows` take rows / places ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from planners.heterogeneous.balance import layers_of_stages, rows_of_shares
-from planners.heterogeneous.network import Network
+from planners.heterogeneous.hardware import Network, Roofline, Rows
 from planners.heterogeneous.problem import (
     GENERATE,
+    SYNC,
     TRAIN,
     Arrangement,
-    Layout,
+    Edge,
+    Grouping,
     Pool,
     Problem,
     Replicas,
     Sites,
     Strategy,
+    TaskLayout,
     sites_of,
 )
-from planners.heterogeneous.roofline import Roofline, Rows
+
+
+def layers_of_stages(layers: int, seconds: Sequence[float], most: Sequence[float], even: bool = False) -> \
+        tuple[int, ...] | None:
+    """How many of `layers` each stage has, so that the slowest is as fast as can be; None if they do not fit.
+
+    Args:
+        seconds: what a layer takes in each stage.
+        most: how many layers fit each stage.
+        even: give all stages as many (the last ones may have one less).
+    """
+    stages = len(seconds)
+    if even:
+        counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        return tuple(counts) if all(count <= limit for count, limit in zip(counts, most)) else None
+    if stages > layers or min(most) < 1 or sum(min(limit, layers) for limit in most) < layers:
+        return None
+    rate = layers / sum(1 / each for each in seconds)
+    counts = [max(1, min(int(rate / each), int(limit))) for each, limit in zip(seconds, most)]
+    while sum(counts) > layers:
+        counts[max((count * each, stage) for stage, (count, each) in enumerate(zip(counts, seconds))
+                   if count > 1)[1]] -= 1
+    while sum(counts) < layers:
+        counts[min(((count + 1) * each, stage) for stage, (count, each, limit) in enumerate(zip(counts, seconds, most))
+                   if count + 1 <= limit)[1]] += 1
+    return tuple(counts)
+
+
+def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """How many parcels of rows a share of each kind has, so that the slowest is as fast as can be.
+
+    Args:
+        total: parcels, over all shares.
+        counts: how many shares there are of each kind.
+        times: of each kind, seconds for 0, 1, … parcels, never falling; up to total / count at least.
+    """
+    parts = np.concatenate([table[1:] for table in times])
+    weights = np.repeat(counts, [len(table) - 1 for table in times])
+    order = np.argsort(parts, kind="stable")
+    limit = parts[order[int(weights[order].cumsum().searchsorted(total))]]  # by then all parcels are done
+    rows = [int(table.searchsorted(limit, "right")) - 1 for table in times]
+    for kind in sorted(range(len(rows)), key=lambda kind: -times[kind][rows[kind]]):
+        surplus = sum(count * each for count, each in zip(counts, rows)) - total
+        rows[kind] -= min(rows[kind], surplus // counts[kind])
+    return tuple(rows)
+
 
 _PARCELS = 512
 """Rows are dealt to unlike shares in parcels; a share has at most so many."""
 
 
-class Passing(NamedTuple):
+class PipelinePass(NamedTuple):
     """Seconds of a micro-batch through all stages, and through the slowest one."""
 
     fill: float
     step: float
 
 
-class Costs:
+class CostModel:
     """The cost model of a problem. `evaluations` counts the layouts costed: the currency of search budgets."""
 
     def __init__(self, problem: Problem):
@@ -54,7 +110,7 @@ class Costs:
         self._fits = cache(self._layers_that_fit)
 
     def layout(self, number: int, strategy: Strategy, arrangement: Arrangement,
-               rows: tuple[int, ...] | None = None) -> Layout | None:
+               rows: tuple[int, ...] | None = None) -> TaskLayout | None:
         """The layout of work `number`, balanced, or with these rows of a share of each entry of the arrangement; None
         if a device has too little memory for it."""
         self.evaluations += 1
@@ -72,7 +128,7 @@ class Costs:
             seconds += self._updates(number, strategy, stages, layers)
         swap = max(cost.swap(self._sites[site], strategy, count) for sites, count in zip(stages, layers)
                    for site in sites)
-        return Layout(strategy, arrangement, rows, layers, seconds, swap)
+        return TaskLayout(strategy, arrangement, rows, layers, seconds, swap)
 
     def ideal(self, number: int, pool: Pool) -> float:
         """Seconds that no layout of a work on this pool can undercut."""
@@ -131,13 +187,13 @@ class Costs:
                        for micro in (strategy.micro, 1))
         return partial(_pipeline, full, least, strategy.micro, work.mini_batches, work.epochs)
 
-    def _passing(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> Passing:
+    def _passing(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> PipelinePass:
         """A micro-batch through the stages, and for training back."""
         work = self.problem.works[number]
         stages = [count * self._layer(number, site, strategy) for site, count in zip(kind.stages, layers)]
         hops = self._hops(kind, strategy, strategy.micro * work.computed * work.hidden * work.width)
         both = 2 if work.kind == TRAIN else 1
-        return Passing(sum(stages) + both * sum(hops), max(*stages, *(both * hop for hop in hops)))
+        return PipelinePass(sum(stages) + both * sum(hops), max(*stages, *(both * hop for hop in hops)))
 
     def _hops(self, kind: Replicas, strategy: Strategy, nbytes: float) -> list[float]:
         stages = kind.stages
@@ -153,7 +209,8 @@ class Costs:
         stages = list(zip(kind.stages, layers))
         full, least = ([count * cost.batch(site, self._sites[site], strategy, micro * work.read, work.seen)
                         for site, count in stages] for micro in (strategy.micro, 1))
-        prefill = _pipeline(Passing(sum(full), max(full)), Passing(sum(least), max(least)), strategy.micro, 1, 1, rows)
+        prefill = _pipeline(PipelinePass(sum(full), max(full)), PipelinePass(sum(least), max(least)), strategy.micro,
+                            1, 1, rows)
         together = np.minimum(rows, self._places(number, strategy, stages))
         part = together * (work.answer / work.longest) / strategy.pp
         steps = [count * cost.decode(site, self._sites[site], strategy.tp, part) for site, count in stages]
@@ -185,7 +242,7 @@ class Costs:
         return work.epochs * work.mini_batches * slowest
 
 
-def _pipeline(full: Passing, least: Passing, micro: int, parts: int, times: int, rows: Rows) -> Rows:
+def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, times: int, rows: Rows) -> Rows:
     """Seconds of `rows`, in `parts` mini-batches of micro-batches of `micro` rows, all of it so many `times`. `least`
     is a micro-batch of one row; one that is not full lies between."""
     each = np.asarray(rows) / parts
@@ -194,3 +251,70 @@ def _pipeline(full: Passing, least: Passing, micro: int, parts: int, times: int,
     first, last = (short + (long - short) * filled for short, long in zip(least, full))
     several = full.fill + (batches - 2) * full.step + last
     return np.where(each > 0, times * parts * np.where(batches > 1, several, first), 0.0)
+
+
+Durations = Sequence[float]
+
+
+class Objective:
+    """The objective of a problem."""
+
+    def __init__(self, problem: Problem, network: Network):
+        self.problem = problem
+        self._moved = cache(lambda sources, targets, nbytes: network.reach(sources, targets).seconds(nbytes))
+        self._arriving = [[edge for edge in problem.edges if edge.target == work] for work in range(len(problem.works))]
+
+    def moved(self, sources: Sites, targets: Sites, nbytes: float) -> float:
+        """Seconds until what lies at one pool is at another."""
+        return self._moved(sources, targets, nbytes) if nbytes else 0.0
+
+    def synced(self, edge: Edge, sources: Sites, targets: Sites, together: bool) -> float:
+        """Seconds to bring trained weights to a work; none where one engine trains and uses them."""
+        works = self.problem.works
+        if together and works[edge.source].tenant == works[edge.target].tenant:
+            return 0.0
+        return self.moved(sources, targets, edge.nbytes)
+
+    def seconds(self, grouping: Grouping, pools: Sequence[Pool], durations: Durations) -> float:
+        """Seconds of an iteration."""
+        return max(self.ends(grouping, pools, durations), default=0.0)
+
+    def ends(self, grouping: Grouping, pools: Sequence[Pool], durations: Durations) -> list[float]:
+        """Sync: when each work is done and its weights are where they are used. Async: each group's period."""
+        home = {work: index for index, group in enumerate(grouping) for work in group}
+        sites = [sites_of(pool) for pool in pools]
+        if self.problem.mode != SYNC:
+            return self._periods(home, sites, durations)
+        starts = self.starts(grouping, pools, durations)
+        ends = [start + duration for start, duration in zip(starts, durations)]
+        return ends + [ends[edge.source] + self.synced(edge, sites[home[edge.source]], sites[home[edge.target]],
+                                                       home[edge.source] == home[edge.target])
+                       for edge in self.problem.syncs]
+
+    def starts(self, grouping: Grouping, pools: Sequence[Pool], durations: Durations) -> list[float]:
+        """When each work starts, in mode sync."""
+        home = {work: index for index, group in enumerate(grouping) for work in group}
+        sites, free = [sites_of(pool) for pool in pools], [0.0] * len(grouping)
+        starts: list[float] = []
+        for work, duration in enumerate(durations):
+            mine = home[work]
+            start = free[mine]
+            for edge in self._arriving[work]:
+                start = max(start, starts[edge.source] + durations[edge.source]
+                            + self.moved(sites[home[edge.source]], sites[mine], edge.nbytes))
+            starts.append(start)
+            free[mine] = start + duration
+        return starts
+
+    def _periods(self, home: dict[int, int], sites: list[Sites], durations: Durations) -> list[float]:
+        periods = [0.0] * len(sites)
+        for work, duration in enumerate(durations):
+            periods[home[work]] += duration
+        for edges, cost in ((self.problem.edges, self._read), (self.problem.syncs, self.synced)):
+            for edge in edges:
+                one, other = home[edge.source], home[edge.target]
+                periods[other] += cost(edge, sites[one], sites[other], one == other)
+        return periods
+
+    def _read(self, edge: Edge, sources: Sites, targets: Sites, together: bool) -> float:
+        return self.moved(sources, targets, edge.nbytes)

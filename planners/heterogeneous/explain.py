@@ -2,6 +2,8 @@
 
 A resource bounds a layout as far as the layout would be faster with twice as much of it: the same layout is costed
 again, balanced anew, on hardware that is twice as good in one respect.
+
+Why a work fits nowhere: its tenant, what a device would need at least, and how much is missing.
 """
 
 from __future__ import annotations
@@ -10,11 +12,59 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from planners.heterogeneous.cost import Costs
-from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.objective import Objective
-from planners.heterogeneous.problem import SYNC, Hardware, Placement, Problem, Site, Way, shared
-from planners.heterogeneous.written import ranks_of
+from distflow.errors import Diagnostic
+from planners.heterogeneous.cost import CostModel, Objective
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, slices_of, strategies
+from planners.heterogeneous.plan_file import ranks_of
+from planners.heterogeneous.problem import (
+    SYNC,
+    TRAIN,
+    DeviceGroup,
+    Hardware,
+    NetworkLink,
+    Placement,
+    Problem,
+    Strategy,
+    shared,
+)
+
+_GIB = 2**30
+
+
+def impossible(costed: CostedProblem) -> list[Diagnostic]:
+    """A mistake for each tenant that no layout on the whole cluster has room for."""
+    everything, found = costed.problem.hardware.all, {}
+    for number, work in enumerate(costed.problem.works):
+        if work.tenant not in found and costed.layouts.best(number, everything, False) is None:
+            found[work.tenant] = _shortfall(costed, number)
+    return list(found.values())
+
+
+def _shortfall(costed: CostedProblem, number: int) -> Diagnostic:
+    """For the device and the strategy that come nearest to having room."""
+    work, sites = costed.problem.works[number], costed.problem.hardware.sites
+    missing, needed, site, strategy = min(_needs(costed, number), key=lambda need: need[0])
+    state = "weights, gradients and optimizer" if work.kind == TRAIN else "weights"
+    what = (f"`{work.tenant}` ({work.name}) fits no device: cut as far as can be (dp {strategy.dp}, tp {strategy.tp}, "
+            f"pp {strategy.pp}), {state} and activations need {needed / _GIB:.2f} GiB, and of a {sites[site].kind} "
+            f"{(needed - missing) / _GIB:.2f} GiB may be filled: {missing / _GIB:.2f} GiB too little")
+    return Diagnostic(what, None,
+                      "Take more or larger devices, a smaller model, shorter rows, or set  recompute: true  "
+                      "and a lower  micro_batch_tokens  for its role.")
+
+
+def _needs(costed: CostedProblem, number: int) -> Iterator[tuple[float, float, int, Strategy]]:
+    """Missing bytes, needed bytes, and where: of the fullest stage, for each strategy and site."""
+    work, cost, hardware = costed.problem.works[number], costed.costs.works[number], costed.problem.hardware
+    for tp in slices_of(work, [max(site.each for site in hardware.sites)]):
+        blocks = sum(blocks_of(hardware.all, tp, hardware))
+        for pp in range(1, min(blocks, work.layers) + 1):
+            for strategy in strategies(work, blocks // pp, tp, pp):
+                layers = -(-work.layers // pp)
+                for index, site in enumerate(hardware.sites):
+                    needed = cost.fills(strategy, 0, layers)
+                    yield needed - cost.room(site), needed, index, strategy
+
 
 _WIDTH = 60
 """Characters of a chart."""
@@ -56,8 +106,8 @@ def doubled(problem: Problem) -> dict[str, Problem]:
             "speed of starting kernels": replace(problem, works=sooner)}
 
 
-def _faster(way: Way) -> Way:
-    return Way(way.latency / 2, way.bandwidth * 2)
+def _faster(way: NetworkLink) -> NetworkLink:
+    return NetworkLink(way.latency / 2, way.bandwidth * 2)
 
 
 def bounds(problem: Problem, placement: Placement) -> list[Bound]:
@@ -79,14 +129,14 @@ def helps(problem: Problem, placement: Placement) -> list[tuple[str, float]]:
 
 
 def _durations(problem: Problem, placement: Placement) -> list[float]:
-    costs, turns = Costs(problem), _turns(problem, placement)
+    costs, turns = CostModel(problem), _turns(problem, placement)
     layouts = (costs.layout(number, layout.strategy, layout.arrangement)
                for number, layout in enumerate(placement.layouts))
     return [layout.takes(turns[number]) for number, layout in enumerate(layouts)]
 
 
 def _seconds(problem: Problem, placement: Placement) -> float:
-    objective = Objective(problem, Costs(problem).network)
+    objective = Objective(problem, CostModel(problem).network)
     return objective.seconds(placement.grouping, placement.pools, _durations(problem, placement))
 
 
@@ -94,7 +144,7 @@ def _turns(problem: Problem, placement: Placement) -> dict[int, bool]:
     return {work: shared(problem, group) for group in placement.grouping for work in group}
 
 
-def gantt(costed: Costed, placement: Placement) -> Iterator[str]:
+def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
     """A line for each work: in mode sync when it runs in an iteration, in mode async its part of the group's period."""
     problem, turns = costed.problem, _turns(costed.problem, placement)
     durations = [layout.takes(turns[number]) for number, layout in enumerate(placement.layouts)]
@@ -129,7 +179,7 @@ def picture(problem: Problem, placement: Placement) -> Iterator[str]:
         yield f"  {_label(site):{width}}  {' '.join(machines)}"
 
 
-def _label(site: Site) -> str:
+def _label(site: DeviceGroup) -> str:
     return f"{site.name} ({site.kind}, {site.zone})"
 
 

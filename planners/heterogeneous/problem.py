@@ -28,7 +28,7 @@ Grouping = tuple[tuple[int, ...], ...]
 """The works of each group, by index; ordered, and so are the groups by their first work."""
 
 
-class Way(NamedTuple):
+class NetworkLink(NamedTuple):
     """A link: seconds until the first byte comes, and bytes a second."""
 
     latency: float
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Site:
+class DeviceGroup:
     """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes. `pace`: how
     many times longer a device takes than its description says beside others, as runs have shown."""
 
@@ -52,7 +52,7 @@ class Site:
     memory: float
     bandwidth: float
     host: float
-    inside: Way
+    inside: NetworkLink
     pace: float = 1.0
 
     @property
@@ -79,8 +79,8 @@ class Site:
 class Hardware:
     """The sites, and the way between two machines of each pair of them; `between[i][i]`: inside a site."""
 
-    sites: tuple[Site, ...]
-    between: tuple[tuple[Way, ...], ...]
+    sites: tuple[DeviceGroup, ...]
+    between: tuple[tuple[NetworkLink, ...], ...]
 
     @property
     def all(self) -> Pool:
@@ -104,7 +104,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelTask:
     """A node that runs a model: the model's sizes, and what an iteration asks of it.
 
     `kv` is the bytes that one token has in the cache of one layer; `active` the parameters that compute for a token.
@@ -220,7 +220,7 @@ class Problem:
     """Works in the order of the chain; who waits for whom; whose weights follow whose training."""
 
     hardware: Hardware
-    works: tuple[Work, ...]
+    works: tuple[ModelTask, ...]
     edges: tuple[Edge, ...] = ()
     syncs: tuple[Edge, ...] = ()
     mode: str = SYNC
@@ -249,7 +249,7 @@ Arrangement = tuple[Replicas, ...]
 """Which site each tasklet is at, up to what makes no difference."""
 
 
-class Layout(NamedTuple):
+class TaskLayout(NamedTuple):
     """How a work runs on a pool, and what that takes.
 
     `seconds` is alone; `swap` what moving its state between device and host memory adds when it takes turns. `rows` are
@@ -273,7 +273,7 @@ class Placement:
 
     grouping: Grouping
     pools: tuple[Pool, ...]
-    layouts: tuple[Layout, ...] = field(repr=False)
+    layouts: tuple[TaskLayout, ...] = field(repr=False)
     seconds: float = math.inf
 
 

@@ -1,4 +1,4 @@
-"""The best placement that `planners.placed` can turn into a run.
+"""The best placement that `planners.apply_plan_file` can turn into a run.
 
 Ranks run one chain together, or train on the first of them and sample on the others; the shares of a work follow each
 other, and works that compute with one engine split it alike. What is left is little enough to go through: how models
@@ -11,18 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from distflow.schema.plan import Layout as Split
-from distflow.schema.spec import Spec
-from planners.heterogeneous.arrangements import blocks_of, in_rows
-from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.layouts import strategies
-from planners.heterogeneous.problem import GENERATE, SYNC, Grouping, Layout, Placement, Pool, Problem, shared
+from distflow.config.load import Spec
+from distflow.plan import Layout as Split
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
+from planners.heterogeneous.problem import GENERATE, SYNC, Grouping, Placement, Pool, Problem, TaskLayout, shared
 from planners.splits import check_split
 
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 
 
-def runnable(spec: Spec, costed: Costed) -> Placement | None:
+def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
     """The fastest one; None if none fits into memory, or if the mode has groups and the devices are too few."""
     found = (_placement(spec, costed, grouping, pools) for grouping, pools in _groups(costed.problem))
     return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
@@ -58,7 +56,7 @@ def _first(devices: Pool, count: int) -> Pool:
     return tuple(min(max(count - start, 0), has) for start, has in zip(before, devices))
 
 
-def _placement(spec: Spec, costed: Costed, grouping: Grouping, pools: tuple[Pool, ...]) -> Placement | None:
+def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping, pools: tuple[Pool, ...]) -> Placement | None:
     problem, layouts = costed.problem, {}
     for group, pool in zip(grouping, pools):
         turns = shared(problem, group)
@@ -73,7 +71,8 @@ def _placement(spec: Spec, costed: Costed, grouping: Grouping, pools: tuple[Pool
     return Placement(grouping, pools, found, costed.objective.seconds(grouping, pools, durations))
 
 
-def _engine(spec: Spec, costed: Costed, works: Sequence[int], pool: Pool, turns: bool) -> dict[int, Layout] | None:
+def _engine(spec: Spec, costed: CostedProblem, works: Sequence[int], pool: Pool,
+            turns: bool) -> dict[int, TaskLayout] | None:
     """The layouts of works that compute with one engine, with it split in the best way."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
@@ -84,7 +83,7 @@ def _engine(spec: Spec, costed: Costed, works: Sequence[int], pool: Pool, turns:
     return best
 
 
-def _layout(spec: Spec, costed: Costed, number: int, pool: Pool, tp: int, pp: int) -> Layout | None:
+def _layout(spec: Spec, costed: CostedProblem, number: int, pool: Pool, tp: int, pp: int) -> TaskLayout | None:
     problem, work = costed.problem, costed.problem.works[number]
     split = Split(1, tp=tp, pp=pp).split
     apart = problem.mode != SYNC and work.kind == GENERATE

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.plan import Fans, Plan, Task
-from distflow.schema.spec import Spec
-from planners.docking import through_dock
+from distflow.config.load import Spec
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.problem import (
-    ASYNC,
-    GENERATE,
-    INFER,
-    SYNC,
-    TRAIN,
-    Coefficients,
-    Edge,
-    Problem,
-    Work,
-)
-from planners.serialize import plan
+from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Coefficients, Edge, ModelTask, Problem
+from planners.planner import plan
+from planners.transfers import through_dock
 
 
 def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
@@ -35,14 +25,14 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
     """
     if not spec.cluster.machines:
         where = spec.cluster_source.spot(()) if spec.cluster_source else None
-        raise InvalidInput(Mistake("mixed hardware is planned for a cluster with `machines`", where,
-                                   "Name one with  --cluster FILE  , as  --cluster h200_a100"))
+        raise InvalidInput(Diagnostic("mixed hardware is planned for a cluster with `machines`", where,
+                                      "Name one with  --cluster FILE  , as  --cluster h200_a100"))
     alone = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []}),
                     cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
     whole = plan(alone, 1)
     tasks = [task for task in whole.tasks if task.type != "COMPUTE"]
     _check_sizes(spec, tasks)
-    fans = Fans(whole.tasks, whole.source)
+    fans = RowLineage(whole.tasks, whole.source)
     response = max((spec.settings_of(task.role).generation.max_new_tokens for task in tasks if task.samples),
                    default=spec.run.data.max_target_tokens)
     works = tuple(_work(spec, fans, task, response) for task in tasks)
@@ -56,12 +46,12 @@ def _check_sizes(spec: Spec, tasks: list[Task]) -> None:
     unknown = sorted({task.role for task in tasks if spec.shape_of(task.role) is None})
     if unknown:
         role = unknown[0]
-        raise InvalidInput(Mistake(f"role `{role}`: the sizes of its model are not known, so no cost can be",
-                                   spec.run_source.spot(("roles", role)),
-                                   f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
+        raise InvalidInput(Diagnostic(f"role `{role}`: the sizes of its model are not known, so no cost can be",
+                                      spec.run_source.spot(("roles", role)),
+                                      f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
 
 
-def _work(spec: Spec, fans: Fans, task: Task, response: int) -> Work:
+def _work(spec: Spec, fans: RowLineage, task: Task, response: int) -> ModelTask:
     """A task's work, with rows at the run's longest."""
     settings, shape = spec.settings_of(task.role), spec.shape_of(task.role)
     head = spec.dag.roles[task.role].head
@@ -70,10 +60,11 @@ def _work(spec: Spec, fans: Fans, task: Task, response: int) -> Work:
     rows = spec.run.data.batch * fans.times(fans.of(task.node) if task.samples else task.fan)
     width = 4 if settings.dtype == "float32" else 2
     outputs = 1 if head == "value" else shape.vocabulary
-    return Work(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, 2 * width * shape.kv_width,
+    return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden,
+                     2 * width * shape.kv_width,
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
-                shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
-                int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)), settings.recompute)
+                     shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
+                     int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)), settings.recompute)
 
 
 def _edges(spec: Spec, whole: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
@@ -103,7 +94,7 @@ def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict
     return found
 
 
-def _syncs(spec: Spec, works: tuple[Work, ...]) -> tuple[Edge, ...]:
+def _syncs(spec: Spec, works: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
     """From the last training of each role to all that run with its weights."""
     trained = {work.role: number for number, work in enumerate(works) if work.kind == TRAIN}
     return tuple(Edge(trained[work.role], number, float(work.parameters * work.width))

@@ -6,9 +6,9 @@ import yaml
 
 from benchmarks import end_to_end_vs_trl as contest
 from benchmarks.end_to_end_vs_trl import Curve, difference, drawn, peer_config, timed, without_reference
-from distflow.schema.shipped import SHIPPED
-from distflow.schema.source import read
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.config.shipped import SHIPPED
+from distflow.config.yaml_source import read
 from planners import plan
 
 

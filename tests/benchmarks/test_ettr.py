@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.ettr import Outcome, flags, judge
 from benchmarks.modes import RANKS
-from distflow.observe.recovery import Account, Recovery
+from distflow.telemetry.ettr import FailureCosts, Recovery
 
 STEPS = [1, 2]
 
@@ -13,7 +13,7 @@ STEPS = [1, 2]
 def outcome(total: float, away: tuple[float, float] | None, start: float = 1.0, updates: list[int] = STEPS) -> Outcome:
     """A run in which rank 0 trains and is away once; rank 1 samples all the time."""
     first, last = away or (total, total)
-    account = Account(total, [], {0: [(0.0, first), (last, total)], 1: [(0.0, total)]})
+    account = FailureCosts(total, [], {0: [(0.0, first), (last, total)], 1: [(0.0, total)]})
     if away:
         rest = last - first - start
         account.recoveries.append(Recovery("trainer", 0, 2, "training", "gone", "starts again", first, 0.0, start, 0.0,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.heterogeneous import Cell, seconds, stream_rl, verl
-from planners.heterogeneous.hybrid import search
 from planners.heterogeneous.problem import GENERATE
+from planners.heterogeneous.search import search
 
 CELL = Cell("two continents", "grpo", "sync", "4B")
 

@@ -11,12 +11,12 @@ import yaml
 from harness import ROOT
 from ranks import run_ranks
 
+from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.observe.metrics import Metrics
-from distflow.schema.plan import SOURCE, Plan
-from distflow.schema.spec import load
+from distflow.plan import SOURCE, Plan
+from distflow.telemetry.metrics import Metrics
 from planners import plan as make_plan
 from planners.transfers import through_ranks
 

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text
-from distflow.schema.errors import ColumnError
+from distflow.errors import ColumnError
 
 QUIET = settings(max_examples=60)
 LENGTHS = st.lists(st.integers(0, 5), max_size=7)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from distflow.data.batch import Batch, Ragged, levels
 from distflow.data.convert import from_arrow, from_padded, from_tensordict, to_arrow, to_padded, to_tensordict
-from distflow.schema.errors import ColumnError
+from distflow.errors import ColumnError
 
 QUIET = settings(max_examples=60)
 

@@ -15,10 +15,10 @@ from walk import Builder, Walk, check_run, contents
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
-from distflow.observe.metrics import Metrics
-from distflow.robust.presence import Presence
-from distflow.schema.errors import ColumnError, RankMissing
-from distflow.schema.plan import Layout, Plan
+from distflow.errors import ColumnError, RankMissing
+from distflow.plan import Layout, Plan
+from distflow.recovery.rank_status import RankStatus
+from distflow.telemetry.metrics import Metrics
 
 ONE, TWO, LAST = Layout(1), Layout(2), Layout(1, 1)
 
@@ -192,7 +192,7 @@ def test_missing_rows_are_named(reads, lost, expected):
 
 @pytest.mark.parametrize(("together", "here", "there"), [
     (True, "", "node `join` on rank 1 has rows [0] of columns r_prompt from node `source`, but its other inputs lack "
-               "them"),
+     "them"),
     (False, *["rows [0] lost all 2 rows that a node made of each; no rank has one"] * 2),
 ])
 def test_a_prompt_whose_samples_are_lost_is_named(together, here, there):
@@ -211,7 +211,7 @@ def test_missing_columns_are_named():
 def wait_in_vain(plan: Plan) -> str:
     """Rank 2 says that it computes and never takes; the error that the others get."""
     store = dist.distributed_c10d._get_default_store()
-    presence = Presence(store, dist.get_rank(), 3)
+    presence = RankStatus(store, dist.get_rank(), 3)
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
     buffer.redistributor.neighbours  # noqa: B018 - all ranks make it
     buffer.start(Batch(torch.arange(0)), range(10, 16))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.dataloader import Dataloader
-from distflow.schema.plan import Layout
+from distflow.plan import Layout
 
 QUIET = settings(max_examples=60)
 

@@ -6,6 +6,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from distflow.config.run import Data
+from distflow.data.dataset import open_records
 from distflow.data.problems import (
     answer_text,
     is_empty,
@@ -16,8 +18,6 @@ from distflow.data.problems import (
     wrong_question,
     wrong_tools,
 )
-from distflow.data.records import open_records
-from distflow.schema.run import Data
 
 USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.run import RoleRun
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.megatron.engine import MegatronEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distflow.schema.engines import ROLLOUTS
-from distflow.schema.run import Generation, RoleRun
+from distflow.config.models import ROLLOUTS
+from distflow.config.run import Generation, RoleRun
 from workers.engines import engine_class
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.rollout import Rollout
@@ -37,7 +37,7 @@ class Traits:
 
 
 def _found(name: str) -> bool:
-    from distflow.schema.engines import elsewhere, installed
+    from distflow.config.models import elsewhere, installed
 
     engine = ROLLOUTS[name]
     return not engine.packages or bool(installed(engine) or elsewhere(engine))

@@ -14,7 +14,7 @@ import torch
 from engines import megatron_ranks as ranks
 from ranks import run_ranks
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}]
 

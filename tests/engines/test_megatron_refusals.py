@@ -9,9 +9,9 @@ pytest.importorskip("megatron.core")
 from engines import megatron_ranks as ranks
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
-from distflow.schema.run import Lora
+from distflow.config.run import Lora
+from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.megatron import engine
 from workers.engines.megatron.layout import check
 from workers.engines.megatron.model import config_of

@@ -14,9 +14,9 @@ import torch
 from engines import megatron_ranks as ranks
 from ranks import run_ranks
 
-from distflow.robust.checkpoint import Checkpoints
-from distflow.schema.errors import CheckpointError, EngineError
-from distflow.weights.attic import Attic
+from distflow.errors import CheckpointError, EngineError
+from distflow.recovery.checkpoint import Checkpoints
+from distflow.weights.offload import HostOffload
 
 
 def interrupted(ways: dict[str, int], folder: str) -> dict[str, object]:
@@ -142,8 +142,8 @@ def swapped(ways: dict[str, int], dtype: str) -> bool:
     rows = ranks.share(ranks.rows(), one.shares.rank(), one.shares.size())
     for engine in (one, other):
         engine.update(rows, ranks.policy_gradient, 1.0, 0)
-    optimizer = Attic(lambda: other.resident(weights=False), other.scratch)
-    everything = Attic(other.resident)
+    optimizer = HostOffload(lambda: other.resident(weights=False), other.scratch)
+    everything = HostOffload(other.resident)
     moments = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in other.optimizer._shards().values())
     optimizer.out()
     lean = optimizer.bytes == moments * (1.5 if dtype == "bfloat16" else 1)  # with float32 weights; no gradients

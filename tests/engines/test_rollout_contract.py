@@ -11,11 +11,11 @@ import torch
 from engines.rollouts import ENDS, LIMIT, VOCABULARY, build, tiny
 
 from distflow.data.batch import Batch, Ragged
-from distflow.observe.metrics import Metrics, recording
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
+from distflow.telemetry.metrics import Metrics, recording
 from workers.engines.embedded import build_tokenizer
 from workers.engines.stopping import StopStrings
-from workers.unfinished import Unfinished
+from workers.rollout import PartialRollouts
 
 BOUND = {"float32": 2e-5, "bfloat16": 0.1}
 
@@ -244,7 +244,7 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     """Under weights of another version, which here are the same, or anew if that is wished."""
     ids = torch.arange(2 * len(prompts)) + 9
     whole = engine.generate(prompts, 2, ids, key=6)
-    first = Unfinished(engine, Batch(ids[:0]), restart)
+    first = PartialRollouts(engine, Batch(ids[:0]), restart)
     rows, session = engine.rows(prompts, 2, ids), engine.session(key=6)
     first.take_over(rows)
     for row in rows[1:]:  # of one, nothing is there
@@ -257,7 +257,7 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     engine.load(weights(model), version=7)
     metrics = Metrics()
     with recording(metrics):
-        samples = Unfinished(engine, begun, restart).generate(prompts, 2, ids, key=6)
+        samples = PartialRollouts(engine, begun, restart).generate(prompts, 2, ids, key=6)
     assert [row.tolist() for row in samples.tokens.rows] == [row.tolist() for row in whole.tokens.rows]
     assert torch.allclose(samples.logprobs.values, whole.logprobs.values, rtol=0, atol=BOUND["float32"])
     assert torch.equal(samples.finished, whole.finished)

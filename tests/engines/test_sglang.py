@@ -21,9 +21,9 @@ from harness import metrics_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.meshes import NAMES
-from workers.engines.rollout import Row
+from workers.engines.rollout import SampledRow
 from workers.engines.sglang import weights as arrival
 from workers.engines.sglang.engine import SGLangRollout
 from workers.engines.sglang.server import SGLangServer
@@ -244,13 +244,13 @@ def test_weights_come_in_several_buckets(engine, model, prompts, monkeypatch):
 
 def test_a_prompt_that_is_too_long_is_an_error(engine):
     session = engine.session(key=1)
-    session.add([Row(0, torch.full((300,), 7), 300, 5)])
+    session.add([SampledRow(0, torch.full((300,), 7), 300, 5)])
     with pytest.raises(EngineError, match=r"(?i)long|length|context"):
         go_on(session)
 
 
 def test_images_are_refused(engine):
-    row = Row(0, torch.tensor([5, 6]), 2, 5, images=Ragged.from_rows([torch.zeros(3)]))
+    row = SampledRow(0, torch.tensor([5, 6]), 2, 5, images=Ragged.from_rows([torch.zeros(3)]))
     with pytest.raises(EngineError, match="rollout: hf"):
         engine.session(key=1).add([row])
 

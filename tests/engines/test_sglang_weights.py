@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.meshes import NAMES
 from workers.engines.sglang import weights as arrival
-from workers.engines.sglang.session import Turn
-from workers.engines.sglang.share import Share
+from workers.engines.sglang.session import TurnResult
+from workers.engines.sglang.share import TPGroup
 from workers.engines.sglang.weights import Buckets, apart
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}
@@ -82,8 +82,8 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
 
 def _told(fails: bool):
     """What each rank hears of two calls; the first rank's second one may fail."""
-    share = Share(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
-    turns = share.tell(lambda: [Turn("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
+    share = TPGroup(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
+    turns = share.tell(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
 
     def ask():
         if fails:
@@ -91,23 +91,23 @@ def _told(fails: bool):
         return []
 
     try:
-        return share.leads, [Turn(*turn) for turn in turns], share.tell(ask)
+        return share.leads, [TurnResult(*turn) for turn in turns], share.tell(ask)
     except EngineError as error:
-        return share.leads, [Turn(*turn) for turn in turns], str(error)
+        return share.leads, [TurnResult(*turn) for turn in turns], str(error)
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_first_rank_tells_the_others(fails):
     results = run_ranks(2, _told, fails)
-    turn = Turn("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)
+    turn = TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)
     assert results == [(leads, [turn], "it has ended" if fails else []) for leads in (True, False)]
 
 
 def _refusal():
     os.environ["DISTFLOW_MACHINE"] = f"machine {dist.get_rank()}"  # the real thing needs a second one
     try:
-        Share(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
+        TPGroup(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
     except EngineError as error:
         return str(error)
     finally:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 
 pytest.importorskip("vllm")
 

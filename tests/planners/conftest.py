@@ -9,8 +9,8 @@ import pytest
 import yaml
 from planning import FUNCTIONS, LEARN, RUN
 
-from distflow.schema.plan import Plan
-from distflow.schema.spec import Spec, load
+from distflow.config.load import Spec, load
+from distflow.plan import Plan
 from planners import plan
 
 

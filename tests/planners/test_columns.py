@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from planning import DIAMOND, LEARN, LEARN_JOINED, node
 
-from distflow.schema.contract import built_in
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import SOURCE, Column, Task
-from planners.forms import fits, plain_form
+from distflow.contracts.signature import built_in
+from distflow.errors import InvalidInput
+from distflow.plan import SOURCE, Column, Task
+from planners.columns import fits, plain_form
 
 
 def task(plan, name: str) -> Task:

@@ -7,9 +7,9 @@ import yaml
 from harness import ROOT
 
 from distflow.cli.plan import describe
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import ROLLOUT, TRAINER, Layout
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.errors import InvalidInput
+from distflow.plan import ROLLOUT, TRAINER, Layout
 from planners import plan
 
 
@@ -136,7 +136,7 @@ def test_the_plan_shows_both_chains():
 @pytest.fixture
 def vllm(monkeypatch):
     """It need not be there to be planned for."""
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
 
 
 def test_a_model_that_samples_may_be_split(vllm):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import SOURCE
-from distflow.schema.run import Model
-from distflow.schema.shapes import shape_of, shape_of_embedded
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.config.models import shape_of, shape_of_embedded
+from distflow.config.run import Model
+from distflow.errors import InvalidInput
+from distflow.plan import SOURCE
 from planners import plan
 
 VISION = "embedded_vision.yaml"

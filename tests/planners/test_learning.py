@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.errors import InvalidInput
 from planners import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_a_filter_and_an_advantage_are_both_named():
     ("rloo", ["nodes.update.with.mini_batches=4"], "(mini_batches: 4) with `loss: reinforce`"),
     ("remax", ["nodes.update.with.epochs=2"], "(epochs: 2) with `loss: reinforce`"),
     ("dapo", [], "more than 16,384 tokens (max_length 20,480, margin 0.2), and node `rollout` gives at most 24. "
-                 "Set  max_length: 24"),
+     "Set  max_length: 24"),
     ("dapo", ["nodes.rollout.with.max_new_tokens=9"], "gives at most 9"),
     ("grpo", ["validation.reward=format"], "validation pays `format`, and training (node `reward`) `math`"),
     ("grpo", ["nodes.update.reads={reference_logprobs: rollout_logprobs}"],

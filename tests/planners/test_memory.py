@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from planning import DIAMOND
 
-from distflow.schema.cluster import Cluster
-from distflow.schema.errors import InvalidInput
-from distflow.schema.run import Model
-from distflow.schema.shapes import Shape, shape_of, shape_of_embedded
+from distflow.config.cluster import Cluster
+from distflow.config.models import Shape, shape_of, shape_of_embedded
+from distflow.config.run import Model
+from distflow.errors import InvalidInput
 from planners import plan
 from planners.memory import GIB, LOGITS_AT_ONCE, needed
 
@@ -128,7 +128,7 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
 
 
 def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
     model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "experts": 4}
     shape = shape_of_embedded(Model(**model))
     assert shape.expert_parameters == 2 * 4 * 3 * 64 * (3 * 64 // 2)
@@ -163,7 +163,7 @@ def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
 @pytest.fixture
 def paged(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """`paged(rollout, memory_gib, generation, layouts, **model)`: the plan of 2 ranks where every engine is there."""
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
 
     def make(rollout: str, memory_gib: float | None, generation: dict, layouts: dict | None = None, **model):
         actor = {"model": {"architecture": "qwen3", **model}, "rollout": rollout, "micro_batch_tokens": 100,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import DIAMOND, node
 
-from distflow.schema.dag import Dag
+from distflow.config.dag import Dag
 from planners.graph import Graph
 from planners.order import serialize
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from harness import ROOT
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.plan import Plan
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.errors import InvalidInput
+from distflow.plan import Plan
 from planners import plan
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from planning import DIAMOND, node
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.extras import pip_line
-from distflow.schema.plan import Layout
-from distflow.schema.spec import load
+from distflow.config.extras import pip_line
+from distflow.config.load import load
+from distflow.errors import InvalidInput
+from distflow.plan import Layout
 from planners import plan
 
 JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
@@ -49,7 +49,7 @@ def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> Non
 
 
 def test_sizes_multiply(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
     plan = plan_of(JUDGED, ranks=8, roles=actor(engine="megatron"), layouts={"learn": {"tp": 2, "pp": 4}})
     assert plan.layout_of("actor", samples=False) == Layout(1, tp=2, pp=4)
 
@@ -86,7 +86,7 @@ def test_ranks_of_a_share_stand_together() -> None:
 ])
 def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: dict, settings: dict, message: str,
                                                     remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.16.1")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, ranks=4, roles=actor(**settings), layouts=layouts)
     mistake, = caught.value.mistakes
@@ -102,7 +102,7 @@ def test_what_cannot_be_split_is_told_with_a_remedy(plan_of: Callable, layouts: 
 ])
 def test_a_missing_engine_says_its_pip_line(plan_of: Callable, key: str, name: str, package: str, line: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: None)
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
     monkeypatch.delenv("DISTFLOW_SGLANG_PYTHON", raising=False)
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, roles=actor(**{key: name}))
@@ -120,7 +120,7 @@ def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Pat
     elif made != "nothing":
         python.touch(mode=0o755 if made == "an executable" else 0o644)
     monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", str(python))
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: None)
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
     settings = actor(rollout="sglang", generation={"batch_invariant": True})
     if made == "an executable":
         assert plan_of(JUDGED, roles=settings)
@@ -134,7 +134,7 @@ def test_another_environment_must_have_a_python(plan_of: Callable, tmp_path: Pat
 
 
 def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "9.9.1" if engine.packages else None)
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "9.9.1" if engine.packages else None)
     plan = plan_of(JUDGED, roles=actor(rollout="vllm"))
     note, = (note for note in plan.notes if "9.9.1" in note)
     assert note == "role `actor` uses vllm 9.9.1; distflow was tested with 0.32.*"
@@ -147,7 +147,7 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
 ])
 def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: str, settings: dict, message: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
     with pytest.raises(InvalidInput) as caught:
         plan_of(JUDGED, roles=actor(**settings))
     mistake, = caught.value.mistakes
@@ -156,7 +156,7 @@ def test_what_an_engine_cannot_do_is_told_with_another(plan_of: Callable, key: s
 
 
 def test_a_conversation_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.schema.engines.installed", lambda engine: "0.32.0")
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
     with pytest.raises(InvalidInput) as caught:
         plan(load("grpo_tools.yaml", None, ["roles.actor.rollout=vllm", "layouts.rollout.tp=2"]), 2)
     mistake, = caught.value.mistakes

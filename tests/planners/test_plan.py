@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 from planning import DIAMOND, LEARN, node
 
-from distflow.schema.plan import Plan, Task
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.plan import Plan, Task
 from planners import plan
 
 JUDGE = node("judge", "sample")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from harness import ROOT
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.spec import load
+from distflow.config.load import load
+from distflow.errors import InvalidInput
 from planners import plan
 
 COOL = "roles.actor.generation.temperature=0.6"
@@ -44,7 +44,7 @@ def test_preferences_are_learned_at_temperature_one_unless_both_nodes_say_otherw
     without, cooler = tmp_path / "without.yaml", tmp_path / "cooler.yaml"
     without.write_text(text.replace(f",\n              {own}", "}"))
     cooler.write_text(text.replace("{temperature: 1.0}", "{temperature: 0.6}").replace("{beta: 0.1}",
-                                                                                      "{beta: 0.1, temperature: 0.6}"))
+                                                                                       "{beta: 0.1, temperature: 0.6}"))
     assert plan(load(str(without), "embedded_dpo.yaml"), 2).tasks
     with pytest.raises(InvalidInput) as caught:
         plan(load(str(without), "embedded_dpo.yaml", [COOL]), 2)

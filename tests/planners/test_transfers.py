@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from planning import DIAMOND, LEARN, LEARN_JOINED, node
 
-from distflow.schema.plan import SOURCE, Layout
+from distflow.plan import SOURCE, Layout
 
 NODES = {**DIAMOND, "learn": LEARN_JOINED}
 

@@ -19,7 +19,7 @@ import msgpack
 MIB = 1 << 20
 _LIMIT = 60.0
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["distflow.weights.publish", "distflow.weights.pull"])
+_server.set_forkserver_preload(["distflow.weights.publisher", "distflow.weights.puller"])
 
 
 class Mover:
@@ -75,8 +75,8 @@ def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, sam
 def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[str, Any]) -> None:
     import torch.distributed as dist
 
-    from distflow.observe.events import current
-    from distflow.schema.errors import DistflowError
+    from distflow.errors import DistflowError
+    from distflow.telemetry.events import current
 
     store = dist.PrefixStore(settings.pop("run", "run"), dist.TCPStore("127.0.0.1", port, is_master=False,
                                                                        wait_for_workers=False))
@@ -145,7 +145,7 @@ class Serving:
 
 class Publishing(Serving):
     def __init__(self, store: Any, token: bytes, **settings: Any):
-        from distflow.weights.publish import Publisher
+        from distflow.weights.publisher import Publisher
 
         self.publisher = Publisher(store, token, **settings)
         self.source, self.buffers = self.publisher.source, self.publisher.buffers
@@ -169,7 +169,7 @@ class Publishing(Serving):
 
 class Pulling(Serving):
     def __init__(self, store: Any, token: bytes, deadline: float = 3.0, **settings: Any):
-        from distflow.weights.pull import Puller
+        from distflow.weights.puller import Puller
 
         self.puller = Puller(store, token, deadline=deadline, **settings)
         self.source, self.buffers = self.puller.source, self.puller.buffers
@@ -191,9 +191,9 @@ class Pulling(Serving):
 
     def die_pulling(self, chunks: int) -> None:
         """End when so many chunks have come."""
-        from distflow.weights.holding import Holding
+        from distflow.weights.chunk_store import ChunkStore
 
-        verify, left = Holding.verify, [chunks]
+        verify, left = ChunkStore.verify, [chunks]
 
         def count(holding: Any, chunk: Any, found: bytes) -> bool:
             left[0] -= 1
@@ -201,7 +201,7 @@ class Pulling(Serving):
                 os.kill(os.getpid(), signal.SIGKILL)
             return verify(holding, chunk, found)
 
-        Holding.verify = count
+        ChunkStore.verify = count
 
     def newest(self) -> dict[str, Any]:
         return {"newest": self.puller.newest()}

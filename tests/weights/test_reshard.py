@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from distflow.weights import reshard
 from distflow.weights.reshard import gathered
 

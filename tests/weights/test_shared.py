@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from weights.movers import tensors_of
 
-from distflow.weights.buffers import Buffers
-from distflow.weights.directory import Entry
-from distflow.weights.holding import Arrival, Holding
-from distflow.weights.manifest import Part
-from distflow.weights.publish import Publisher
-from distflow.weights.supplier import Gone, Supplier
+from distflow.weights.buffers import HostBuffers
+from distflow.weights.chunk_store import ChunkStore, IncomingChunks
+from distflow.weights.directory import SourceEntry
+from distflow.weights.manifest import RankManifest
+from distflow.weights.publisher import Publisher
+from distflow.weights.sources import SourceClient, SourceGone
 from distflow.weights.transport import transports
 
 MIB, CHUNK = 8, 256 << 10
@@ -137,9 +137,10 @@ def supplied(store, token):
     """A trainer, and a puller's connection that has its lease of version 1."""
     publisher = Publisher(store, token, rank=0, ranks=1, patience=0.0)
     publisher.publish(1, tensors_of(1, MIB))
-    ways = transports("memory", Buffers(), token)
-    supplier = Supplier(Entry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0], "a", token,
-                        ways, "memory", 3.0)
+    ways = transports("memory", HostBuffers(), token)
+    supplier = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],
+                            "a", token,
+                            ways, "memory", 3.0)
     assert supplier.lease() == ""
     yield publisher, supplier
     supplier.close()
@@ -160,7 +161,7 @@ def test_memory_that_was_used_again_before_it_was_locked_is_not_taken(supplied):
     stale = supplier.show(0)
     assert (stale == publisher.held[-1].memory[0]).all(), "it is version 3"
     supplier.ask(run)
-    with pytest.raises(Gone):
+    with pytest.raises(SourceGone):
         supplier.take(0, slice(0, WHOLE), stale, lambda _: None)
 
 
@@ -172,10 +173,10 @@ def test_memory_that_was_locked_in_time_stays(supplied):
     supplier.take(0, slice(0, WHOLE), memory, lambda _: None)
     for version in (2, 3, 4, 5):
         publisher.publish(version, tensors_of(version, MIB))
-    mine = Holding(1, holding.key)
-    mine.add(0, Part.unpack(holding.packed[0]), holding.packed[0], memory)
+    mine = ChunkStore(1, holding.key)
+    mine.add(0, RankManifest.unpack(holding.packed[0]), holding.packed[0], memory)
     bad = []
-    Arrival(mine, run, bad.append).moved(WHOLE)
+    IncomingChunks(mine, run, bad.append).moved(WHOLE)
     assert bad == []
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.observe.events import Events
-from distflow.weights.buffers import Buffers
+from distflow.telemetry.events import Events
+from distflow.weights.buffers import HostBuffers
 from distflow.weights.errors import NoTransport
-from distflow.weights.publish import Publisher
-from distflow.weights.pull import Puller
+from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
 from distflow.weights.transport import transports
-from distflow.weights.transport.memory import Memory
+from distflow.weights.transport.memory import SharedMemoryTransport
 
 UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 WHOLE = 8 << 20
@@ -61,7 +61,7 @@ def sockets() -> set[str]:
 def test_ucx_stays_on_loopback_with_its_host():
     """It opens a port on each interface that it may use."""
     before = sockets()
-    inlet = transports("ucx", Buffers(), bytes(32))["ucx"].inlet({}, 1.0)
+    inlet = transports("ucx", HostBuffers(), bytes(32))["ucx"].inlet({}, 1.0)
     facts = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     new = sockets() - before
     listening = {fact[1].partition(":")[0] for fact in facts if fact[3] == "0A" and f"socket:[{fact[9]}]" in new}
@@ -85,25 +85,25 @@ def test_one_that_the_source_cannot_use_is_an_error(mover):
 def test_what_is_not_here_is_an_error(monkeypatch):
     monkeypatch.setattr("distflow.weights.transport.ucx.is_installed", lambda: False)
     with pytest.raises(NoTransport, match=r"pip install 'ucxx-cu12==0.52.0'"):
-        transports("ucx", Buffers(), bytes(32))
+        transports("ucx", HostBuffers(), bytes(32))
     monkeypatch.setenv("DISTFLOW_MACHINE", "")
     with pytest.raises(NoTransport, match="Set  transport: auto"):
-        transports("memory", Buffers(), bytes(32))
+        transports("memory", HostBuffers(), bytes(32))
     with pytest.raises(NoTransport, match="Did you mean `memory`"):
-        transports("memry", Buffers(), bytes(32))
+        transports("memry", HostBuffers(), bytes(32))
 
 
 def test_a_machine_is_proved_not_believed(monkeypatch):
-    memory = Memory(Buffers(), b"a" * 32)
+    memory = SharedMemoryTransport(HostBuffers(), b"a" * 32)
     offer = memory.offer()
     assert memory.inlet(offer, 1.0) is not None
-    assert Memory(Buffers(), b"b" * 32).inlet(offer, 1.0) is None, "the token is another"
+    assert SharedMemoryTransport(HostBuffers(), b"b" * 32).inlet(offer, 1.0) is None, "the token is another"
     assert memory.inlet(offer | {"place": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
     assert memory.inlet(offer | {"machine": "elsewhere"}, 1.0) is None
 
 
 def test_buffers_are_used_again_when_nobody_looks_at_them():
-    buffers = Buffers()
+    buffers = HostBuffers()
     first = buffers.take(5000)
     piece = first[1000:2000]
     address = first.ctypes.data
@@ -119,10 +119,10 @@ def test_ucx_that_cannot_start_says_why_or_is_left_out(store, token, tmp_path, m
     monkeypatch.setenv("UCX_TLS", "no_such_way")
     monkeypatch.setenv("DISTFLOW_MACHINE", "")  # no memory that both see
     with pytest.raises(NoTransport, match="cannot start: .*UCX_TLS=no_such_way. Correct them, or set  transport: tcp"):
-        transports("ucx", Buffers(), token)
+        transports("ucx", HostBuffers(), token)
     recorded = Events()
     recorded.open(tmp_path / "events.jsonl", 0)
-    monkeypatch.setattr("distflow.observe.events._current", recorded)
+    monkeypatch.setattr("distflow.telemetry.events._current", recorded)
     trainer = Publisher(store, token, rank=0, ranks=1)
     trainer.publish(1, {"weight": torch.arange(1000)})
     rollout = Puller(store, token, "a")

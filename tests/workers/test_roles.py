@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
-from distflow.schema.errors import EngineError, InvalidInput
-from distflow.schema.run import Model
+from distflow.config.run import Model
+from distflow.errors import EngineError, InvalidInput
 from workers.engines.embedded import build_tokenizer
 from workers.engines.value import ValueModel
-from workers.roles import Role, load_model
+from workers.roles import RoleEngines, load_model
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_folder_with_a_head_gives_it_and_one_without_gives_zeros(tmp_path, mod
 @pytest.mark.parametrize(("head", "method"), [("lm", "values"), ("lm", "score"), ("value", "logprobs")])
 def test_a_role_has_only_what_its_head_gives(head, method):
     """Found at validation for functions that say what they need; this is for those that say it wrongly."""
-    role = Role.__new__(Role)
+    role = RoleEngines.__new__(RoleEngines)
     role.name, role.head = "judge", head
     with pytest.raises(EngineError, match=f"`{method}` needs a role with  head: .* role `judge` has  head: {head}"):
         getattr(role, method)(None, None)

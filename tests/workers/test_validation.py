@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distflow.config.load import load
+from distflow.config.run import Data, Validation
+from distflow.contracts.rewards import shipped_rewards
 from distflow.data.batch import Ragged
-from distflow.observe.metrics import current
-from distflow.schema.plan import Layout
-from distflow.schema.rewards import shipped_rewards
-from distflow.schema.run import Data, Validation
-from distflow.schema.spec import load
+from distflow.plan import Layout
+from distflow.telemetry.metrics import current
 from planners import plan
-from workers import dag_worker, validation
+from workers import loop, validation
 from workers.validation import Validator
 
 
@@ -79,8 +79,8 @@ def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
 
 
 def test_ranks_answer_as_many_as_the_node_that_samples_gives_them(monkeypatch):
-    monkeypatch.setattr(dag_worker, "Validator", lambda spec, role, layout: layout)
+    monkeypatch.setattr(loop, "Validator", lambda spec, role, layout: layout)
     spec = load("grpo", None, ["layouts.rollout.rows=[3, 1]"])
     found = replace(plan(spec, 2), source=Layout(2))
     worker = SimpleNamespace(spec=spec, plan=found, chain=found.chain(0), roles={"actor": Echo()})
-    assert dag_worker.DagWorker._validator(worker) == Layout(2, rows=(3, 1))
+    assert loop.TrainLoop._validator(worker) == Layout(2, rows=(3, 1))

@@ -2,7 +2,7 @@
 
 import importlib
 
-from distflow.schema.engines import Engine
+from distflow.config.models import Engine
 
 
 def engine_class(engine: Engine) -> type:

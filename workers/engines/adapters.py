@@ -16,10 +16,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from distflow.config.models import ALL_LINEAR
+from distflow.config.run import Lora
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.lora import ALL_LINEAR
-from distflow.schema.run import Lora
+from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
 
 _NAME = "default"

@@ -9,9 +9,9 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.run import Data
 from distflow.data.problems import content_text
-from distflow.schema.errors import InvalidInput
-from distflow.schema.run import Data
+from distflow.errors import InvalidInput
 
 _ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
 """Texts that no template writes of its own."""

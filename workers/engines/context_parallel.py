@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from distflow.weights.collectives import all_gather, reduce_scatter
+from distflow.weights.reshard import all_gather, reduce_scatter
 
 if TYPE_CHECKING:
     from workers.engines.policy import SharedPrompt

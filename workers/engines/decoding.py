@@ -12,10 +12,10 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from distflow.data.batch import Ragged
-from distflow.robust import pulse
-from workers.engines.rollout import Row, Session
+from distflow.telemetry import heartbeat
+from workers.engines.kv_slots import Past, Slots, beginnings
+from workers.engines.rollout import SampledRow, Session
 from workers.engines.sampling import pick, uniform
-from workers.engines.slots import Past, Slots, beginnings
 from workers.engines.stopping import last_tokens
 from workers.engines.vision import places_of, shown
 
@@ -35,14 +35,14 @@ class Decoding(Session):
         self.engine, self.model, self.key = engine, engine.model, key
         self.temperature, self.keeps = temperature, keeps
         self.device = self.model.device
-        self.unread: deque[list[Row]] = deque()
+        self.unread: deque[list[SampledRow]] = deque()
         """Rows that share all that is to be read."""
-        self.ready: deque[tuple[Row, Past]] = deque()
-        self.parked: dict[Row, None] = {}
+        self.ready: deque[tuple[SampledRow, Past]] = deque()
+        self.parked: dict[SampledRow, None] = {}
         """Rows with a past that are in no slot, the longest away first."""
-        self.away: set[Row] = set()
+        self.away: set[SampledRow] = set()
         """Rows that may come back."""
-        self.rows: list[Row | None] = []
+        self.rows: list[SampledRow | None] = []
         """By slot."""
         self.live = 0
         """Slots that are taken."""
@@ -52,20 +52,20 @@ class Decoding(Session):
     def busy(self) -> bool:
         return bool(self.live or self.unread or self.ready)
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[SampledRow]) -> None:
         self.unread.append(rows)
 
-    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+    def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
         row.extend(observation, limit)
         self.unread.appendleft([row])
         self.away.discard(row)
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: SampledRow) -> None:
         self._drop(row)
         self.away.discard(row)
 
     @torch.inference_mode()
-    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         waiting = [row for together in self.unread for row in together] + [row for row, _ in self.ready]
         wanted = {*waiting, *filter(None, self.rows)}.intersection(self.rows + waiting if rows is None else rows)
         self.unread = deque(filter(None, ([row for row in each if row not in wanted] for each in self.unread)))
@@ -78,12 +78,12 @@ class Decoding(Session):
             left += self._leave(torch.tensor(slots, device=self.device), [False] * len(slots))
         return left
 
-    def _drop(self, row: Row) -> None:
+    def _drop(self, row: SampledRow) -> None:
         self.parked.pop(row, None)
         row.past = None
 
     @torch.inference_mode()
-    def step(self) -> list[Row]:
+    def step(self) -> list[SampledRow]:
         """One token more for each row in a slot; the rows whose turn ended with it."""
         if self.engine.paused:
             return []
@@ -92,7 +92,7 @@ class Decoding(Session):
             return []
         if self.version != self.engine.version:
             self._renew()
-        pulse.current().tick()
+        heartbeat.current().tick()
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
         settings = self.engine.generation
         chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
@@ -145,7 +145,7 @@ class Decoding(Session):
         self.state = {name: value[kept] for name, value in self.state.items()}
         return chosen[kept]
 
-    def _leave(self, gone: Tensor, finished: list[bool]) -> list[Row]:
+    def _leave(self, gone: Tensor, finished: list[bool]) -> list[SampledRow]:
         """Take rows out of their slots; each gets what it sampled."""
         state, slots = self.state, gone.tolist()
         rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
@@ -181,14 +181,14 @@ class Decoding(Session):
 
     def _read_next(self, wanted: int) -> None:
         """Read for at least `wanted` rows, as long as there are as many."""
-        chosen: list[list[Row]] = []
+        chosen: list[list[SampledRow]] = []
         while self.unread and sum(map(len, chosen)) < wanted:
             chosen.append(self.unread.popleft())
         for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
             self.ready.extend((row, past) for row in rows)
             self._drop(rows[0])
 
-    def _read(self, rows: list[Row]) -> list[Past]:
+    def _read(self, rows: list[SampledRow]) -> list[Past]:
         """The model reads what it has not read of these rows.
 
         All of them read as many tokens as the one with most, instead of padding some that they had read before: the
@@ -218,7 +218,7 @@ class Decoding(Session):
         return [Past(batch, place, length, logits, shift) for place, (length, logits, shift) in enumerate(zip(
             lengths.tolist(), output.logits[:, -1], shifts))]
 
-    def _places(self, rows: list[Row], tokens: Tensor, positions: Tensor) -> tuple[dict[str, Tensor], list[int]]:
+    def _places(self, rows: list[SampledRow], tokens: Tensor, positions: Tensor) -> tuple[dict[str, Tensor], list[int]]:
         """The positions of what is read and what it shows; and how many positions each row has more than tokens."""
         seeing, shifts = [place for place, row in enumerate(rows) if row.images], [0] * len(rows)
         if not seeing:
@@ -234,7 +234,7 @@ class Decoding(Session):
         every[:, seeing] = places["position_ids"]
         return {**places, "position_ids": every}, shifts
 
-    def _join(self, rows: list[Row], pasts: list[Past]) -> None:
+    def _join(self, rows: list[SampledRow], pasts: list[Past]) -> None:
         """Put rows into slots: empty ones first, then new ones."""
         empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
         old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
@@ -251,7 +251,7 @@ class Decoding(Session):
         self.live += len(rows)
         self._start(rows, pasts, slots, count)
 
-    def _start(self, rows: list[Row], pasts: list[Past], slots: Tensor, count: int) -> None:
+    def _start(self, rows: list[SampledRow], pasts: list[Past], slots: Tensor, count: int) -> None:
         """The state of `count` slots, with these rows at their beginnings."""
         limits = torch.tensor([row.limit for row in rows], device=self.device)
         first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)

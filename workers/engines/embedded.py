@@ -21,8 +21,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from distflow.schema.shapes import embedded_vision, mixture_of
-from workers.engines.vision import Sight, give_sight
+from distflow.config.models import embedded_vision, mixture_of
+from workers.engines.vision import ImageProcessor, attach_images
 
 ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -36,7 +36,7 @@ IMAGE = "<|image_pad|>"
 """Stands for each token of an image, as in Qwen's vocabularies; only a model that sees knows it."""
 IMAGE_ID = 5
 """Its number: it follows the other special tokens."""
-EMBEDDED_SIGHT = Sight(patch=8, merge=2, smallest=16 * 16, largest=64 * 64, mean=(0.5,) * 3, std=(0.5,) * 3)
+EMBEDDED_SIGHT = ImageProcessor(patch=8, merge=2, smallest=16 * 16, largest=64 * 64, mean=(0.5,) * 3, std=(0.5,) * 3)
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -123,7 +123,7 @@ def build_model(
     config = _seeing(sizes, ids) if sees else config_class(**sizes, **ids, tie_word_embeddings=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return give_sight(model_class(config).float(), EMBEDDED_SIGHT if sees else None)
+        return attach_images(model_class(config).float(), EMBEDDED_SIGHT if sees else None)
 
 
 def _seeing(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:

@@ -1,34 +1,105 @@
-"""Training and inference by PyTorch FSDP2: weights, gradients and optimizer state are divided between the ranks."""
+"""Training and inference by PyTorch FSDP2: weights, gradients and optimizer state are divided between the ranks.
+
+The norm of gradients that lie on several meshes, and clipping by it.
+
+What is done to each layer before it is sharded: activations made anew in the backward pass, and compilation.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, PreTrainedModel
 
+from distflow.config.models import TRAINERS
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.robust import pulse
-from distflow.schema.engines import TRAINERS
-from distflow.schema.errors import EngineError
-from distflow.schema.run import RoleRun
+from distflow.errors import EngineError
+from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import Context, has_windows
-from workers.engines.gradients import clip
-from workers.engines.layers import compiled, recompute
 from workers.engines.meshes import dimension, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
-from workers.engines.vision import alike, shown, with_a_glance
+from workers.engines.vision import alike, shown, with_dummy_image
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
+    """Scale the gradients so that their norm is at most `most`; returns the norm before. Collective over `mesh`.
+
+    torch's own function refuses parameters of different meshes, as FSDP makes them beside tensor parallelism. Here each
+    rank adds up the squares of its parts, those that several ranks have by their share, and one number is reduced.
+    """
+    parts: dict[int, list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        parts.setdefault(mesh.size() // _pieces(gradient), []).append(
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    squares = [torch.stack(torch._foreach_norm(locals_)).float().square().sum() / copies
+               for copies, locals_ in parts.items()]
+    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(total, group=mesh.get_group(axis))
+    norm = float(total.sqrt())
+    if norm > most:
+        for locals_ in parts.values():
+            torch._foreach_mul_(locals_, most / (norm + 1e-6))
+    return norm
+
+
+def _pieces(gradient: Tensor) -> int:
+    """Into how many different parts it is cut."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    return math.prod(gradient.device_mesh.size(dimension) for dimension, placement in enumerate(gradient.placements)
+                     if not placement.is_replicate())
+
+
+def recompute(layer: nn.Module) -> None:
+    """Keep only what enters the layer; the rest is computed again when its gradient is (Chen et al. 2016).
+
+    transformers' own way gives up the cache, and with it the prompt that responses share.
+    """
+    layer.forward = functools.partial(_recomputed, layer.forward, layer.self_attn.layer_idx)
+
+
+def _recomputed(forward: Callable, number: int, *inputs: Any, past_key_values: Cache | None = None, **more: Any) -> Any:
+    past = getattr(past_key_values, "layers", None)
+    before = dict(vars(past[number])) if past else {}
+
+    def from_the_beginning(*inputs: Any, **more: Any) -> Any:
+        if past:  # the first time has added this layer's keys and values to it
+            vars(past[number]).clear()
+            vars(past[number]).update(before)
+        return forward(*inputs, past_key_values=past_key_values, **more)
+
+    return checkpoint(from_the_beginning, *inputs, use_reentrant=False, **more)
+
+
+def compiled(layer: nn.Module) -> None:
+    """What the layer has beside attention, by torch.compile, for inputs of any length.
+
+    Attention adds to a cache by the number of its layer, so that each layer would be compiled anew; it is one kernel
+    already. The rest is the same code in all of them. Experts stay too: which tokens they get is not known beforehand.
+    """
+    for name, part in layer.named_children():
+        if name != "self_attn" and not hasattr(part, "experts"):
+            part.forward = torch.compile(part.forward, dynamic=True)
+
 
 _SMALL = 64_000_000
 """Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
@@ -166,7 +237,7 @@ class FSDPEngine(Trainer):
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        pulse.current().tick()
+        heartbeat.current().tick()
         images = micro.columns.get("images")
         same = True if images is None else alike(images)
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
@@ -175,7 +246,7 @@ class FSDPEngine(Trainer):
         first = torch.unique_consecutive(inputs[2].cpu(), return_counts=True)[1].cumsum(0) - 1
         pixels = shown(self.policy.model, images.select(first))
         if not pixels:
-            inputs, pixels = with_a_glance(self.policy.model, inputs)
+            inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
         return self.policy(*inputs, temperature=temperature, images=pixels)
 

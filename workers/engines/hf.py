@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation, RoleRun
+from distflow.config.run import Generation, RoleRun
+from distflow.errors import EngineError
 from workers.engines.decoding import Decoding
 from workers.engines.precision import halve, is_half, pad_token
 from workers.engines.rollout import Rollout, misplaced

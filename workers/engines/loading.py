@@ -19,16 +19,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from distflow.config.dag import Head
+from distflow.config.load import Spec
+from distflow.config.run import Model
+from distflow.config.shipped import find
+from distflow.data.dataset import fields_of, open_records
 from distflow.data.problems import answer_text, content_text, messages_of
-from distflow.data.records import fields_of, open_records
-from distflow.schema.dag import Head
-from distflow.schema.errors import InvalidInput, Mistake, Spot, shown
-from distflow.schema.run import Model
-from distflow.schema.shipped import find
-from distflow.schema.spec import Spec
+from distflow.errors import Diagnostic, InvalidInput, Location, shown
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
-from workers.engines.vision import Sight, give_sight
+from workers.engines.vision import ImageProcessor, attach_images
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -40,7 +40,7 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
         folder = find(model.path, "models", spec.folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _require_end(tokenizer, folder)
-        return give_sight(_load_folder(folder, head), Sight.read(folder)), tokenizer
+        return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
     tokenizer = _tokenizer_of(spec, model.sees)
     sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
@@ -78,7 +78,7 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"
     hint = f'Add to it:  "eos_token": {json.dumps(token or "TOKEN", ensure_ascii=False)}'
     hint += "   (the model's configuration names it)" if token else "   with the token that ends an answer"
-    raise InvalidInput(Mistake(what, Spot(shown(folder / "tokenizer_config.json")), hint))
+    raise InvalidInput(Diagnostic(what, Location(shown(folder / "tokenizer_config.json")), hint))
 
 
 def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:

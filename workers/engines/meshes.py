@@ -7,8 +7,8 @@ import math
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
+from distflow.errors import EngineError
+from distflow.plan import Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
 """The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""

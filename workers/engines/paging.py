@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from distflow.schema.run import Generation
+from distflow.config.run import Generation
 
 _MOST = 4 << 30
 

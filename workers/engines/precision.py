@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.schema.run import RoleRun
+from distflow.config.run import RoleRun
 
 
 def is_half(settings: RoleRun, device: str) -> bool:

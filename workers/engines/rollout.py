@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation, RoleRun
+from distflow.errors import EngineError
 
 if TYPE_CHECKING:
     from workers.engines.stopping import StopStrings
 
 
 @dataclass(eq=False)
-class Row:
+class SampledRow:
     """A row that is sampled in one or more turns.
 
     With the session's key `id` and the position behind the prompt decide the randomness. `tokens`, `logprobs` and
@@ -85,7 +85,7 @@ class Samples:
     finished: Tensor
 
     @staticmethod
-    def of(rows: list[Row]) -> Samples:
+    def of(rows: list[SampledRow]) -> Samples:
         """The last turn of each row."""
         tokens = Ragged.from_rows([row.tokens for row in rows])
         values = {"logprobs": torch.empty(0), "versions": torch.empty(0, dtype=torch.int32)}
@@ -105,7 +105,7 @@ class Session(ABC):
     shared = False
     """Whether the engine samples for others meanwhile; `step` then only waits."""
 
-    def key_of(self, row: Row) -> int:
+    def key_of(self, row: SampledRow) -> int:
         return self.key if row.key is None else row.key
 
     @property
@@ -114,27 +114,27 @@ class Session(ABC):
         """Whether any row is sampled or waits for it."""
 
     @abstractmethod
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[SampledRow]) -> None:
         """Samples of one prompt, which is read once for all of them."""
 
-    def extend(self, row: Row, observation: Tensor, limit: int) -> None:
+    def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
         """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
         row.extend(observation, limit)
         self.add([row])
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: SampledRow) -> None:
         """The row has had its last turn: nothing that was kept of it is needed."""
         row.past = None
 
     @abstractmethod
-    def step(self) -> list[Row]:
+    def step(self) -> list[SampledRow]:
         """Go on for a moment: the rows whose turn ended meanwhile. None while the engine is paused."""
 
     def wake(self) -> None:  # noqa: B027 - most compute, and wait for nothing
         """Have a `step` that only waits return, or the next one. From any thread."""
 
     @abstractmethod
-    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         """End the turns of these rows (None: of all) now. Those that were under way or waited: each has the tokens that
         it got so far, perhaps none, and is not finished; it may be extended like any other."""
 
@@ -174,15 +174,15 @@ class Sampler(ABC):
             session.step()
         return Samples.of(rows)
 
-    def take_over(self, rows: list[Row]) -> None:  # noqa: B027 - most begin what they end
+    def take_over(self, rows: list[SampledRow]) -> None:  # noqa: B027 - most begin what they end
         """Have rows go on where others have left them."""
 
     def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
-             images: Ragged | None = None) -> list[Row]:
+             images: Ragged | None = None) -> list[SampledRow]:
         """`repeats` rows for each prompt, which they share."""
         limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
         shown = images.rows if images is not None else [None] * len(prompts)
-        return [Row(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
+        return [SampledRow(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
             prompts.rows, shown, ids.reshape(-1, repeats).tolist()) for id in ids_of_prompt]
 
 
@@ -262,7 +262,7 @@ class Rollout(Sampler):
         self.paused = False
 
 
-class Apart(Rollout):
+class SeparateWeights(Rollout):
     """An engine that keeps weights in a form of its own: it starts without any, and gets the first like later ones."""
 
     library: str

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from workers.engines.rollout import Row
+from workers.engines.rollout import SampledRow
 
 _SLACK = 4
 """Tokens before those that could make up a text: the first ones of a list may be decoded unlike in their place."""
@@ -26,7 +26,7 @@ class StopStrings:
         self.window = max(len(text.encode()) for text in self.texts) + _SLACK
         """How many of a turn's last tokens are looked at: a token has a byte or more."""
 
-    def reached(self, row: Row, tokens: Sequence[int]) -> bool:
+    def reached(self, row: SampledRow, tokens: Sequence[int]) -> bool:
         """Whether a text is complete with the last of the `tokens` that a turn has got here; those that another engine
         has sampled in the same turn come before them."""
         last = list(tokens[-self.window :])

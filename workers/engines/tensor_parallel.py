@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 
 Plan = dict[str, ParallelStyle]
 """How each module of a layer is cut, by its name within the layer."""

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.run import RoleRun
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
 """What the head gives and the micro-batch's rows → the sum of weighted losses. A vocabulary gives log-probabilities [T]

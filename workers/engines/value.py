@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.context_parallel import Context
 from workers.engines.policy import SharedPrompt, last_states
 

@@ -24,7 +24,7 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 
 @dataclass(frozen=True)
-class Sight:
+class ImageProcessor:
     """How a model wants its images: the part of Hugging Face's `preprocessor_config.json` that Qwen's models use."""
 
     patch: int
@@ -40,7 +40,7 @@ class Sight:
     std: tuple[float, float, float] = _CLIP_STD
 
     @classmethod
-    def read(cls, folder: Path) -> Sight | None:
+    def read(cls, folder: Path) -> ImageProcessor | None:
         """From a model folder; None if the model there takes no images."""
         for name in _FILES:
             if (folder / name).is_file():
@@ -51,7 +51,7 @@ class Sight:
         return None
 
     @classmethod
-    def _from(cls, said: dict) -> Sight:
+    def _from(cls, said: dict) -> ImageProcessor:
         size = said.get("size") or {}
         return cls(said["patch_size"], said["merge_size"], said.get("temporal_patch_size", 2),
                    size.get("shortest_edge") or said.get("min_pixels", cls.smallest),
@@ -119,7 +119,7 @@ def shown(model: nn.Module, images: Ragged) -> dict[str, Tensor]:
     return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
 
 
-def with_a_glance(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def with_dummy_image(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Another prompt, of one dark token, to which no response belongs.
 
     Every rank must make gradients for the same weights, those that see included, though only some have images.
@@ -154,7 +154,7 @@ def places_of(model: nn.Module, tokens: Tensor, mask: Tensor,
     return {"position_ids": positions, **images}, lengths + shift.squeeze(1)
 
 
-def give_sight(model: PreTrainedModel, sight: Sight | None) -> PreTrainedModel:
+def attach_images(model: PreTrainedModel, sight: ImageProcessor | None) -> PreTrainedModel:
     """The model with its `sight` beside it, or without one."""
     model.sight = sight
     return model

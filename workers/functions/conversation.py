@@ -17,22 +17,20 @@ import torch
 from torch import Tensor
 
 from distflow import Ragged, Turn, node
-from distflow.observe import events, lines
-from distflow.observe.metrics import current
-from distflow.observe.trajectories import trajectories
-from distflow.robust import pulse
-from distflow.schema.environments import kind_of, load_environment
-from distflow.schema.errors import RewardsFailed
-from distflow.schema.registry import Environment
+from distflow.contracts.decorators import Environment
+from distflow.contracts.environments import kind_of, load_environment
+from distflow.errors import RewardsFailed
+from distflow.telemetry import events, heartbeat
+from distflow.telemetry.metrics import current
+from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
-from workers.engines.rollout import Row, Session
-from workers.environments.host import Host
-from workers.environments.process import Failure, Hosting
-from workers.environments.reception import Guest, environments_for
-from workers.failures import failures_of
+from workers.engines.rollout import SampledRow, Session
 from workers.functions.rewards import all_equal
 from workers.functions.rollout import fingerprint, note_lengths
-from workers.roles import Role
+from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.isolation.env_service import EnvClient, environments_for
+from workers.isolation.user_code import failures_of
+from workers.roles import RoleEngines
 
 _REASONS, _ROWS = 8, 20
 """So many are named in the events of a step, and in each of them."""
@@ -46,7 +44,7 @@ Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tenso
               "turns", "keep"),
       bounds={"max_turns": ">= 1", "max_new_tokens": ">= 1", "max_tokens": ">= 1", "step_seconds": "> 0",
               "processes": ">= 1", "memory_gib": "> 0"})
-def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environment,
+def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: int = 4,
              max_new_tokens: int | None = None, max_tokens: int = 1024,
              observation_role: Literal["user", "tool"] = "user", step_seconds: float = 10.0, processes: int = 2,
@@ -65,17 +63,18 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     found = load_environment(environment)
     kind = kind_of(found)
-    hosting = Hosting(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
-                      memory_gib, found.__distflow_together__)
+    hosting = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
+                          memory_gib, found.__distflow_together__)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, hosting) as host:
         saved = trajectories().claim(engine.step, engine.stream, len(rows))
-        talks = [_Talk(each, {name: columns[column][place // group_size] for name, column in kind.columns.items()},
-                       place < saved) for place, each in enumerate(rows)]
+        talks = [_Conversation(each, {name: columns[column][place // group_size] for name,
+                                      column in kind.columns.items()},
+                               place < saved) for place, each in enumerate(rows)]
         for start in range(0, len(rows), group_size):
             session.add(rows[start : start + group_size])
-        talking = _Talking(session, host, engine, between, (max_turns, own, max_tokens))
+        talking = _ConversationLoop(session, host, engine, between, (max_turns, own, max_tokens))
         talking.run(talks)
     note_lengths(prompts.lengths, torch.tensor([talk.length for talk in talks], dtype=torch.int64))
     _report(talks, ids, environment, None if session.shared else talking.idle)
@@ -88,10 +87,10 @@ def converse(engine: Role, prompts: Ragged, row: Tensor, *, environment: Environ
 
 
 @dataclass(eq=False)
-class _Talk:
+class _Conversation:
     """A conversation. Its pieces, sampled and observed ones: tokens, log-probabilities, versions, whether sampled."""
 
-    row: Row
+    row: SampledRow
     columns: dict[str, str]
     saved: bool
     """Its turns are written to the run folder."""
@@ -100,7 +99,7 @@ class _Talk:
     length: int = 0
     reward: float = 0.0
     asked: float = 0.0
-    failure: Failure | None = None
+    failure: EnvFailure | None = None
     cut: bool = False
 
     @property
@@ -112,17 +111,17 @@ class _Talk:
         self.length += len(tokens)
 
 
-class _Talking:
+class _ConversationLoop:
     """Samples what can be sampled while environments work on the rest."""
 
-    def __init__(self, session: Session, host: Host | Guest, engine: Role, between: Between,
+    def __init__(self, session: Session, host: EnvPool | EnvClient, engine: RoleEngines, between: Between,
                  limits: tuple[int, int, int]):
         self.session, self.host, self.engine, self.between = session, host, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
         self.idle = 0.0
         """Seconds without anything to sample."""
 
-    def run(self, talks: list[_Talk]) -> None:
+    def run(self, talks: list[_Conversation]) -> None:
         """All of them to their ends."""
         self.by_row = {talk.row.id: talk for talk in talks}
         while self.session.busy or self.host.busy:
@@ -133,13 +132,13 @@ class _Talking:
             for row, answer in self._turns(stepped - start):
                 self._heard(self.by_row[row], answer)
 
-    def _turns(self, step: float) -> list[tuple[int, Turn | Failure]]:
+    def _turns(self, step: float) -> list[tuple[int, Turn | EnvFailure]]:
         """What environments have answered. With nothing to sample the first one is waited for, and those that follow
         it within the time of a step: they are then read together, unless the engine has others to sample for."""
         if self.session.busy:
             return self.host.turns()
         start = time.perf_counter()
-        with contextlib.nullcontext() if self.session.shared else pulse.current().within("tools"):
+        with contextlib.nullcontext() if self.session.shared else heartbeat.current().within("tools"):
             found = self.host.turns(math.inf)
         until = time.perf_counter() + (0.0 if self.session.shared else step)
         while self.host.busy and (rest := until - time.perf_counter()) > 0:
@@ -147,21 +146,21 @@ class _Talking:
         self.idle += time.perf_counter() - start
         return found
 
-    def _said(self, talk: _Talk) -> None:
+    def _said(self, talk: _Conversation) -> None:
         """The model has ended its turn: the environment's begins."""
         row = talk.row
         talk.turns += 1
         talk.add(row.tokens, row.logprobs, row.versions, True)
         talk.asked = time.perf_counter()
-        pulse.current().happens("tools")
+        heartbeat.current().happens("tools")
         self.host.step(row.id, talk.columns, self._text(row))
 
-    def _heard(self, talk: _Talk, answer: Turn | Failure) -> None:
+    def _heard(self, talk: _Conversation, answer: Turn | EnvFailure) -> None:
         """The environment has answered: go on, or end here."""
         row = talk.row
         if talk.saved:
             self._save(talk, answer)
-        if isinstance(answer, Failure):
+        if isinstance(answer, EnvFailure):
             talk.failure = answer
         else:
             talk.reward += answer.reward
@@ -177,18 +176,18 @@ class _Talking:
         self.host.end(row.id)
         self.session.forget(row)
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: SampledRow) -> str:
         return self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True)
 
-    def _save(self, talk: _Talk, answer: Turn | Failure) -> None:
-        turn = {"failed": answer.reason} if isinstance(answer, Failure) else {
+    def _save(self, talk: _Conversation, answer: Turn | EnvFailure) -> None:
+        turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
             "observation": answer.observation, "reward": answer.reward, "done": answer.done}
         trajectories().write(self.engine.step, talk.row.id, {
             "turn": talk.turns, "text": self._text(talk.row), "tokens": len(talk.row.tokens), **turn,
             "seconds": round(time.perf_counter() - talk.asked, 6)})
 
 
-def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float | None) -> None:
+def _report(talks: list[_Conversation], ids: Tensor, environment: str, idle: float | None) -> None:
     metrics, failed = current(), [talk for talk in talks if talk.failure]
     metrics.mean("environment/turns", sum(talk.turns for talk in talks), len(talks))
     metrics.mean("response/truncated", sum(talk.cut or not talk.row.finished for talk in talks), len(talks))
@@ -203,7 +202,7 @@ def _report(talks: list[_Talk], ids: Tensor, environment: str, idle: float | Non
         _tell(talks, failed, environment)
 
 
-def _report_rewards(talks: list[_Talk], group: Tensor) -> None:
+def _report_rewards(talks: list[_Conversation], group: Tensor) -> None:
     kept = [place for place, talk in enumerate(talks) if not talk.failure]
     rewards, metrics = torch.tensor([talks[place].reward for place in kept]), current()
     metrics.mean_of("environment/reward", rewards)
@@ -212,20 +211,20 @@ def _report_rewards(talks: list[_Talk], group: Tensor) -> None:
     metrics.mean_of("environment/zero_std_groups", all_equal(rewards, group[kept]))
 
 
-def _tell(talks: list[_Talk], failed: list[_Talk], environment: str) -> None:
+def _tell(talks: list[_Conversation], failed: list[_Conversation], environment: str) -> None:
     """Say what has failed: one line for people, and an event for each reason."""
     alike: dict[str, list[int]] = {}
     for talk in failed:
         alike.setdefault(talk.failure.reason, []).append(talk.row.id)
     rank = f"[rank {events.current().rank}] "
     reason, rows = max(alike.items(), key=lambda item: len(item[1]))
-    lines.show(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left "
-               f"out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
+    events.show(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left "
+                f"out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
     for reason, rows in list(alike.items())[:_REASONS]:
         events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
 
 
-def _columns(talks: list[_Talk], engine: Role) -> Columns:
+def _columns(talks: list[_Conversation], engine: RoleEngines) -> Columns:
     """What `converse` writes. No token of a trajectory that is not kept is trained."""
     responses = Ragged.from_rows([torch.cat([piece[0] for piece in talk.pieces]) for talk in talks])
     logprobs, versions = ([piece[index] for talk in talks for piece in talk.pieces] for index in (1, 2))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from distflow import node
-from distflow.observe.accuracy import pass_at
-from distflow.observe.metrics import current
+from distflow.telemetry.accuracy import pass_at
+from distflow.telemetry.metrics import current
 
 
 @node(keep_together="group", bounds={"samples": ">= 1", "threshold": "> 0"})
@@ -17,7 +17,7 @@ def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[st
 
     An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the
     reward of others failed, has no pass@k. With each mean comes the mean of the squares and how many problems it is of,
-    which is what an interval needs: see `distflow.observe.accuracy`. The text is read so that it comes along to where
+    which is what an interval needs: see `distflow.telemetry.accuracy`. The text is read so that it comes along to where
     the run writes its samples.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]

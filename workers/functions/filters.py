@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow import node
-from distflow.observe.metrics import current
+from distflow.telemetry.metrics import current
 from workers.engines.sampling import key_of, uniform
 from workers.functions.rewards import all_equal
 

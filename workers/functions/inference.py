@@ -1,14 +1,34 @@
-"""Log-probabilities of given answers under a role's model."""
+"""Learning from a teacher's opinion of the student's own samples.
+
+Log-probabilities of given answers under a role's model.
+"""
 
 from __future__ import annotations
 
 from distflow import Ragged, node
-from workers.roles import Role
+from distflow.telemetry.metrics import current
+from workers.functions.kl import kl_estimate
+from workers.roles import RoleEngines
 
 
 @node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference", row_wise=True,
       bounds={"temperature": "> 0"})
-def logprobs(engine: Role, prompts: Ragged, responses: Ragged, images: Ragged | None = None, *,
+def logprobs(engine: RoleEngines, prompts: Ragged, responses: Ragged, images: Ragged | None = None, *,
              temperature: float | None = None) -> Ragged:
     """The log-probability of each response token, by default at the temperature at which the role samples."""
     return engine.logprobs(prompts, responses, images, temperature)
+
+
+@node(writes="advantages")
+def distillation_advantage(rollout_logprobs: Ragged, teacher_logprobs: Ragged,
+                           response_mask: Ragged | None = None) -> Ragged:
+    """How much likelier the teacher finds each token than the student that sampled it: log p_teacher - log p_student.
+
+    Its mean over samples is minus the reverse divergence KL(student || teacher), so that a policy gradient with these
+    advantages descends it (MiniLLM, Gu et al. 2024; generalised knowledge distillation, Agarwal et al. 2024). Each
+    token counts for itself alone (a discount of 0): as Lu et al. 2025 ("On-Policy Distillation") found to suffice.
+    """
+    reverse_T = kl_estimate(rollout_logprobs.values, teacher_logprobs.values, "k1")
+    trained_T = reverse_T if response_mask is None else reverse_T[response_mask.values]
+    current().mean_of("distillation/reverse_kl", trained_T)
+    return rollout_logprobs.with_values(-reverse_T)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.schema.errors import InvalidInput, Mistake
-from distflow.schema.losses import PARAMETERS, load_loss, place_of
+from distflow.contracts.losses import PARAMETERS, load_loss, place_of
+from distflow.errors import Diagnostic, InvalidInput
 from workers.functions.kl import LOG_RATIO_LIMIT
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -71,7 +71,7 @@ def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
         given = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
         loss_T = function(*(given[name] for name in wanted), **settings)
         if wrong := _not_per_token(loss_T, new_T):
-            raise InvalidInput(Mistake(f"loss `{function.__name__}` returned {wrong[0]}", place_of(key), wrong[1]))
+            raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", place_of(key), wrong[1]))
         return loss_T, _ratio(new_T, old_T).detach(), None
 
     return loss

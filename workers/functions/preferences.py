@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distflow import Batch, Ragged, node
-from distflow.observe.metrics import current
-from workers.functions.optimizing import optimize
+from distflow.telemetry.metrics import current
 from workers.functions.rollout import note_lengths
-from workers.roles import Role
+from workers.functions.updates import optimize
+from workers.roles import RoleEngines
 
 
 @node(type="MODEL_INFERENCE", head=None, samples=False, repeats="answers",
       writes=("responses", "preference", "completions"))
-def labelled_pairs(engine: Role, prompts: Ragged, chosen: list[str], rejected: list[str], *,
+def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], rejected: list[str], *,
                    answers: Literal[2] = 2) -> tuple[Ragged, Tensor, list[str]]:
     """The two answers of each record, the preferred one first: text fields of the data (`data.columns`)."""
     texts = [text for pair in zip(chosen, rejected) for text in pair]
@@ -85,7 +85,8 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
       bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5", "temperature": "> 0"},
       only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
-    engine: Role, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged, group: Tensor,
+    engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged,
+    group: Tensor,
     response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
     label_smoothing: float = 0.0, per_token: bool = False, temperature: float = 1.0,
 ) -> None:
@@ -117,7 +118,7 @@ def preference_update(
 
 
 @node(type="MODEL_TRAIN", head="value", keep_together="group", bounds={"centering": ">= 0"})
-def reward_update(engine: Role, prompts: Ragged, responses: Ragged, preference: Tensor, group: Tensor, *,
+def reward_update(engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, group: Tensor, *,
                   centering: float = 0.0) -> None:
     """One step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
 
@@ -141,7 +142,7 @@ def bradley_terry_loss(better_P: Tensor, worse_P: Tensor, centering: float = 0.0
     return -logsigmoid(better_P - worse_P) + centering * (better_P + worse_P).square()
 
 
-def _pairs(engine: Role, preference: Tensor, group: Tensor, columns: dict[str, Ragged]) -> tuple[Batch, int]:
+def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, Ragged]) -> tuple[Batch, int]:
     """The rows of pairs, each pair's better one before its worse one, and how many pairs there are over all ranks.
 
     Raises:

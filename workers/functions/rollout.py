@@ -1,4 +1,9 @@
-"""Sampling answers."""
+"""Sampling answers.
+
+The answer that a model gives when nothing is left to chance: a baseline for what it samples.
+
+Prompts that are made from what other nodes wrote: how one role answers another.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,39 @@ import torch
 from torch import Tensor
 
 from distflow import Ragged, node
-from distflow.observe.metrics import current
-from workers.roles import Role
+from distflow.contracts.decorators import Template
+from distflow.telemetry.metrics import current
+from workers.engines.chat import prompt_tokens
+from workers.roles import RoleEngines
+
+
+@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True,
+      bounds={"max_new_tokens": ">= 1"})
+def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
+           max_new_tokens: int | None = None) -> tuple[Ragged, list[str]]:
+    """The likeliest answer to each prompt, token by token, as tokens and as text.
+
+    One per prompt: it repeats no rows, so that what is made of it can be read beside the samples of a node that does.
+    """
+    samples = engine.generate(prompts, row, 1, max_new_tokens, temperature=0.0)
+    current().mean_of("greedy/length", samples.tokens.lengths)
+    return samples.tokens, engine.decode(samples.tokens)
+
+
+@node(type="MODEL_INFERENCE", writes="{role}_prompts", bounds={"max_prompt_tokens": ">= 1"}, row_wise=True)
+def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: int = 1024, **columns: list[str]) -> Ragged:
+    """Prompts for a role: the template with each row's columns in the place of their names, as a question by the role's
+    own chat template. One that is longer than `max_prompt_tokens` loses its beginning, and is counted.
+    """
+    texts = [template.format(**dict(zip(columns, row))) for row in zip(*columns.values())]
+    rows = [torch.tensor(prompt_tokens(engine.tokenizer, text), dtype=torch.int64) for text in texts]
+    current().add(f"{engine.name}/prompts_cut", sum(len(row) > max_prompt_tokens for row in rows))
+    return Ragged.from_rows([row[-max_prompt_tokens:] for row in rows])
 
 
 @node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "versions", "completions"),
       repeats="group_size", default_for="actor", bounds={"max_new_tokens": ">= 1"})
-def generate(engine: Role, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
+def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
              max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
     """`group_size` sampled answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()

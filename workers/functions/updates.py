@@ -1,21 +1,123 @@
-"""Training steps."""
+"""Training steps.
+
+What all training functions share: mini-batches that are alike on any number of ranks, weights, the step.
+
+The loss of a policy update: one of the surrogates, importance weights, a KL term, and what they show.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from distflow import Batch, Ragged, node
-from distflow.observe.metrics import current
-from distflow.schema.registry import Loss
-from workers.functions.aggregation import weighted_sum
-from workers.functions.losses import negative_log_likelihood, own_loss, surrogate
-from workers.functions.mismatch import report_staleness
-from workers.functions.optimizing import normalized, optimize, parts_with_rows, weighted
-from workers.functions.policy_loss import PolicyLoss
-from workers.roles import Role
+from distflow.contracts.decorators import Loss
+from distflow.telemetry.metrics import current
+from workers.engines.trainer import LossOf
+from workers.functions.aggregation import local_totals, token_weights, weighted_sum
+from workers.functions.corrections import Mismatch, report_staleness
+from workers.functions.kl import kl_estimate
+from workers.functions.losses import Surrogate, negative_log_likelihood, own_loss, surrogate
+from workers.roles import RoleEngines
+
+
+def parts_with_rows(engine: RoleEngines, group: Tensor, count: int) -> list[int]:
+    """Which of the `count` mini-batches have a prompt on any rank.
+
+    An optimizer step without data would still decay the weights and use up Adam's moments.
+    """
+    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
+    return rows.nonzero().squeeze(1).tolist()
+
+
+def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
+    """`rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
+    mask = rows["mask"]
+    totals = engine.total(local_totals(mask.values, mask.lengths))
+    weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
+    return rows.with_columns({"weights": mask.with_values(weights)})
+
+
+def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
+    """`(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0.
+
+    Both moments count every token once (REINFORCE++, Hu et al. 2025; as verl and OpenRLHF have it). The deviation is
+    unbiased, and 1e-8 under its root lets equal advantages become 0 rather than magnified rounding.
+    """
+    values_S = advantages.values[mask.values].double()
+    tokens, total = engine.total(torch.stack([mask.values.sum(), values_S.sum()]).double())
+    centred_S = values_S - total / tokens.clamp(min=1)
+    variance = engine.total(centred_S.square().sum()) / (tokens - 1).clamp(min=1)
+    result_T = torch.zeros(len(mask.values), dtype=torch.float64)
+    result_T[mask.values] = centred_S * (variance + 1e-8).rsqrt()
+    return advantages.with_values(result_T.float())
+
+
+def optimize(engine: RoleEngines, rows: Batch, loss: LossOf, temperature: float | None = None, prefix: str = "",
+             **options: Any) -> None:
+    """One optimizer step over all ranks' rows; what the engine reports of it goes to the metrics, under `prefix`.
+
+    `options` are those of `RoleEngines.update`.
+    """
+    report = engine.update(rows, loss, temperature, **options)
+    for name, value in report.items():
+        current().maximum(f"{prefix}{name}", value)
+
+
+_PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference")
+
+
+class PolicyLoss:
+    """Called with a micro-batch it answers the sum of its tokens' weighted losses, and reports what it sees.
+
+    Untrained tokens are left out at the very beginning: they may carry log-probabilities of -inf, and no mean or
+    gradient must see them.
+
+    Args:
+        surrogate: the loss of a token; see `losses`.
+        kl, kl_kind: weight and estimator of the KL term, which needs column `reference`.
+        share: of one call in the step's reported loss.
+    """
+
+    def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float):
+        self.surrogate, self.kl, self.kl_kind, self.share = surrogate, kl, kl_kind, share
+        self.mismatch: Mismatch | None = Mismatch()
+        """Until the step's first optimizer step the trainer's policy is still the rollout's: they are compared then."""
+
+    def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
+        mask = micro["mask"]
+        device, trained_T = logprobs_T.device, mask.values  # _S below: trained tokens only
+        columns = {name: micro[name].values[trained_T].to(device) for name in micro.columns if name in _PER_TOKEN}
+        logprobs_S, entropy_S = logprobs_T[trained_T.to(device)], entropy_T[trained_T.to(device)]
+        lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, trained_T.long()).to(device)
+        loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
+        if "importance" in columns:
+            loss_S = loss_S * columns["importance"]
+        metrics = current()
+        if self.kl:
+            kl_S = kl_estimate(logprobs_S, columns["reference"], self.kl_kind)
+            loss_S = loss_S + self.kl * kl_S
+            metrics.mean_of("policy/kl_reference", kl_S.detach())
+        total = weighted_sum(loss_S, columns["weights"])
+        metrics.add("loss", total.detach() * self.share)
+        metrics.mean_of("policy/ratio", ratio_S)
+        if clipped_S is not None:
+            metrics.mean_of("policy/clip_ratio", clipped_S)
+            metrics.mean_of("policy/clip_ratio_low", clipped_S & (ratio_S < 1))
+            metrics.mean_of("policy/clip_ratio_high", clipped_S & (ratio_S > 1))
+        metrics.mean_of("policy/entropy", entropy_S)
+        if self.mismatch:
+            self.mismatch.add(logprobs_S, columns["behaviour"])
+        return total
+
+    def end_step(self, engine: RoleEngines) -> None:
+        """After each optimizer step; every rank calls it."""
+        if self.mismatch:
+            self.mismatch.report(engine)
+            self.mismatch = None
+
 
 _ALWAYS = 4
 """Rows that every step trains whatever their advantages, so that trainer and rollout are always compared."""
@@ -28,9 +130,9 @@ _ALWAYS = 4
       only_with={"clip": ("loss", ("ppo", "gspo")), "clip_high": ("loss", ("ppo", "gspo", "cispo")),
                  "dual_clip": ("loss", ("ppo",))},
       refuses={"kl_kind": {"k1": "The gradient of k1 in a loss is zero on average. Use k2 or k3 here, or k1 in the "
-                                 "reward: a node with  function: kl_in_reward"}})
+                           "reward: a node with  function: kl_in_reward"}})
 def policy_update(
-    engine: Role, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
+    engine: RoleEngines, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
     actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None,
     images: Ragged | None = None, *,
@@ -73,7 +175,7 @@ def policy_update(
 
 @node(type="MODEL_TRAIN")
 def supervised_update(
-    engine: Role, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
+    engine: RoleEngines, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
     """Maximum likelihood of the targets; the prompt is not trained. Without a row on any rank there is no step."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from distflow import Batch, Ragged, node
-from distflow.observe.metrics import current
+from distflow.telemetry.metrics import current
+from workers.functions.advantages import generalized_advantage
 from workers.functions.aggregation import weighted_sum
-from workers.functions.discounting import generalized_advantage
 from workers.functions.kl import kl_estimate
-from workers.functions.optimizing import optimize, parts_with_rows, weighted
 from workers.functions.rewards import note_rewards
-from workers.roles import Role
+from workers.functions.updates import optimize, parts_with_rows, weighted
+from workers.roles import RoleEngines
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
@@ -52,13 +52,13 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
 
 
 @node(type="MODEL_INFERENCE", head="value", writes="values", default_for="critic", row_wise=True)
-def values(engine: Role, prompts: Ragged, responses: Ragged) -> Ragged:
+def values(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Ragged:
     """The value of what stands before each response token."""
     return engine.values(prompts, responses)
 
 
 @node(type="MODEL_INFERENCE", head="value", writes="rewards", default_for="reward", row_wise=True)
-def model_score(engine: Role, prompts: Ragged, responses: Ragged) -> Tensor:
+def model_score(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Tensor:
     """[B] float32: each response's reward by a reward model, read at its last token."""
     rewards = engine.score(prompts, responses)
     note_rewards(rewards, None)
@@ -98,7 +98,7 @@ def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
       bounds={"clip": "> 0", "fixed_length": ">= 1", "mini_batches": ">= 1", "epochs": ">= 1"},
       belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")})
 def value_update(
-    engine: Role, prompts: Ragged, responses: Ragged, values: Ragged, returns: Ragged, group: Tensor,
+    engine: RoleEngines, prompts: Ragged, responses: Ragged, values: Ragged, returns: Ragged, group: Tensor,
     response_mask: Ragged | None = None, *, clip: float | None = 0.2,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
@@ -130,7 +130,7 @@ def value_update(
             optimize(engine, weighted(engine, chosen, aggregate, fixed_length), loss, prefix="value/")
 
 
-def _report_explained(engine: Role, returns_T: Tensor, values_T: Tensor) -> None:
+def _report_explained(engine: RoleEngines, returns_T: Tensor, values_T: Tensor) -> None:
     """`value/explained`: 1 - Var(R - V) / Var(R) over all ranks; 1 is a critic that knows, 0 one that knows nothing."""
     returns_T, errors_T = returns_T.double(), (returns_T - values_T).double()
     moments = [returns_T.sum(), returns_T.square().sum(), errors_T.sum(), errors_T.square().sum()]

@@ -1,4 +1,4 @@
-"""How chunks get from one process to another. A line (`distflow.data.dock.line`) comes first in every case: it proves
+"""How chunks get from one process to another. A line (`distflow.rpc.connection`) comes first in every case: it proves
 both ends and carries requests; the transport carries the bytes.
 
     memory    both on one machine: nothing moves, the puller uses the source's memory
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from distflow.data.warehouse import machine_name
-from distflow.schema.errors import did_you_mean
-from distflow.weights.buffers import Buffers
+from distflow.errors import did_you_mean
+from distflow.rpc.shared_memory import machine_name
+from distflow.weights.buffers import HostBuffers
 from distflow.weights.errors import NoTransport
-from distflow.weights.transport.ends import Header, Inlet, Outlet
-from distflow.weights.transport.memory import Memory
+from distflow.weights.transport.ends import Header, PullerEnd, SourceEnd
+from distflow.weights.transport.memory import SharedMemoryTransport
 from distflow.weights.transport.tcp import Tcp
 from distflow.weights.transport.ucx import Ucx, is_installed
 
@@ -34,20 +34,20 @@ class Transport(Protocol):
 
     def offer(self) -> Header | None: ...
 
-    def outlet(self, said: Header) -> Outlet: ...
+    def outlet(self, said: Header) -> SourceEnd: ...
 
-    def inlet(self, offer: Header, deadline: float) -> Inlet | None:
+    def inlet(self, offer: Header, deadline: float) -> PullerEnd | None:
         """None: not with this source."""
 
 
-def transports(wish: str, buffers: Buffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
+def transports(wish: str, buffers: HostBuffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
     """Those that this process can use, best first. `host`: the address at which others reach it.
 
     Raises:
         NoTransport: `wish` is none of them, or cannot be used here.
     """
-    made: dict[str, Callable[[], Transport]] = {"memory": lambda: Memory(buffers, token),
-                                                  "ucx": lambda: Ucx(host, wished=wish == "ucx"), "tcp": Tcp}
+    made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers, token),
+                                                "ucx": lambda: Ucx(host, wished=wish == "ucx"), "tcp": Tcp}
     if wish != "auto" and wish not in made:
         raise NoTransport(f"there is no transport `{wish}`. {did_you_mean(wish, ['auto', *made])}")
     if wish == "memory" and not machine_name():

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy
 
-from distflow.data.dock.line import Line
+from distflow.rpc.connection import Connection
 
 Header = dict[str, Any]
 Moved = Callable[[int], None]
 """Called with the number of bytes that came, in their order and as they come."""
 
 
-class Outlet:
+class SourceEnd:
     """A source's end, for one connection. `reply`: what the puller must know of it."""
 
     reply: Header = {}
 
-    def give(self, line: Line, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
+    def give(self, line: Connection, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
         """Answer a request, with this header. `moved`: told of what the puller has taken, where that takes long."""
         raise NotImplementedError
 
@@ -31,7 +31,7 @@ class Outlet:
         """The connection has ended."""
 
 
-class Inlet:
+class PullerEnd:
     """A puller's end, for one connection. `said`: what the source must know of it; `run`: bytes of chunks that are
     asked for at once if they lie together: few requests, and still one chunk lost at most."""
 
@@ -57,7 +57,7 @@ class Inlet:
         """
         return None
 
-    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+    def take(self, line: Connection, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         """Put the bytes `span` of a part, as they were asked for, where they belong; `size` of them are on the line.
 
         Raises:

@@ -3,13 +3,13 @@ the chunks where they lie, and uses that memory as its own; it can let others ma
 machine thus share one copy of a version. Elsewhere each may have its own, since no source is preferred for its machine.
 
 That both ends share a machine is proved, not believed: the puller must find in the source's memory what only a process
-with the run's token can have written there, as the dock does (`distflow.data.dock.memory`) the other way round.
+with the run's token can have written there, as the dock does (`distflow.rpc.shared_payloads`) the other way round.
 
 Memory that was verified must never change. So the puller first locks the file (a shared `flock`, on a descriptor of its
 own), and then asks for chunks. If the source still gives them, and says that they lie where the lock is, the buffer was
 in use when the lock was there already; and the owner of a buffer does not use it again while somebody has it locked
-(`Buffers.take`). It does not matter who of them dies when: the kernel drops the lock of a puller, and keeps memory that
-somebody maps. A source that is filling itself writes each chunk before it offers it, and not again.
+(`HostBuffers.take`). It does not matter who of them dies when: the kernel drops the lock of a puller, and keeps
+memory that somebody maps. A source that is filling itself writes each chunk before it offers it, and not again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy
 
-from distflow.data.dock.line import Line
-from distflow.data.warehouse import machine_name
-from distflow.weights.buffers import NAME, Buffers, Place
-from distflow.weights.transport.ends import Inlet, Moved, Outlet
+from distflow.rpc.connection import Connection
+from distflow.rpc.shared_memory import machine_name
+from distflow.weights.buffers import NAME, BufferAddress, HostBuffers
+from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
 _PROOF = 32
 """Bytes of a proof."""
@@ -38,13 +38,13 @@ _BLOCK = 512 << 10
 """Bytes that are copied at once, where that is needed: still in the core's own cache when their checksum is made."""
 
 
-class Memory:
+class SharedMemoryTransport:
     """The transport of a machine's processes."""
 
     name = "memory"
 
-    def __init__(self, buffers: Buffers, token: bytes):
-        self.buffers, self.token, self.windows = buffers, token, Windows(buffers)
+    def __init__(self, buffers: HostBuffers, token: bytes):
+        self.buffers, self.token, self.windows = buffers, token, MappedBuffers(buffers)
         self.shown: tuple[numpy.ndarray, dict[str, Any]] | None = None
 
     def offer(self) -> dict[str, Any] | None:
@@ -58,32 +58,32 @@ class Memory:
                                 "place": list(self.buffers.place(page))}
         return self.shown[1]
 
-    def outlet(self, said: dict[str, Any]) -> MemoryOutlet:
-        return MemoryOutlet(self.buffers)
+    def outlet(self, said: dict[str, Any]) -> SharedMemorySource:
+        return SharedMemorySource(self.buffers)
 
-    def inlet(self, offer: dict[str, Any], deadline: float) -> MemoryInlet | None:
+    def inlet(self, offer: dict[str, Any], deadline: float) -> SharedMemoryPuller | None:
         """None: the source is on another machine, or may not be looked into."""
         if offer["machine"] != machine_name():
             return None
-        inlet = MemoryInlet(int(offer["process"]), self.windows)
+        inlet = SharedMemoryPuller(int(offer["process"]), self.windows)
         try:
-            found = self.windows.open(inlet.process, Place(*map(int, offer["place"])))[:_PROOF].tobytes()
+            found = self.windows.open(inlet.process, BufferAddress(*map(int, offer["place"])))[:_PROOF].tobytes()
         except OSError:
             return None
         return inlet if hmac.compare_digest(found, _proof(self.token, bytes(offer["nonce"]))) else None
 
 
-class Windows:
+class MappedBuffers:
     """What is mapped of other processes' memory. To map pages costs as much as to copy them, so a window is kept for
     the next version, as long as the process that showed the file has it."""
 
-    def __init__(self, buffers: Buffers):
+    def __init__(self, buffers: HostBuffers):
         self.buffers = buffers
         self.there: dict[int, tuple[str, numpy.ndarray]] = {}
         """By the file's number: where it was found, and all of it."""
         self.opening = threading.Lock()
 
-    def open(self, process: int, place: Place) -> numpy.ndarray:
+    def open(self, process: int, place: BufferAddress) -> numpy.ndarray:
         """[bytes] uint8: a buffer of the process, locked until the last view of it is gone.
 
         Raises:
@@ -105,7 +105,7 @@ class Windows:
         weakref.finalize(part, _let_go, file).atexit = False
         return part
 
-    def _mapped(self, path: str, file: int, place: Place) -> numpy.ndarray:
+    def _mapped(self, path: str, file: int, place: BufferAddress) -> numpy.ndarray:
         with self.opening:
             if place.number not in self.there:
                 self.there = {number: pair for number, pair in self.there.items() if _is_at(pair[0], number)}
@@ -122,29 +122,29 @@ class Windows:
         os.close(descriptor)
 
 
-class MemoryOutlet(Outlet):
-    def __init__(self, buffers: Buffers):
+class SharedMemorySource(SourceEnd):
+    def __init__(self, buffers: HostBuffers):
         self.buffers = buffers
 
     def tell(self, memory: Mapping[int, numpy.ndarray]) -> dict[str, Any]:
         return {"lies": {part: self.buffers.place(each) for part, each in memory.items()}}
 
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
+    def give(self, line: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header)
 
 
-class MemoryInlet(Inlet):
+class SharedMemoryPuller(PullerEnd):
     """A puller's way into one source's memory."""
 
     run = 1 << 30
 
-    def __init__(self, process: int, windows: Windows):
+    def __init__(self, process: int, windows: MappedBuffers):
         self.process, self.windows = process, windows
-        self.told: dict[int, Place] = {}
+        self.told: dict[int, BufferAddress] = {}
         self.shown: dict[int, numpy.ndarray] = {}
 
     def hear(self, answer: dict[str, Any]) -> None:
-        told = {part: Place(*map(int, place)) for part, place in answer["lies"].items()}
+        told = {part: BufferAddress(*map(int, place)) for part, place in answer["lies"].items()}
         if any(told.get(part) != self.told[part] for part in self.shown):
             raise ConnectionError(f"process {self.process} has its weights elsewhere now")
         self.told = told
@@ -154,7 +154,7 @@ class MemoryInlet(Inlet):
             self.shown[part] = self.windows.open(self.process, self.told[part])
         return self.shown[part]
 
-    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+    def take(self, line: Connection, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         source = self.shown[part][span]
         if source.ctypes.data == into.ctypes.data:
             moved(len(into))

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy
 
-from distflow.data.dock.line import Line
-from distflow.weights.transport.ends import Inlet, Moved, Outlet
+from distflow.rpc.connection import Connection
+from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
 _BLOCK = 256 << 10
 """Bytes that are taken at once: still in the core's own cache when their checksum is made."""
@@ -21,20 +21,20 @@ class Tcp:
     def offer(self) -> dict[str, Any]:
         return {}
 
-    def outlet(self, said: dict[str, Any]) -> TcpOutlet:
-        return TcpOutlet()
+    def outlet(self, said: dict[str, Any]) -> TcpSource:
+        return TcpSource()
 
-    def inlet(self, offer: dict[str, Any], deadline: float) -> TcpInlet:
-        return TcpInlet()
+    def inlet(self, offer: dict[str, Any], deadline: float) -> TcpPuller:
+        return TcpPuller()
 
 
-class TcpOutlet(Outlet):
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
+class TcpSource(SourceEnd):
+    def give(self, line: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header, [memoryview(chunks)])
 
 
-class TcpInlet(Inlet):
-    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+class TcpPuller(PullerEnd):
+    def take(self, line: Connection, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         if size != len(into):
             raise ConnectionError(f"{line.peer} sent {size} bytes for chunks of {len(into)}")
         line.received += size

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy
 
-from distflow.data.dock.line import Line
-from distflow.schema.extras import pip_line
+from distflow.config.extras import pip_line
+from distflow.rpc.connection import Connection
 from distflow.weights.errors import NoTransport
-from distflow.weights.transport.ends import Inlet, Moved, Outlet
+from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
 PACKAGE = "ucxx-cu12==0.52.0"
 _PIECE = 1 << 20
@@ -58,11 +58,11 @@ class Ucx:
     def offer(self) -> dict[str, Any]:
         return {}
 
-    def outlet(self, said: dict[str, Any]) -> UcxOutlet:
-        return UcxOutlet(said, self.devices)
+    def outlet(self, said: dict[str, Any]) -> UcxSource:
+        return UcxSource(said, self.devices)
 
-    def inlet(self, offer: dict[str, Any], deadline: float) -> UcxInlet:
-        return UcxInlet(deadline, self.devices)
+    def inlet(self, offer: dict[str, Any], deadline: float) -> UcxPuller:
+        return UcxPuller(deadline, self.devices)
 
 
 def _context(devices: dict[str, str]) -> tuple[Any, Any]:
@@ -84,7 +84,7 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
                           "Correct them, or set  transport: tcp") from None
 
 
-class _End:
+class _UcxConnection:
     """A worker, and its endpoint once the other's address is known."""
 
     def __init__(self, tag: int, patience: float, devices: dict[str, str]):
@@ -140,13 +140,13 @@ class _End:
         self.endpoint = self.worker = None
 
 
-class UcxOutlet(Outlet):
+class UcxSource(SourceEnd):
     def __init__(self, said: dict[str, Any], devices: dict[str, str]):
-        self.end = _End(int(said["tag"]), _STALLED, devices)
+        self.end = _UcxConnection(int(said["tag"]), _STALLED, devices)
         self.end.connect(said["worker"])
         self.reply = {"worker": self.end.address}
 
-    def give(self, line: Line, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
+    def give(self, line: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
         line.send(header)
         self.end.move(self.end.endpoint.tag_send, chunks, moved)
 
@@ -154,20 +154,20 @@ class UcxOutlet(Outlet):
         self.end.close()
 
 
-class UcxInlet(Inlet):
+class UcxPuller(PullerEnd):
     run = 64 << 20
     """Between two of them nothing is under way: with runs of 16 MiB a pull of 512 MiB had 0.82 of the bare transport's
     rate on two cores, with these 0.96."""
 
     def __init__(self, deadline: float, devices: dict[str, str]):
         tag = secrets.randbits(63)
-        self.end = _End(tag, deadline, devices)
+        self.end = _UcxConnection(tag, deadline, devices)
         self.said = {"tag": tag, "worker": self.end.address}
 
     def met(self, reply: dict[str, Any]) -> None:
         self.end.connect(reply["worker"])
 
-    def take(self, line: Line, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+    def take(self, line: Connection, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
         self.end.move(self.end.endpoint.tag_recv, into, moved)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Rewards that read columns and take settings."""
 
 from distflow import reward
-from distflow.schema.registry import Regex
+from distflow.contracts.decorators import Regex
 
 
 @reward

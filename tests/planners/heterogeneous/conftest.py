@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.qwen3 import folder
-from distflow.schema.spec import Spec, load
+from distflow.config.load import Spec, load
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planners.heterogeneous.balance import layers_of_stages, rows_of_shares
+from planners.heterogeneous.cost import layers_of_stages, rows_of_shares
 
 
 @pytest.mark.parametrize("seed", range(20))

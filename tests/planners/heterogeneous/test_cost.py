@@ -6,39 +6,39 @@ from dataclasses import replace
 
 import pytest
 
-from planners.heterogeneous.arrangements import every, in_rows
-from planners.heterogeneous.cost import Costs
+from planners.heterogeneous.cost import CostModel
+from planners.heterogeneous.layouts import every, in_rows
 from planners.heterogeneous.problem import (
     GENERATE,
     INFER,
     TRAIN,
     Coefficients,
+    DeviceGroup,
     Hardware,
     Measured,
+    ModelTask,
+    NetworkLink,
     Problem,
     Replicas,
-    Site,
     Strategy,
-    Way,
-    Work,
 )
 
-FAST = Site("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, Way(1e-6, 100e9))
+FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
-FAR = Way(1e-3, 1e9)
-WORK = Work("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200)
+FAR = NetworkLink(1e-3, 1e9)
+WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200)
 
 
-def costs(work: Work = WORK, sites: tuple[Site, ...] = (FAST, SLOW)) -> Costs:
+def costs(work: ModelTask = WORK, sites: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
     ways = tuple(tuple(FAR for _ in sites) for _ in sites)
-    return Costs(Problem(Hardware(sites, ways), (work,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
+    return CostModel(Problem(Hardware(sites, ways), (work,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
 
 
-def seconds(work: Work, strategy: Strategy, *kinds: Replicas) -> float:
+def seconds(work: ModelTask, strategy: Strategy, *kinds: Replicas) -> float:
     return costs(work).layout(0, strategy, kinds).seconds
 
 
-def forward(rows: float, work: Work = WORK, peak: float = 100e12) -> float:
+def forward(rows: float, work: ModelTask = WORK, peak: float = 100e12) -> float:
     """2 FLOP a parameter and token, and 2 × context × hidden for each layer (Kaplan et al. 2020)."""
     return rows * work.tokens * (2 * work.parameters + 2 * work.layers * work.tokens * work.hidden) / peak
 

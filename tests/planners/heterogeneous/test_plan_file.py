@@ -10,11 +10,11 @@ import yaml
 
 from benchmarks.qwen3 import folder
 from distflow.cli import main
-from planners.heterogeneous.costed import Costed
 from planners.heterogeneous.explain import bounds, gantt, helps, picture, svg
-from planners.heterogeneous.hybrid import search
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.plan_file import digests_of, placement_of, written
+from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
-from planners.heterogeneous.written import digests_of, placement_of, written
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
     assert by_work["rollout"] == "memory bandwidth"
     assert by_work["update"] == "compute"
     assert all(times >= 0.999 for _, times in helps(problem, found.placement))
-    costed = Costed(problem)
+    costed = CostedProblem(problem)
     assert len(list(gantt(costed, found.placement))) == 3
     assert sum(line.count("█") > 0 for line in gantt(costed, found.placement)) == 3
     assert len(list(picture(problem, found.placement))) == len(problem.hardware.sites)

@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 
 from benchmarks.small_problems import brute_force, small
-from distflow.schema.errors import InvalidInput
-from distflow.schema.extras import pip_line
-from planners.heterogeneous.costed import Costed
-from planners.heterogeneous.exact import Proof, prove
-from planners.heterogeneous.family import Family
-from planners.heterogeneous.groupings import allowed, groupings, some
-from planners.heterogeneous.hybrid import Progress, search
+from distflow.config.extras import pip_line
+from distflow.errors import InvalidInput
+from planners.heterogeneous.exact import Family, Proof, prove
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.plan_file import ranks_of
 from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
+from planners.heterogeneous.search import Progress, allowed, groupings, search, some
 from planners.heterogeneous.workload import problem_of
-from planners.heterogeneous.written import ranks_of
 
 SEEDS = (0, 3, 5, 22, 26, 28, 32, 78, 121, 139)
 
@@ -57,7 +55,7 @@ def test_the_proof_needs_no_answer_to_start_from() -> None:
 def test_a_poor_answer_is_replaced() -> None:
     problem = small(22, devices=4)
     best = searched(problem).placement
-    costed = Costed(problem)
+    costed = CostedProblem(problem)
     poor = costed.placement(((0, 1, 2),), [tuple(int(index == 0) for index in range(len(best.pools[0])))])
     warm = poor or replace(best, seconds=best.seconds * 2)
     assert proven(problem, warm).placement.seconds == pytest.approx(best.seconds, rel=1e-6)
@@ -146,7 +144,7 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
     kinds = {f"{name}{copy}": kind for name, kind in spec.cluster.machines.items() for copy in range(2)}
     spec.cluster = spec.cluster.model_copy(update={"machines": kinds})
     with pytest.raises(InvalidInput, match=r"pools, too many for the exact program") as caught:
-        Family(Costed(problem_of(spec)))
+        Family(CostedProblem(problem_of(spec)))
     assert "--solver hybrid" in str(caught.value)
 
 

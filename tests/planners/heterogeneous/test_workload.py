@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.qwen3 import folder
-from distflow.schema.cluster import Cluster, Device, Link, Links, Machines, Path
-from distflow.schema.errors import InvalidInput
-from distflow.schema.spec import load
-from planners.heterogeneous.costed import Costed
+from distflow.config.cluster import Cluster, Device, Link, Links, MachineGroup, Path
+from distflow.config.load import load
+from distflow.errors import InvalidInput
+from planners.heterogeneous.explain import impossible
 from planners.heterogeneous.hardware import hardware_of
+from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, TRAIN, Edge, Problem
-from planners.heterogeneous.shortfall import impossible
 from planners.heterogeneous.workload import problem_of
 
 CLUSTERS = ("h200", "h200_a100", "a100_l40s_l4", "single_zone", "multi_zone", "multi_region")
@@ -78,7 +78,7 @@ def test_what_fits_nowhere_names_its_tenant_and_what_is_missing(mixed_spec: Call
     spec = mixed_spec("grpo", "a100_l40s_l4", size="32B")
     few = {"small": spec.cluster.machines["small"].model_copy(update={"count": 1})}
     spec.cluster = spec.cluster.model_copy(update={"machines": few})
-    found = [str(mistake) for mistake in impossible(Costed(problem_of(spec)))]
+    found = [str(mistake) for mistake in impossible(CostedProblem(problem_of(spec)))]
     assert len(found) == 1
     assert found[0].startswith("`actor` (update) fits no device: cut as far as can be")
     assert "weights, gradients and optimizer" in found[0]
@@ -86,7 +86,7 @@ def test_what_fits_nowhere_names_its_tenant_and_what_is_missing(mixed_spec: Call
     assert "GiB too little" in found[0]
 
 
-def cluster(**machines: Machines) -> Cluster:
+def cluster(**machines: MachineGroup) -> Cluster:
     links = Links(inside=Link(gb_s=100), zone=Link(gb_s=50, latency_us=10), region=Link(gb_s=5), world=Link(gb_s=1))
     device = Device(tflops={"bfloat16": 100, "float32": 10}, memory_gib=80, memory_gb_s=1000)
     return Cluster(devices={"fast": device}, machines=machines, links=links,
@@ -95,32 +95,32 @@ def cluster(**machines: Machines) -> Cluster:
 
 
 def test_links_by_place_and_by_path() -> None:
-    one, two, three = (Machines(device="fast", zone=zone) for zone in "abc")
+    one, two, three = (MachineGroup(device="fast", zone=zone) for zone in "abc")
     found = hardware_of(cluster(one=one, two=two, three=three)).between
     assert [found[0][1].bandwidth, found[0][2].bandwidth, found[1][2].bandwidth] == [5e9, 2e9, 3e9]
 
 
 def test_what_a_machine_sends_limits_its_links() -> None:
-    slow = Machines(device="fast", zone="a", network_gb_s=12)
-    found = hardware_of(cluster(one=Machines(device="fast", zone="a"), two=slow)).between
+    slow = MachineGroup(device="fast", zone="a", network_gb_s=12)
+    found = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"), two=slow)).between
     assert found[0][1].bandwidth == 12e9
     assert found[0][1].latency == pytest.approx(1e-5)
 
 
 def test_alike_machines_are_folded_when_there_are_many() -> None:
-    few, many = (hardware_of(cluster(one=Machines(device="fast", zone="a", devices=2, count=count)))
+    few, many = (hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=2, count=count)))
                  for count in (3, 30))
     assert [(site.name, site.counts) for site in few.sites] == [(f"one.{number}", (0, 1, 2)) for number in (1, 2, 3)]
     assert many.sites[0].counts == (0, 1, *range(2, 61, 2))
 
 
 def test_parts_of_a_machine_divide_each_other() -> None:
-    six = hardware_of(cluster(one=Machines(device="fast", zone="a", devices=6, count=20)), fold=True).sites[0]
+    six = hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=6, count=20)), fold=True).sites[0]
     assert six.counts[:4] == (0, 1, 3, 6)
 
 
 def test_the_peak_is_that_of_the_dtype() -> None:
-    described = cluster(one=Machines(device="fast", zone="a"))
+    described = cluster(one=MachineGroup(device="fast", zone="a"))
     assert [hardware_of(described, dtype).sites[0].peak for dtype in ("bfloat16", "float32")] == [1e14, 1e13]
 
 

@@ -14,15 +14,15 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch
-from distflow.observe.metrics import current
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Lora, RoleRun
+from distflow.errors import EngineError
+from distflow.telemetry.metrics import current
 from workers.engines import fsdp
 from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
-from workers.roles import Meshes, Role
+from workers.roles import Meshes, RoleEngines
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -92,14 +92,15 @@ def _logprobs(model, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-def role_of(lora: Lora | None, **settings) -> Role:
+def role_of(lora: Lora | None, **settings) -> RoleEngines:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
-    return Role("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh), spec,
-                stream=0)
+    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh),
+                       spec,
+                       stream=0)
 
 
 def sampled() -> None:

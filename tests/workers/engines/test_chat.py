@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from distflow.schema.errors import InvalidInput
-from distflow.schema.run import Data
+from distflow.config.run import Data
+from distflow.errors import InvalidInput
 from workers.engines.chat import Between, prompt_tokens, require_template
 from workers.engines.embedded import ASSISTANT, EOS, USER, build_tokenizer
 

@@ -7,8 +7,8 @@ from ranks import run_ranks
 from training import Trained, joined, named_mesh, plain_training, training, valued
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen3Config
 
-from distflow.schema.errors import EngineError
-from distflow.schema.run import RoleRun
+from distflow.config.run import RoleRun
+from distflow.errors import EngineError
 from workers.engines.context_parallel import Context, has_windows
 from workers.engines.fsdp import FSDPEngine
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from distflow.config.run import Generation
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation
+from distflow.errors import EngineError
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 

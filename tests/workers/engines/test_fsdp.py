@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.run import RoleRun
+from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.trainer import schedule
 

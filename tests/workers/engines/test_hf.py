@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distflow.config.run import Generation
 from distflow.data.batch import Ragged
-from distflow.schema.run import Generation
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from columns import uneven_rows
 from ranks import run_ranks
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
-from distflow.schema.run import RoleRun
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
 

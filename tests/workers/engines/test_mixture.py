@@ -7,10 +7,10 @@ import torch
 from ranks import run_ranks
 from training import Trained, built, joined, plain_training, training
 
+from distflow.config.models import shape_of, shape_of_embedded
+from distflow.config.run import Generation, Model, RoleRun
 from distflow.data.batch import Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation, Model, RoleRun
-from distflow.schema.shapes import shape_of, shape_of_embedded
+from distflow.errors import EngineError
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from training import Trained, built, engine_of, joined, named_mesh, plain_training, share_of, trained_by, training
 
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Lora, RoleRun
+from distflow.config.run import Lora, RoleRun
+from distflow.errors import EngineError
 from workers.engines.adapters import attach
 from workers.engines.fsdp import FSDPEngine
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.engines.embedded import EOS, build_tokenizer
-from workers.engines.rollout import Row
+from workers.engines.rollout import SampledRow
 from workers.engines.stopping import StopStrings, last_tokens
 
 
@@ -15,9 +15,9 @@ def tokenizer():
     return build_tokenizer(["The answer is 42."])
 
 
-def turn(begun: list[int] = ()) -> Row:
+def turn(begun: list[int] = ()) -> SampledRow:
     """A row, of whose turn another engine has sampled some tokens."""
-    row = Row(0, torch.tensor([7, 8]), 2, 99)
+    row = SampledRow(0, torch.tensor([7, 8]), 2, 99)
     if begun:
         row.resume(torch.tensor(begun), torch.zeros(len(begun)), torch.zeros(len(begun), dtype=torch.int32), False)
     return row
@@ -36,7 +36,7 @@ def test_the_token_that_completes_a_text_ends_the_turn(tokenizer, text):
 
 
 def test_the_prompt_ends_nothing(tokenizer):
-    row = Row(0, torch.tensor(tokenizer("is 42.")["input_ids"]), 4, 99)
+    row = SampledRow(0, torch.tensor(tokenizer("is 42.")["input_ids"]), 4, 99)
     assert not StopStrings(tokenizer, ["is 42. The"]).reached(row, tokenizer(" The")["input_ids"])
 
 

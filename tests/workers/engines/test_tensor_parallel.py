@@ -23,9 +23,9 @@ from training import (
     valued,
 )
 
-from distflow.robust.checkpoint import Checkpoints
-from distflow.schema.errors import EngineError
-from distflow.schema.run import RoleRun
+from distflow.config.run import RoleRun
+from distflow.errors import EngineError
+from distflow.recovery.checkpoint import Checkpoints
 from workers.engines import tensor_parallel
 from workers.engines.fsdp import FSDPEngine
 

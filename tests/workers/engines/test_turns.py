@@ -9,7 +9,7 @@ import os
 import pytest
 from ranks import run_ranks
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.vllm import start
 
 

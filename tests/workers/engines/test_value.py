@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.schema.errors import EngineError
-from distflow.schema.run import RoleRun
+from distflow.errors import EngineError
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine

@@ -13,13 +13,13 @@ from PIL import Image
 from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from distflow.config.run import Generation
 from distflow.data.batch import Ragged
-from distflow.schema.run import Generation
+from workers.encode import NO_IMAGE
 from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE_ID, build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.engines.vision import Sight, alike, give_sight, places_of, shown
-from workers.eyes import NO_IMAGE
+from workers.engines.vision import ImageProcessor, alike, attach_images, places_of, shown
 
 SIZES = ((32, 32), (16, 48), (32, 32), (48, 16), (17, 30))
 
@@ -43,7 +43,7 @@ def model(request):
         torch.manual_seed(0)
         made = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision,
                                                                    image_token_id=IMAGE_ID, tie_word_embeddings=True))
-    return give_sight(made.float(), EMBEDDED_SIGHT)
+    return attach_images(made.float(), EMBEDDED_SIGHT)
 
 
 def examples() -> tuple[Ragged, Ragged]:
@@ -65,11 +65,12 @@ def plain(model, prompt: torch.Tensor, images: Ragged, response: torch.Tensor) -
     return torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("sight", [EMBEDDED_SIGHT, Sight(patch=14, merge=2), Sight(patch=16, merge=2, largest=9000)])
+@pytest.mark.parametrize("sight", [EMBEDDED_SIGHT, ImageProcessor(patch=14, merge=2),
+                                   ImageProcessor(patch=16, merge=2, largest=9000)])
 @pytest.mark.parametrize("size", [(32, 32), (200, 61), (97, 300)])
 def test_patches_are_those_of_the_library(tmp_path, sight, size):
     sight.save(tmp_path)
-    assert Sight.read(tmp_path) == sight
+    assert ImageProcessor.read(tmp_path) == sight
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(picture(*size, 0), return_tensors="pt")
     ours = sight.pixels(picture(*size, 0))
     patches, grid = sight.patches(ours)
@@ -80,7 +81,7 @@ def test_patches_are_those_of_the_library(tmp_path, sight, size):
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_sizes_are_those_of_the_library(height, width):
-    sight = Sight(patch=14, merge=2)
+    sight = ImageProcessor(patch=14, merge=2)
     if max(height, width) / min(height, width) <= 200:
         assert sight.size(height, width) == smart_resize(height, width, 28, sight.smallest, sight.largest)
 

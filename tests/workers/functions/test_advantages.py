@@ -8,12 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.functions.advantages import (
-    baseline_advantage,
-    group_normalized,
-    leave_one_out,
-    leave_one_out_advantage,
-)
+from workers.functions.advantages import baseline_advantage, group_normalized, leave_one_out, leave_one_out_advantage
 
 FUNCTIONS = [group_normalized, leave_one_out]
 

@@ -9,21 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distflow.config.run import Generation
+from distflow.contracts.decorators import Turn
 from distflow.data.batch import Ragged
-from distflow.observe.metrics import current
-from distflow.observe.trajectories import trajectories
-from distflow.robust import pulse
-from distflow.schema.errors import RewardsFailed
-from distflow.schema.registry import Turn
-from distflow.schema.run import Generation
-from workers import failures
+from distflow.errors import RewardsFailed
+from distflow.telemetry import heartbeat
+from distflow.telemetry.metrics import current
+from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.environments import reception
 from workers.functions import conversation
 from workers.functions.conversation import converse
+from workers.isolation import env_service, user_code
 
 SOURCE = '''
 from distflow import Turn, environment
@@ -61,8 +60,8 @@ def role(tmp_path, monkeypatch):
             rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
     current().collect(lambda mine: [mine])
-    reception.close_all()
-    failures._of_environments.clear()
+    env_service.close_all()
+    user_code._of_environments.clear()
 
 
 @pytest.fixture
@@ -172,7 +171,7 @@ def test_an_environment_that_always_fails_ends_the_run(role, prompts):
 
 def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
     """Of three steps that are under way together, one prompt each has failed: that is no reason to end."""
-    counted = failures.Failures()
+    counted = user_code.FailureStreak()
     for step in (0, 0, 0, 0):
         counted.count(step, 8, failed=1)
     found = [counted.count(step, 8, failed=8) for step in (1, 2, 3, 1, 1, 1, 2, 2, 2, 3, 3, 3)]
@@ -202,7 +201,7 @@ class Late:
 
     def turns(self, patience=0.0):
         if patience > 60:
-            self.waited_in.add(pulse.current().read().phase)
+            self.waited_in.add(heartbeat.current().read().phase)
         ready = [row for row in self.asked if row % 2 == 0] or (self.asked if patience > 60 else [])
         self.asked = [row for row in self.asked if row not in ready]
         self.log += [("answer", row) for row in ready]
@@ -216,11 +215,11 @@ def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkey
     log = []
     late = Late(log)
     monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(late))
-    pulse.current().enter("generating")
+    heartbeat.current().enter("generating")
     found = talk(role, prompts)
     assert found.turns.tolist() == [3] * 6
     assert late.waited_in == {"tools"}  # it is no silence
-    assert pulse.current().read().phase == "generating"
+    assert heartbeat.current().read().phase == "generating"
     first_late = log.index(next(event for event in log if event[0] == "answer" and event[1] % 2))
     assert {row: log[:first_late].count(("answer", row)) for row in (0, 2, 4)} == {0: 3, 2: 3, 4: 3}
     assert all(log[:first_late].count(("ask", row)) == 1 for row in (1, 3, 5))

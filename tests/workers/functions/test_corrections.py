@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.data.batch import Ragged
-from distflow.observe.metrics import current
+from distflow.telemetry.metrics import current
 from workers.functions.corrections import reject_mismatch, truncated_importance
 
 LOGPROBS = st.floats(-4, 0, allow_subnormal=False)

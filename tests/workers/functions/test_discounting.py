@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.functions.discounting import discounted_returns, generalized_advantage
+from workers.functions.advantages import discounted_returns, generalized_advantage
 
 NUMBERS = st.floats(-5, 5, allow_subnormal=False)
 TOKENS = st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), max_size=9)

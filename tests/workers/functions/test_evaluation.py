@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distflow.observe import metrics as module
-from distflow.observe.metrics import Metrics
+from distflow.telemetry import metrics as module
+from distflow.telemetry.metrics import Metrics
 from workers.functions.evaluation import tally
 
 

@@ -196,7 +196,7 @@ def test_the_plain_policy_gradient_looks_at_no_ratio():
 def test_no_kind_overflows_in_float32(kind, log_ratio):
     logprobs_T = torch.tensor([-1.0 + log_ratio, -1.0], requires_grad=True)
     loss_T, ratio_T, _ = surrogate(kind, None, None, None)(logprobs_T, torch.full((2,), -1.0), torch.full((2,), -1e3),
-                                                            torch.tensor([2]))
+                                                           torch.tensor([2]))
     loss_T.sum().backward()
     assert torch.cat([loss_T, ratio_T, logprobs_T.grad]).isfinite().all()
 

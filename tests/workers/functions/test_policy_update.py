@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from distflow.data.batch import Ragged
-from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput
+from distflow.errors import InvalidInput
+from distflow.telemetry.metrics import current
 from workers.functions.updates import policy_update
 
 LOGITS = (0.3, -0.7, 1.1, 0.0)

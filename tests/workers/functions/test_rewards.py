@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from distflow.data.batch import Ragged, encode_text
-from distflow.observe import events
-from distflow.observe.metrics import current
-from distflow.schema.errors import InvalidInput, RewardsFailed
+from distflow.errors import InvalidInput, RewardsFailed
+from distflow.telemetry import events
+from distflow.telemetry.metrics import current
 from workers.functions.rewards import as_list, score
 
 
 @pytest.fixture(autouse=True)
 def numbers(tmp_path, monkeypatch):
     """Metrics of this test alone, and a file for its events."""
-    monkeypatch.setattr("distflow.observe.metrics._of_rank", type(current())())
-    monkeypatch.setattr("distflow.observe.events._current", events.Events())
+    monkeypatch.setattr("distflow.telemetry.metrics._of_rank", type(current())())
+    monkeypatch.setattr("distflow.telemetry.events._current", events.Events())
     events.current().open(tmp_path / "events.jsonl", 3)
     events.current().step = 7
     return lambda: current().collect(lambda part: [part])
@@ -80,7 +80,7 @@ def test_steps_without_any_reward_end_the_run():
 def test_rewards_by_source():
     recipe = {"by": "source", "rewards": {"sums": "math", "forms": {"format": {"tags": ["a"]}}}}
     rewards, *_ = score(["#### 1", "<a></a>", "<a></a>"], ["#### 1"] * 3, rows(3), reward=recipe,
-                       source=["sums", "forms", "sums"])
+                        source=["sums", "forms", "sums"])
     assert rewards.tolist() == [1.0, 1.0, 0.0]
     with pytest.raises(InvalidInput, match="`source` of row 41 is 'sum'"):
         score(["", ""], ["", ""], rows(2), reward=recipe, source=["sums", "sum"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distflow.data.batch import Ragged
 from workers.functions.advantages import discounted_advantage
-from workers.functions.shaping import kl_in_reward, overlong_penalty, token_rewards
+from workers.functions.rewards import kl_in_reward, overlong_penalty, token_rewards
 
 NUMBERS = st.floats(-4, 4, allow_subnormal=False, width=32)
 ROWS = st.lists(st.tuples(NUMBERS, st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), max_size=5)), min_size=1,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from distflow.config.run import RoleRun
 from distflow.data.batch import Ragged
-from distflow.observe.metrics import current
-from distflow.schema.run import RoleRun
+from distflow.telemetry.metrics import current
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.value import with_value_head

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from distflow.config.extras import pip_line
+from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from distflow.robust import pulse
-from distflow.schema.errors import EngineError
-from distflow.schema.extras import pip_line
-from distflow.schema.run import RoleRun
+from distflow.errors import EngineError
+from distflow.telemetry import heartbeat
 from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.vocabulary import score_cut
@@ -125,7 +125,7 @@ class MegatronEngine(Trainer):
 
         def forward(rows: Iterator[tuple[Batch, Packed]], model: nn.Module) -> tuple[Tensor, Any]:
             micro, packed = next(rows)
-            pulse.current().tick()
+            heartbeat.current().tick()
             hidden = model(packed.tokens, None, None, packed_seq_params=packed.sequences)
             return hidden, partial(self._finish, micro, packed, temperature, loss_of)
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
-from distflow.weights.collectives import all_gather
-from distflow.weights.reshard import BUCKET_BYTES
-from workers.engines.megatron.weights import Entry
+from distflow.errors import EngineError
+from distflow.plan import Layout
+from distflow.weights.reshard import BUCKET_BYTES, all_gather
+from workers.engines.megatron.weights import WeightEntry
 
 _Key = tuple[int, str, torch.dtype]
 
@@ -26,7 +25,7 @@ _Key = tuple[int, str, torch.dtype]
 class Exporter:
     """The way out for the parameters `mine`, by Megatron's names, of this rank's stage. `shapes` are of whole ones."""
 
-    def __init__(self, entries: Sequence[Entry], mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
+    def __init__(self, entries: Sequence[WeightEntry], mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
                  layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, device: torch.device):
         self.entries = [entry for entry in entries if not entry.copies]
         self.mine, self.shapes, self.layout = mine, shapes, layout
@@ -41,7 +40,7 @@ class Exporter:
             if name in self.shapes and place.shape != self.shapes[name]:
                 raise EngineError(f"parameter `{name}` has shape {list(self.shapes[name])} in training and "
                                   f"{list(place.shape)} in generation")
-        bucket: list[Entry] = []
+        bucket: list[WeightEntry] = []
         size = 0
         for entry in self.entries:
             count = sum(self.shapes[name].numel() for name in entry.theirs) * kind.itemsize
@@ -53,10 +52,10 @@ class Exporter:
         if bucket:
             yield from self._whole(bucket, kind, into)
 
-    def _key(self, entry: Entry) -> tuple[int, str]:
+    def _key(self, entry: WeightEntry) -> tuple[int, str]:
         return entry.stage, entry.split
 
-    def _whole(self, bucket: list[Entry], dtype: torch.dtype, into: Mapping[str, Tensor],
+    def _whole(self, bucket: list[WeightEntry], dtype: torch.dtype, into: Mapping[str, Tensor],
                ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of entries that lie on one stage and are split alike: one message, or two if there are stages."""
         stage, split = self._key(bucket[0])

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
+from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.meshes import NAMES, dimension
 
 

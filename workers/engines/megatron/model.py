@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
+from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.megatron.attention import PackedAttention
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

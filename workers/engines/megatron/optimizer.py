@@ -20,9 +20,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from distflow.schema.errors import EngineError
-from distflow.schema.plan import Layout
-from distflow.schema.run import RoleRun
+from distflow.config.run import RoleRun
+from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.megatron.layout import in_words
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from distflow.schema.errors import EngineError, listing
-from distflow.schema.plan import Layout
+from distflow.errors import EngineError, listing
+from distflow.plan import Layout
 
 Fuse = Callable[[list[Tensor]], list[Tensor]]
 
@@ -25,7 +25,7 @@ def _same(parts: list[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """Parameters of one stage that belong together: `theirs` by Hugging Face's names, `ours` by Megatron's.
 
     `split` says which ranks have a slice each of every tensor of theirs along `dim`, or "" if each rank has it whole;
@@ -63,7 +63,7 @@ class Entry:
         return self.fuse([tensor.chunk(ways, self.dim)[rank] for tensor in whole])
 
 
-def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
+def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
     """Where each parameter of a model goes. Another family that is built like these needs its type in FAMILIES; one
     that is built otherwise, entries of its own here and its settings in `model.config_of`.
 
@@ -72,15 +72,15 @@ def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layou
     """
     layers, last = config.num_hidden_layers, layout.pp - 1
     split: dict = {"split": "tp", "pads": True}
-    result = [Entry(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), 0, **split)]
+    result = [WeightEntry(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), 0, **split)]
     for index in range(layers):
         stage, local = divmod(index, layers // layout.pp)
         result += _layer(config, names, layout, f"model.layers.{index}.", f"decoder.layers.{local}.", stage)
-    result.append(Entry(("model.norm.weight",), ("decoder.final_layernorm.weight",), last))
+    result.append(WeightEntry(("model.norm.weight",), ("decoder.final_layernorm.weight",), last))
     if not config.tie_word_embeddings:
-        result.append(Entry(("lm_head.weight",), ("output_layer.weight",), last, **split))
+        result.append(WeightEntry(("lm_head.weight",), ("output_layer.weight",), last, **split))
     elif last:
-        result.append(Entry(result[0].theirs, ("output_layer.weight",), last, **split, copies=True))
+        result.append(WeightEntry(result[0].theirs, ("output_layer.weight",), last, **split, copies=True))
     placed = {name for entry in result for name in entry.theirs}
     odd = sorted(set(names) - placed - {"lm_head.weight"})
     if odd:
@@ -92,29 +92,31 @@ def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layou
 
 
 def _layer(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout, theirs: str, ours: str,
-           stage: int) -> list[Entry]:
+           stage: int) -> list[WeightEntry]:
     plain = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm",
              "self_attn.q_norm": "self_attention.q_layernorm", "self_attn.k_norm": "self_attention.k_layernorm",
              "mlp.gate": "mlp.router"}
-    result = [Entry((f"{theirs}{name}.weight",), (f"{ours}{place}.weight",), stage)
+    result = [WeightEntry((f"{theirs}{name}.weight",), (f"{ours}{place}.weight",), stage)
               for name, place in plain.items() if f"{theirs}{name}.weight" in names]
     groups = config.num_key_value_heads // layout.tp
     for kind in ("weight", "bias"):
         qkv = tuple(f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv")
         if qkv[0] in names:
             fuse, part = _by_group(groups, config.num_attention_heads // config.num_key_value_heads)
-            result.append(Entry(qkv, (f"{ours}self_attention.linear_qkv.{kind}",), stage, "tp", 0, fuse, part))
-    result.append(Entry((f"{theirs}self_attn.o_proj.weight",), (f"{ours}self_attention.linear_proj.weight",), stage,
-                        "tp", 1))
+            result.append(WeightEntry(qkv, (f"{ours}self_attention.linear_qkv.{kind}",), stage, "tp", 0, fuse, part))
+    result.append(WeightEntry((f"{theirs}self_attn.o_proj.weight",), (f"{ours}self_attention.linear_proj.weight",),
+                              stage,
+                              "tp", 1))
     if f"{theirs}mlp.experts.down_proj" in names:
         count = config.num_experts // layout.ep
         for name, place in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
             experts = tuple(f"{ours}mlp.experts.local_experts.{expert}.{place}.weight" for expert in range(count))
-            result.append(Entry((f"{theirs}mlp.experts.{name}",), experts, stage, "ep", 0, _unstack, _stack))
+            result.append(WeightEntry((f"{theirs}mlp.experts.{name}",), experts, stage, "ep", 0, _unstack, _stack))
     else:
         gated = tuple(f"{theirs}mlp.{name}_proj.weight" for name in ("gate", "up"))
-        result.append(Entry(gated, (f"{ours}mlp.linear_fc1.weight",), stage, "tp", 0, _join, _halve))
-        result.append(Entry((f"{theirs}mlp.down_proj.weight",), (f"{ours}mlp.linear_fc2.weight",), stage, "tp", 1))
+        result.append(WeightEntry(gated, (f"{ours}mlp.linear_fc1.weight",), stage, "tp", 0, _join, _halve))
+        result.append(WeightEntry((f"{theirs}mlp.down_proj.weight",), (f"{ours}mlp.linear_fc2.weight",), stage, "tp",
+                                  1))
     return result
 
 
@@ -148,7 +150,7 @@ def _stack(experts: list[Tensor]) -> list[Tensor]:
     return [torch.stack(experts)]
 
 
-def stage_weights(placed: Sequence[Entry], whole: Mapping[str, Tensor], layout: Layout, ranks: Mapping[str, int],
+def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], layout: Layout, ranks: Mapping[str, int],
                   ) -> Iterator[tuple[str, Tensor, bool]]:
     """This rank's slices by Megatron's names, and whether tp splits them; `ranks` says its number in `pp`, `tp` and
     `ep`."""

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from distflow.schema.engines import ROLLOUTS
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation, RoleRun
+from distflow.config.models import ROLLOUTS
+from distflow.config.run import Generation, RoleRun
+from distflow.errors import EngineError
 from workers.engines.paging import cache_on_cpu
 from workers.engines.precision import is_half
-from workers.engines.rollout import Apart
+from workers.engines.rollout import SeparateWeights
 from workers.engines.sglang.server import SGLangServer
-from workers.engines.sglang.session import Requests
-from workers.engines.sglang.share import Share
+from workers.engines.sglang.session import PendingRequests
+from workers.engines.sglang.share import TPGroup
 from workers.engines.sglang.weights import Buckets, checked
 
 _PULSE = 60.0
@@ -33,7 +33,7 @@ _BEAT = 10.0
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
-class SGLangRollout(Apart):
+class SGLangRollout(SeparateWeights):
     """A model in SGLang's own form, in a server of its own. With tp > 1 the ranks of a share have one server together.
 
     Raises:
@@ -48,9 +48,9 @@ class SGLangRollout(Apart):
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.vocabulary = model.config.get_text_config().vocab_size
-        self.device, self.share, self.cached = mesh.device_type, Share(mesh), True
+        self.device, self.share, self.cached = mesh.device_type, TPGroup(mesh), True
         self.numbers = itertools.count()
-        self.sessions: weakref.WeakSet[Requests] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[PendingRequests] = weakref.WeakSet()
         self.server: SGLangServer | None = None
         try:
             self.share.tell(lambda: self._start(model, seed))
@@ -85,9 +85,9 @@ class SGLangRollout(Apart):
                     "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Requests:
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> PendingRequests:
         """What was read stays in any case, as long as there is room: the server finds it by its tokens."""
-        session = Requests(self, key, self.generation.temperature if temperature is None else temperature)
+        session = PendingRequests(self, key, self.generation.temperature if temperature is None else temperature)
         self.sessions.add(session)
         return session
 

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distflow.schema.engines import ROLLOUTS
-from distflow.schema.errors import EngineError
+from distflow.config.models import ROLLOUTS
+from distflow.errors import EngineError
 from workers.engines.torchrun import torchrun_says
 
 _PATIENCE = 900.0

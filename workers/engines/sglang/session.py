@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from distflow.robust import pulse
-from distflow.schema.errors import EngineError
-from workers.engines.rollout import Row, Session
+from distflow.errors import EngineError
+from distflow.telemetry import heartbeat
+from workers.engines.rollout import SampledRow, Session
 from workers.engines.sampling import key_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _MOMENT, _FIRST = 0.1, 1.0
 """Seconds that a step waits for a row to end, and for the first tokens of new rows."""
 
 
-class Turn(NamedTuple):
+class TurnResult(NamedTuple):
     """What the server says of a row whose turn is over."""
 
     request: str
@@ -34,16 +34,16 @@ class Turn(NamedTuple):
     aborted: bool
 
 
-class Requests(Session):
+class PendingRequests(Session):
     """The server goes on between two steps; what it says meanwhile waits here."""
 
     def __init__(self, engine: SGLangRollout, key: int, temperature: float):
         self.engine, self.key, self.temperature = engine, key, temperature
-        self.fresh: dict[str, Row] = {}
+        self.fresh: dict[str, SampledRow] = {}
         """Turns that the server does not know of yet, by request."""
-        self.turns: dict[str, Row] = {}
+        self.turns: dict[str, SampledRow] = {}
         """Turns under way."""
-        self.ended: list[Row] = []
+        self.ended: list[SampledRow] = []
         """Rows whose turns came to an end while others were aborted."""
         self.asked: set[str] = set()
         """Turns that are to be aborted."""
@@ -55,24 +55,24 @@ class Requests(Session):
     def busy(self) -> bool:
         return bool(self.fresh or self.turns or self.ended)
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[SampledRow]) -> None:
         for row in rows:
             if row.images is not None and len(row.images.values):
                 raise EngineError("SGLang is not given images here; transformers is. Instead:  rollout: hf")
             self.fresh[f"{next(self.engine.numbers)}."] = row  # the dot: SGLang aborts all that begin alike
 
-    def step(self) -> list[Row]:
+    def step(self) -> list[SampledRow]:
         if self.engine.paused:
             return []
         fresh, self.fresh = self.fresh, {}
         self.turns.update(fresh)
         if self.turns:
-            pulse.current().tick()
+            heartbeat.current().tick()
             self._take(self.engine.share.tell(lambda: self._advance(fresh)))
         ended, self.ended = self.ended, []
         return ended
 
-    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         chosen = {*self.fresh.values(), *self.turns.values()} if rows is None else set(rows)
         left = [self.fresh.pop(request) for request, row in list(self.fresh.items()) if row in chosen]
         for row in left:
@@ -80,22 +80,22 @@ class Requests(Session):
         self.asked = {request for request, row in self.turns.items() if row in chosen}
         return left + self._take(self.engine.share.tell(self._abort)) if self.asked else left
 
-    def _take(self, turns: list[Turn]) -> list[Row]:
+    def _take(self, turns: list[TurnResult]) -> list[SampledRow]:
         """Those that were aborted; the others wait for the next step."""
         aborted = []
-        for turn in itertools.starmap(Turn, turns):
+        for turn in itertools.starmap(TurnResult, turns):
             row = self.turns.pop(turn.request)
             row.end(torch.tensor(turn.tokens, dtype=torch.int64), torch.tensor(turn.logprobs, dtype=torch.float32),
                     torch.tensor(turn.versions, dtype=torch.int32), bool(turn.tokens) and turn.tokens[-1] in self.ends)
             (aborted if turn.aborted else self.ended).append(row)
         return aborted
 
-    def _advance(self, fresh: dict[str, Row]) -> list[Turn]:
+    def _advance(self, fresh: dict[str, SampledRow]) -> list[TurnResult]:
         if fresh:
             self.engine.server.generate(self._body(fresh), self.events)
         return self._hear(0.0 if self.ended else _FIRST if fresh else _MOMENT)
 
-    def _body(self, fresh: dict[str, Row]) -> dict[str, Any]:
+    def _body(self, fresh: dict[str, SampledRow]) -> dict[str, Any]:
         settings = self.engine.generation
         # SGLang draws differently as soon as any row in the batch is greedy or has a top-k: with seeds, all have one.
         no_limit = self.engine.vocabulary if settings.batch_invariant else -1
@@ -106,7 +106,7 @@ class Requests(Session):
                     {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
                     for row in fresh.values()]}
 
-    def _hear(self, patience: float) -> list[Turn]:
+    def _hear(self, patience: float) -> list[TurnResult]:
         """The turns that are over. Raises EngineError if the server is."""
         heard = []
         with contextlib.suppress(queue.Empty):
@@ -117,7 +117,7 @@ class Requests(Session):
             self.engine.server.watch()
         return list(filter(None, heard))
 
-    def _turn(self, event: dict[str, Any] | EngineError) -> Turn | None:
+    def _turn(self, event: dict[str, Any] | EngineError) -> TurnResult | None:
         """None while it goes on."""
         if isinstance(event, EngineError):
             raise event
@@ -135,9 +135,9 @@ class Requests(Session):
         versions = [int(span["version"]) for span in said.get("weight_versions", ())
                     for _ in range(span["start"], span["end"])]
         logprobs = [chosen[0] for chosen in said.get("output_token_logprobs", [])]
-        return Turn(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete)
+        return TurnResult(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete)
 
-    def _abort(self) -> list[Turn]:
+    def _abort(self) -> list[TurnResult]:
         left, heard = set(self.asked), []
         with self.engine.moving():
             while left:  # again and again: the server forgets an abort that comes before its row
@@ -148,7 +148,7 @@ class Requests(Session):
         return heard
 
 
-def _abandon(server: SGLangServer | None, turns: dict[str, Row]) -> None:
+def _abandon(server: SGLangServer | None, turns: dict[str, SampledRow]) -> None:
     """Nobody waits for these any more."""
     with contextlib.suppress(EngineError):
         for request in turns if server else ():

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distflow.data.warehouse import machine_name
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
+from distflow.rpc.shared_memory import machine_name
 
 
-class Share:
+class TPGroup:
     """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone.
 
     Raises:

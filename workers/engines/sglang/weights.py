@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.rollout import misplaced
 
 BUCKET = 256 << 20

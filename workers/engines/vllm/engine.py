@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from distflow.robust import pulse
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation, RoleRun
+from distflow.config.run import Generation, RoleRun
+from distflow.errors import EngineError
+from distflow.telemetry import heartbeat
 from workers.engines.precision import is_half
-from workers.engines.rollout import Apart, Row, Session
+from workers.engines.rollout import SampledRow, SeparateWeights, Session
 from workers.engines.vllm.start import shut, start, translated, untied
-from workers.engines.vllm.weights import Arrivals
+from workers.engines.vllm.weights import WeightLoader
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import EngineCoreClient
 
 
-class VLLMRollout(Apart):
+class VLLMRollout(SeparateWeights):
     """A model in vLLM's own form, beside the trainer's. With tp > 1 the ranks of a share have one engine together.
 
     Raises:
@@ -45,7 +45,7 @@ class VLLMRollout(Apart):
             raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
                               "replaced. Instead:  rollout: hf")
         self.cached, self.failure, self.numbers = True, "", itertools.count()
-        self.sessions: weakref.WeakSet[Sampling] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[VLLMSession] = weakref.WeakSet()
         tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
         self.copies = untied(model, mesh.device_type)
         self.llm = start(model, self.generation, self.dtype, mesh.device_type, tp, seed)
@@ -57,9 +57,9 @@ class VLLMRollout(Apart):
         worker = self.core.engine_core.model_executor.driver_worker
         self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Sampling:
+    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> VLLMSession:
         """What was read stays in any case, as long as there is room: vLLM finds it by its tokens."""
-        session = Sampling(self, key, self.generation.temperature if temperature is None else temperature)
+        session = VLLMSession(self, key, self.generation.temperature if temperature is None else temperature)
         self.sessions.add(session)
         return session
 
@@ -67,7 +67,7 @@ class VLLMRollout(Apart):
         """Rows under way are read again: what was kept of them belongs to the old weights."""
         self.check_health()
         device = self.llm.vllm_config.device_config.device
-        arrivals = Arrivals(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        arrivals = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
         with translated("take new weights"):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(arrivals)})
             if not self.cached:
@@ -117,14 +117,14 @@ class VLLMRollout(Apart):
                     session.hear(output)
 
 
-class Sampling(Session):
+class VLLMSession(Session):
     """vLLM's session: each turn of a row is a request."""
 
     def __init__(self, engine: VLLMRollout, key: int, temperature: float):
         self.engine, self.key, self.temperature = engine, key, temperature
         self.turns: dict[str, _Turn] = {}
         """Turns under way, by request."""
-        self.ended: list[Row] = []
+        self.ended: list[SampledRow] = []
         """Rows whose turns ended since the last step."""
         weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
 
@@ -132,7 +132,7 @@ class Sampling(Session):
     def busy(self) -> bool:
         return bool(self.turns or self.ended)
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[SampledRow]) -> None:
         from workers.engines.vllm.sampling import parameters
 
         self.engine.check_health()
@@ -150,7 +150,7 @@ class Sampling(Session):
                     request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
             self.turns[request] = _Turn(row)
 
-    def step(self) -> list[Row]:
+    def step(self) -> list[SampledRow]:
         if self.engine.paused:
             return []
         if self.turns:
@@ -162,7 +162,7 @@ class Sampling(Session):
         """What vLLM sampled for a turn in this step."""
         turn = self.turns[output.request_id]
         turn.tokens += output.new_token_ids
-        pulse.current().tick()
+        heartbeat.current().tick()
         turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         turn.versions += [self.engine.version] * len(output.new_token_ids)
         stopped = self.engine.stop is not None and self.engine.stop.reached(turn.row, turn.tokens)
@@ -173,7 +173,7 @@ class Sampling(Session):
             ended = stopped or turn.tokens[-1] in self.engine.ends
             self.ended.append(self.turns.pop(output.request_id).end(ended))
 
-    def abort(self, rows: Sequence[Row] | None = None) -> list[Row]:
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         chosen = None if rows is None else set(rows)
         wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
         with translated("abort"):
@@ -184,13 +184,13 @@ class Sampling(Session):
 class _Turn:
     """What a row got so far."""
 
-    def __init__(self, row: Row):
+    def __init__(self, row: SampledRow):
         self.row = row
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
 
-    def end(self, finished: bool) -> Row:
+    def end(self, finished: bool) -> SampledRow:
         self.row.end(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs, dtype=torch.float32),
                      torch.tensor(self.versions, dtype=torch.int32), finished)
         return self.row

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
+from distflow.config.run import Generation
 from distflow.data.exchange import gather
-from distflow.schema.errors import EngineError
-from distflow.schema.run import Generation
+from distflow.errors import EngineError
 from workers.engines.paging import cache_on_cpu
 from workers.engines.torchrun import torchrun_says
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from distflow.schema.errors import EngineError
+from distflow.errors import EngineError
 from workers.engines.rollout import misplaced
 
 
-class Arrivals:
+class WeightLoader:
     """Whole tensors as vLLM may have them: in its dtype, its own copies, and fused ones only when all parts are there.
 
     Iteration ends early at a tensor that the model does not have, or that has another shape: vLLM then finishes what

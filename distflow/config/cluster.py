@@ -1,0 +1,170 @@
+"""The machines that a plan is made for: device types, machines, zones, regions, and the links between them.
+
+Bandwidths are in GB/s (10⁹ bytes a second), latencies in microseconds, peak rates in TFLOP/s, memory in GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from distflow.config.yaml_source import Document, YamlSource
+from distflow.errors import Diagnostic, did_you_mean
+
+ZONE, REGION = "zone", "region"
+"""Where machines stand if the file does not say."""
+
+
+class Link(Document):
+    """A way between two places. Bytes take `latency_us` and then flow at `gb_s`, in each direction."""
+
+    gb_s: PositiveFloat
+    latency_us: NonNegativeFloat = 0.0
+
+
+class Device(Document):
+    """A type of accelerator: peak TFLOP/s by dtype without sparsity, its memory and that memory's bandwidth."""
+
+    tflops: dict[Literal["bfloat16", "float32"], PositiveFloat] = Field(min_length=1)
+    memory_gib: PositiveFloat
+    memory_gb_s: PositiveFloat
+
+
+class MachineGroup(Document):
+    """`count` machines that are alike, each with so many `devices` of one type, in one zone."""
+
+    device: str
+    devices: PositiveInt = 8
+    count: PositiveInt = 1
+    zone: str = ZONE
+    inside: Link | None = None
+    """Between two devices of a machine; default: `links.inside`."""
+    network_gb_s: PositiveFloat | None = None
+    """What a machine sends at most, over all its devices; default: as much as the link takes."""
+    host_gb_s: PositiveFloat = 25.0
+    """Between a device and its machine's memory."""
+
+
+class Links(Document):
+    """How bytes get from one place to another. What no pair of machines needs may be left out.
+
+    Bandwidths between machines are those of a pair of machines, over all their devices.
+    """
+
+    inside: Link | None = None
+    """Between the devices of a machine, where that does not say it itself."""
+    zone: Link | None = None
+    """Between the machines of a zone."""
+    region: Link | None = None
+    """Between the zones of a region."""
+    world: Link | None = None
+    """Between regions."""
+
+
+class Path(Link):
+    """A link between two zones or regions that differs from the others. One between zones counts before one between
+    regions."""
+
+    between: Annotated[list[str], Field(min_length=2, max_length=2)]
+
+
+class Cluster(Document):
+    """Where a run is to stand.
+
+    Alike ranks need nothing but `ranks` and `memory_gib`, that of each; without it a plan estimates memory but refuses
+    nothing. Mixed hardware is described by `devices`, `machines` and their `links`.
+    """
+
+    name: str = "local"
+    ranks: PositiveInt | None = None
+    memory_gib: PositiveFloat | None = None
+    devices: dict[str, Device] = {}
+    machines: dict[str, MachineGroup] = {}
+    zones: dict[str, str] = {}
+    """The region of each zone; a zone that is not named here is in the only one."""
+    links: Links = Links()
+    paths: list[Path] = []
+
+    @property
+    def size(self) -> int | None:
+        """How many ranks it has, if it says."""
+        return self.ranks or sum(kind.count * kind.devices for kind in self.machines.values()) or None
+
+    def region(self, zone: str) -> str:
+        return self.zones.get(zone, REGION)
+
+    def inside(self, name: str) -> Link | None:
+        """The link between the devices of a machine of the kind `name`."""
+        return self.machines[name].inside or self.links.inside
+
+    def between(self, one: str, other: str) -> Link | None:
+        """The link between two machines of these kinds; None if the file has none."""
+        zones = {self.machines[one].zone, self.machines[other].zone}
+        if len(zones) == 1:
+            return self.links.zone
+        regions = {self.region(zone) for zone in zones}
+        for ends in (zones, regions):
+            own = next((path for path in self.paths if set(path.between) == ends), None)
+            if own:
+                return own
+        return self.links.region if len(regions) == 1 else self.links.world
+
+
+def check_cluster(cluster: Cluster, source: YamlSource) -> list[Diagnostic]:
+    """What is wrong with a description beyond the form of its keys: names that nothing has, and missing links."""
+    mistakes = list(_names(cluster, source))
+    return mistakes or [*_exclusive(cluster, source), *_links(cluster, source)]
+
+
+def _names(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    zones = {kind.zone for kind in cluster.machines.values()}
+    for name, kind in cluster.machines.items():
+        if kind.device not in cluster.devices:
+            yield Diagnostic(f"machines `{name}`: there is no device `{kind.device}`",
+                             source.spot(("machines", name, "device")),
+                             did_you_mean(kind.device, cluster.devices, "Devices") or "Describe it:  devices: {…}")
+    for zone in cluster.zones:
+        if zone not in zones:
+            yield Diagnostic(f"no machine stands in zone `{zone}`", source.spot(("zones", zone), key=True),
+                             did_you_mean(zone, sorted(zones), "Zones of machines"))
+    places = sorted(zones | {cluster.region(zone) for zone in zones})
+    for number, path in enumerate(cluster.paths):
+        for end, place in enumerate(path.between):
+            if place not in places:
+                yield Diagnostic(f"a path leads to `{place}`, which is neither a zone nor a region",
+                                 source.spot(("paths", number, "between", end)), did_you_mean(place, places, "Places"))
+        if path.between[0] == path.between[1]:
+            yield Diagnostic(f"a path leads from `{path.between[0]}` to itself",
+                             source.spot(("paths", number, "between")),
+                             "Links inside a zone:  links: {zone: {gb_s: …}}")
+
+
+def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    if cluster.machines and (cluster.ranks or cluster.memory_gib):
+        key = "ranks" if cluster.ranks else "memory_gib"
+        yield Diagnostic(f"`{key}` is for alike ranks, and `machines` says it too", source.spot((key,), key=True),
+                         f"Take `{key}` out: machines and devices say it.")
+    if cluster.devices and not cluster.machines:
+        yield Diagnostic("devices are described, but no machine has them", source.spot(("devices",), key=True),
+                         "Add  machines: {NAME: {device: …, devices: 8, count: 1}}")
+
+
+def _links(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    """One mistake for each kind of link that some pair of machines needs and the file lacks."""
+    for name, kind in cluster.machines.items():
+        if kind.devices > 1 and cluster.inside(name) is None:
+            yield Diagnostic(f"the devices of a machine `{name}` are not linked",
+                             source.spot(("machines", name), key=True),
+                             "Add  links: {inside: {gb_s: …, latency_us: …}}  , or `inside` to these machines.")
+    for one, other in combinations_with_replacement(cluster.machines, 2):
+        if (one == other and cluster.machines[one].count == 1) or cluster.between(one, other) is not None:
+            continue
+        zones = [cluster.machines[name].zone for name in (one, other)]
+        key = "zone" if zones[0] == zones[1] else "region" if len(set(map(cluster.region, zones))) == 1 else "world"
+        way = (f"machines `{one}` are not linked with each other" if one == other
+               else f"machines `{one}` and `{other}` are not linked")
+        path = f"  , or  paths: [{{between: [{zones[0]}, {zones[1]}], gb_s: …}}]" if zones[0] != zones[1] else "."
+        yield Diagnostic(way, source.spot(("machines", other), key=True), f"Add  links: {{{key}: {{gb_s: …}}}}{path}")

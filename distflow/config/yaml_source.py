@@ -1,0 +1,357 @@
+"""From a parsed file to a typed object, with every mistake collected and placed.
+
+YAML with every value's place kept, so that a mistake found later can point at its line.
+
+Stricter than YAML 1.1: only true and false are booleans (not yes, on, off), `1e-6` is a number, and a key that
+stands twice is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, nearest
+
+_SCALARS = (
+    (re.compile(r"^(~|null|)$"), lambda text: None),
+    (re.compile(r"^(true|false)$"), lambda text: text == "true"),
+    (re.compile(r"^[-+]?\d+(_\d+)*$"), lambda text: int(text.replace("_", ""))),
+    (re.compile(r"^[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?$"), lambda text: float(text.replace("_", ""))),
+    (re.compile(r"^[-+]?\.inf$"), lambda text: float(text.replace(".", ""))),
+)
+
+
+@dataclass
+class YamlSource:
+    """A parsed file: `data`, where each key and value of it stands, and what is wrong with its form."""
+
+    file: str
+    data: Any = None
+    lines: list[str] = field(default_factory=list)
+    keys: dict[tuple, Location] = field(default_factory=dict)
+    values: dict[tuple, Location] = field(default_factory=dict)
+    mistakes: list[Diagnostic] = field(default_factory=list)
+    doubtful: set[tuple] = field(default_factory=set)
+    """Paths whose value is a guess, since what stands there is wrong; no mistake should be built on them."""
+
+    def spot(self, path: tuple, key: bool = False) -> Location:
+        """Where `path` stands; the nearest enclosing key if it does not stand in the file."""
+        if not key and path in self.values:
+            return self.values[path]
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.keys:
+                return self.keys[path[:end]]
+        return Location(self.file)
+
+    def override(self, path: tuple[str, ...], value: Any, text: str) -> None:
+        """Set one value as `--set` does; mistakes about it then point at the command line."""
+        place = self.data
+        for depth, part in enumerate(path[:-1], 1):
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+            if not isinstance(place, dict):
+                raise InvalidInput(f"--set {text}: `{'.'.join(path[:depth])}` is not a mapping, so it has no "
+                                   f"`{'.'.join(path[depth:])}`")
+        place[path[-1]] = value
+        for spots in (self.keys, self.values):  # what stood below it in the file is gone
+            for stale in [known for known in spots if known[: len(path)] == path]:
+                del spots[stale]
+        self.keys[path] = self.values[path] = Location(f"--set {text}")
+
+
+def parse_value(text: str, shown: str) -> Any:
+    """One YAML value, as written after the `=` of `--set`; `shown` is what messages call it.
+
+    Raises:
+        InvalidInput: it is not YAML.
+    """
+    try:
+        source = parse(text, shown)
+        mistakes = source.mistakes
+    except InvalidInput as error:
+        mistakes = list(error.mistakes)
+    if mistakes:
+        raise InvalidInput([Diagnostic(mistake.what, Location(shown), mistake.hint) for mistake in mistakes])
+    return source.data
+
+
+def read(path: Path, shown: str | None = None) -> YamlSource:
+    """Parse a file. A key that stands twice is noted in the source's `mistakes`, and its first value taken.
+
+    Raises:
+        InvalidInput: it cannot be read, or is not YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{shown or path}: cannot be read: {error}") from None
+    source = parse(text, shown or str(path))
+    if not isinstance(source.data, dict):
+        found = {type(None): "nothing", list: "a list"}.get(type(source.data), repr(source.data))
+        raise InvalidInput(f"{source.file}: expected `key: value` lines, found {found}")
+    return source
+
+
+def parse(text: str, file: str) -> YamlSource:
+    """Parse a text that `file` holds.
+
+    Raises:
+        InvalidInput: it is not YAML.
+    """
+    source = YamlSource(file, lines=text.splitlines())
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise InvalidInput(_syntax_mistake(source, error)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InvalidInput(Diagnostic(f"not valid YAML: character {error.character!r} is not allowed",
+                                      Location(file, line))) from None
+    source.data = _build(source, root, (), ()) if root else None
+    return source
+
+
+def _syntax_mistake(source: YamlSource, error: yaml.MarkedYAMLError) -> Diagnostic:
+    mark, began = error.problem_mark or error.context_mark, error.context_mark
+    if mark is None:
+        return Diagnostic(f"not valid YAML: {error.problem}", Location(source.file))
+    where = _spot(source, mark.line, mark.column, 1)
+    lines = (where,)
+    if began and began.line != mark.line:  # a bracket that is never closed is noticed lines later
+        lines = (_spot(source, began.line, began.column, 1), where)
+    hint = "Indent with spaces." if "\\t" in str(error.problem) else ""
+    what = f"not valid YAML: {f'{error.context}: ' if error.context else ''}{error.problem}"
+    return Diagnostic(what, where, hint, tuple(spot for spot in lines if spot.text))
+
+
+def _spot(source: YamlSource, line: int, column: int, length: int) -> Location:
+    text = source.lines[line] if line < len(source.lines) else ""
+    return Location(source.file, line + 1, column + 1, length, text)
+
+
+def _place(source: YamlSource, node: yaml.Node) -> Location:
+    start, end = node.start_mark, node.end_mark
+    line = source.lines[start.line] if start.line < len(source.lines) else ""
+    length = (end.column if end.line == start.line else len(line)) - start.column
+    return _spot(source, start.line, start.column, length)
+
+
+def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.Node, ...]) -> Any:
+    source.values[path] = _place(source, node)
+    if node in above:
+        source.mistakes.append(Diagnostic("an alias (`*name`) stands inside what it stands for", source.values[path]))
+        source.doubtful.add(path)
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(source, child, (*path, index), (*above, node)) for index, child in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        return _build_mapping(source, node, path, (*above, node))
+    return node.value if node.style in ("'", '"', "|", ">") else _scalar(node.value)
+
+
+def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, above: tuple[yaml.Node, ...]) -> dict:
+    result: dict = {}
+    for key_node, value_node in node.value:
+        spot = _place(source, key_node)
+        if not isinstance(key_node, yaml.ScalarNode):
+            hint = "Put quotes around a name with braces or brackets:  \"{role}_logprobs\""
+            source.mistakes.append(Diagnostic("a key must be one word, not a mapping or a list", spot, hint))
+            continue
+        key = key_node.value
+        if key in result:
+            first = source.keys[(*path, key)]
+            hint = f"It stands first on line {first.line}. Keep one of them."
+            source.mistakes.append(Diagnostic(f"key `{key}` stands twice", spot, hint, (first, spot)))
+            source.doubtful.add((*path, key))
+            continue
+        source.keys[(*path, key)] = spot
+        result[key] = _build(source, value_node, (*path, key), above)
+    return result
+
+
+def _scalar(text: str) -> Any:
+    for pattern, convert in _SCALARS:
+        if pattern.match(text):
+            return convert(text)
+    return text
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
+          "string": "text", "dict": "a mapping", "list": "a list", "model": "a mapping"}
+_STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: ""}
+"""What stands for a required value that is wrong or missing while other mistakes are looked for."""
+_ROUNDS = 4
+"""Repairs: what was wrong, what is then missing, what is missing below that; then it is given up."""
+
+
+class Document(BaseModel):
+    """Base of all that users write: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+D = TypeVar("D", bound=Document)
+
+
+def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]]:
+    """The object and all that is wrong with its source.
+
+    What is wrong is replaced by the best guess, so that later checks can find their mistakes in the same run; the
+    source's `doubtful` says where. The object is None if no guess makes it stand.
+    """
+    data, mistakes = copy.deepcopy(source.data), list(source.mistakes)
+    for round_ in range(_ROUNDS):
+        try:
+            return kind.model_validate(data), mistakes
+        except ValidationError as error:
+            problems = error.errors()
+        if round_ == 0:
+            mistakes += [_mistake(kind, source, item) for item in problems
+                         if item["loc"] not in source.doubtful and not _is_misspelt(kind, problems, item)]
+        source.doubtful.update(item["loc"] for item in problems)
+        for item in reversed(problems):  # from the end, so that indices of list items still to be dropped stay right
+            _repair(kind, data, item)
+    return None, mistakes
+
+
+def _is_misspelt(kind: type[Document], problems: list[Any], item: Any) -> bool:
+    """Whether a missing key stands there after all, but misspelt: then its misspelling is the mistake to report."""
+    return item["type"] == "missing" and any(
+        other["type"] == "extra_forbidden" and other["loc"][:-1] == item["loc"][:-1]
+        and nearest(other["loc"][-1], _fields_at(kind, other["loc"][:-1])) == item["loc"][-1] for other in problems)
+
+
+def _repair(kind: type[Document], data: Any, item: Any) -> None:
+    path = item["loc"]
+    place = _at(data, path[:-1])
+    if not path or not isinstance(place, dict | list):
+        return
+    if item["type"] == "missing":
+        _fill(kind, place, path)
+    elif item["type"] == "literal_error":
+        meant = nearest(str(item["input"]), _choices(item))
+        place[path[-1]] = meant
+        if meant is None:
+            del place[path[-1]]
+    elif item["type"] == "list_type" and isinstance(item["input"], str):
+        place[path[-1]] = [item["input"]]
+    elif isinstance(place, list):
+        del place[path[-1]]
+    else:
+        value = place.pop(path[-1], None)
+        meant = nearest(path[-1], _fields_at(kind, path[:-1])) if item["type"] == "extra_forbidden" else None
+        if meant:
+            place.setdefault(meant, value)
+
+
+def _fill(kind: type[Document], place: Any, path: tuple) -> None:
+    expected = _kind_at(kind, path)
+    if _is_document(expected):
+        place.setdefault(path[-1], {})
+    elif typing.get_origin(expected) is typing.Literal:
+        place.setdefault(path[-1], typing.get_args(expected)[0])
+    elif expected in _STAND_INS:
+        place.setdefault(path[-1], _STAND_INS[expected])
+
+
+def _at(data: Any, path: tuple) -> Any:
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
+    path = tuple(item["loc"])
+    name = ".".join(str(part) for part in path)
+    where = source.spot(path)
+    if item["type"] == "extra_forbidden":
+        hint = did_you_mean(path[-1], _fields_at(kind, path[:-1]))
+        return Diagnostic(f"unknown key `{path[-1]}`", source.spot(path, key=True), hint)
+    if item["type"] == "missing":
+        return Diagnostic(f"`{name}` is missing", source.spot(path[:-1], key=True), f"Add `{path[-1]}:` here.")
+    if item["type"] in ("value_error", "assertion_error"):
+        return Diagnostic(f"`{name}`: {item['ctx']['error']}" if name else str(item["ctx"]["error"]), where)
+    if item["type"] in ("too_short", "too_long"):
+        bound = item["ctx"].get("min_length", item["ctx"].get("max_length"))
+        side = "at least" if item["type"] == "too_short" else "at most"
+        return Diagnostic(f"`{name}` must have {side} {bound} item{'s' * (bound != 1)}", where)
+    meant = nearest(str(item["input"]), _choices(item)) if item["type"] == "literal_error" else None
+    hint = f"Did you mean `{meant}`?" if meant else _default_hint(kind, path)
+    if item["type"] == "list_type" and isinstance(item["input"], str):
+        hint = f"Instead:  {path[-1]}: [{item['input']}]"
+    return Diagnostic(f"`{name}` must be {_expected(item)}, not {_shown(item['input'])}", where, hint)
+
+
+def _default_hint(kind: type[Document], path: tuple) -> str:
+    """What stands for a value that is left out, if that is one number or word."""
+    above = _kind_at(kind, path[:-1])
+    fields = above.model_fields.items() if _is_document(above) else ()
+    default = next((field.default for name, field in fields if (field.alias or name) == path[-1]), None)
+    return f"Its default is {_shown(default)}." if isinstance(default, bool | int | float | str) else ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _choices(item: Any) -> list[str]:
+    return re.findall(r"'([^']*)'", item["ctx"]["expected"])
+
+
+def _expected(item: Any) -> str:
+    if item["type"] == "literal_error":
+        return f"one of {item['ctx']['expected']}"
+    if item["type"].startswith(("greater_than", "less_than")):
+        bound = item["msg"].removeprefix("Input should be ")
+        return bound.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    stem = item["type"].split("_")[0]
+    return _KINDS.get(stem, item["msg"].removeprefix("Input should be "))
+
+
+def _fields_at(kind: Any, path: tuple) -> list[str]:
+    """The keys allowed at `path` below `kind`."""
+    kind = _kind_at(kind, path)
+    return [field.alias or name for name, field in kind.model_fields.items()] if _is_document(kind) else []
+
+
+def _kind_at(kind: Any, path: tuple) -> Any:
+    for part in path:
+        kind = _inner(kind, part)
+    return kind
+
+
+def _inner(kind: Any, part: Any) -> Any:
+    if _is_document(kind):
+        for name, field in kind.model_fields.items():
+            if part == (field.alias or name):
+                return _strip_optional(field.annotation)
+        return None
+    arguments = typing.get_args(kind)
+    return _strip_optional(arguments[-1]) if arguments else None
+
+
+def _strip_optional(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next((arg for arg in typing.get_args(kind) if arg is not type(None)), None)
+    return kind
+
+
+def _is_document(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Document)

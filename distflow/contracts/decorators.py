@@ -1,0 +1,239 @@
+"""What users register: node functions, rewards and environments. A registry is a dict and a decorator."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from distflow.errors import Diagnostic, InvalidInput, Location, shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+Reward = str | list[str] | dict[str, Any]
+"""The annotation of a setting that says which rewards to take: see `distflow.contracts.rewards`."""
+Regex = str
+"""The annotation of a setting that is a regular expression."""
+
+Loss = str
+"""The annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`."""
+Environment = str
+"""The annotation of a setting that names an environment."""
+Template = str
+"""The annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`."""
+
+NODES: dict[str, Callable[..., Any]] = {}
+REWARDS: dict[str, Callable[..., Any]] = {}
+ENVIRONMENTS: dict[str, type] = {}
+_IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
+                 RuntimeError, ArithmeticError, AssertionError)
+"""What a mistake in a module raises when it is imported."""
+
+
+@dataclass(frozen=True)
+class NodeMarks:
+    """What `@node` says of a function beyond its signature."""
+
+    writes: tuple[str, ...] = ()
+    """Columns that it returns, in order; `{role}` stands for the node's role."""
+    type: str = "COMPUTE"
+    """MODEL_INFERENCE, MODEL_TRAIN or COMPUTE."""
+    keep_together: str | None = None
+    """Column whose equal values must not be split between ranks."""
+    repeats: str | None = None
+    """Setting that says how many rows it returns for each row that it gets."""
+    refills: str | None = None
+    """For a function that writes `keep`: setting that says how often a step may draw prompts, the first time included,
+    until as many as its batch has are kept."""
+    default_for: tuple[str, ...] = ()
+    """Roles whose nodes of this type run it when they name no function."""
+    requires: dict[str, str] = field(default_factory=dict)
+    """Setting → optional column that must be there when the setting is not zero."""
+    bounds: dict[str, str] = field(default_factory=dict)
+    """Setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through."""
+    belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Setting → (another setting, its value): it must be given with that value and with no other, as
+    `{"fixed_length": ("aggregate", "fixed_length_sum")}`."""
+    only_with: dict[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    """Setting → (another setting, its values): it may be given with those and with no other, as
+    `{"clip": ("loss", ("ppo", "gspo"))}`."""
+    refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
+    """Setting → value that its annotation leaves out → why, and what to write instead."""
+    head: str | None = "lm"
+    """For a model function, what its role must have: "lm" or "value"; None if it works with any."""
+    samples: bool | None = None
+    """For a model function, whether its role must be ready to sample; those that repeat rows are taken to."""
+    row_wise: bool = False
+    """For a model function: what it returns for a row depends on that row alone, so that it may be called on some of a
+    step's prompts while others are still sampled."""
+
+    def __post_init__(self) -> None:
+        for name in ("writes", "default_for"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+
+def node(
+    *,
+    writes: str | tuple[str, ...] = (),
+    type: str = "COMPUTE",  # noqa: A002 - the word of the DAG
+    keep_together: str | None = None,
+    repeats: str | None = None,
+    refills: str | None = None,
+    default_for: str | tuple[str, ...] = (),
+    requires: dict[str, str] | None = None,
+    bounds: dict[str, str] | None = None,
+    belongs_to: dict[str, tuple[str, Any]] | None = None,
+    only_with: dict[str, tuple[str, tuple[Any, ...]]] | None = None,
+    refuses: dict[str, dict[Any, str]] | None = None,
+    head: str | None = "lm",
+    samples: bool | None = None,
+    row_wise: bool = False,
+) -> Callable[[F], F]:
+    """Make a function usable as `function:` of a node; its signature is its contract.
+
+    Positional parameters are the columns that it reads (optional if they have a default), keyword-only ones the
+    settings of `with:`. A model function's first parameter is its role's engine.
+
+    Args: those of `NodeMarks`, a single name standing for a tuple of one.
+
+    All of them are written as plain values, so that they are known without importing the module.
+    """
+    marks = NodeMarks(writes, type, keep_together, repeats, refills, default_for, requires or {},  # type: ignore[arg-type]
+                      bounds or {}, belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
+
+    def register(function: F) -> F:
+        function.__distflow_node__ = marks  # type: ignore[attr-defined]
+        return _register(NODES, function)
+
+    return register
+
+
+@dataclass(frozen=True)
+class RewardMarks:
+    """What `@reward` says of a function beyond its signature. See `reward`."""
+
+    timeout: float = 10.0
+    retries: int = 1
+    concurrency: int = 16
+    in_rank: bool = False
+    shortcut: Callable[..., float | None] | None = None
+    check: Callable[..., str] | None = None
+
+
+def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
+           in_rank: bool = False, shortcut: Callable[..., float | None] | None = None,
+           check: Callable[..., str] | None = None) -> Any:
+    """Make a function usable as `reward:` of a `score` node, by its name; as `@reward` or `@reward(timeout=60)`.
+
+    Its positional parameters say what it gets. `completion`, `answer`, `question` and `response` (its tokens) are those
+    of one sample, of which it returns the reward, a finite number. `completions`, `answers`, `questions` and
+    `responses` are lists with those of all samples of a rank, for which it returns a list of numbers. Any other one
+    names a column of the dataset (`data.columns`) or of a node upstream. Keyword-only parameters are settings, given
+    as `reward: {NAME: {SETTING: VALUE}}`. It may be `async`.
+
+    It runs in a process of its own beside the rank. A call that raises, takes too long, ends its process or returns
+    anything but finite numbers is repeated, and then its sample leaves the step and is counted. A DistflowError that it
+    raises says that no call can succeed, and ends the run.
+
+    Args:
+        timeout: seconds for one call; for a function of lists, for all its samples.
+        retries: further calls for a sample whose call has failed.
+        concurrency: calls of an async function that wait at the same time, in one process.
+        in_rank: call it in the rank itself, and once: only for what cannot hang, whatever it is given. A function of
+            lists and an async one run in a process all the same.
+        shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
+            It too must not be able to hang.
+        check: called with the settings that a recipe gives, when the run is validated; says what is wrong with them,
+            else "". The module is imported for it.
+    """
+    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
+
+    def register(function: F) -> F:
+        function.__distflow_reward__ = marks  # type: ignore[attr-defined]
+        return _register(REWARDS, function)
+
+    return register if function is None else register(function)
+
+
+def loss(function: F) -> F:
+    """Make a function usable as `loss: MODULE:FUNCTION` of a `policy_update` node.
+
+    Its positional parameters say what it gets; each is a tensor with one value for each trained token of a micro-batch:
+
+        logprobs        of the sampled tokens under the model that is trained; gradients flow here alone
+        old_logprobs    the same under the model that the step started from, or that sampled
+        advantages      what each token is worth
+        lengths         [rows] int64: how many of these tokens each row has, one row after the other
+
+    `logprobs` is needed, the others may be left out. Keyword-only parameters are settings, from `loss_settings:`. It
+    returns the loss of each token, a tensor of the shape of `logprobs`, and averages nothing: `aggregate:` says how
+    tokens count, so that the result does not depend on micro-batches and ranks. For the same reason a token's loss may
+    depend on the other tokens of its row, but not on other rows.
+    """
+    function.__distflow_loss__ = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a turn of the model: what it shows, whether that was the last, what it is worth.
+
+    The rewards of a trajectory's turns are added up. What is shown with the last turn is not read by the model.
+    """
+
+    observation: str = ""
+    done: bool = False
+    reward: float = 0.0
+
+
+def environment(kind: type | None = None, *, safe: bool = False, together: int = 512) -> Any:
+    """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
+
+    `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
+    keyword-only ones the settings of `environment_settings:`. `step(text)`, a function or a coroutine, gets what the
+    model said in its turn and returns a `Turn`. All of it runs in a process of its own.
+
+    Args:
+        safe: doing the same steps again in a new instance gives the same and changes nothing elsewhere. A step that
+            failed because its process ended is then tried again; else the trajectory is left out.
+        together: steps that a process of safe ones has under way at a time, if `step` is a coroutine. Others wait for
+            them: give fewer where a step computes, for the time that it may take runs from its beginning.
+    """
+    def register(kind: type) -> type:
+        kind.__distflow_safe__, kind.__distflow_together__ = safe, together  # type: ignore[attr-defined]
+        return _register(ENVIRONMENTS, kind)  # type: ignore[type-var, arg-type]
+
+    return register if kind is None else register(kind)
+
+
+def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
+    """Raises InvalidInput if another module has registered a function of the same name."""
+    other = registry.get(function.__name__)
+    if other is not None and other.__module__ != function.__module__:
+        raise InvalidInput(f"`{function.__name__}` of module `{function.__module__}` has the name of a function of "
+                           f"module `{other.__module__}`. Give it another.")
+    registry[function.__name__] = function
+    return function
+
+
+def load_module(name: str, hint: str = "") -> types.ModuleType:
+    """Import a module of node functions, which registers them.
+
+    Raises:
+        InvalidInput: the import fails; names the line that raised, and `hint` says why it was imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except _IMPORT_FAILS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where: Location | None = Location(shown(frame.filename), frame.lineno or 0, 1, 0, frame.line or "")
+        if isinstance(error, SyntaxError):
+            text = (error.text or "").rstrip()
+            where = Location(shown(error.filename or name), error.lineno or 0, error.offset or 0, 1, text)
+        elif frame.filename.startswith("<frozen"):  # the import system itself: the module was not found
+            where = None
+        what = f"module `{name}` fails when it is imported: {type(error).__name__}: {error}"
+        raise InvalidInput(Diagnostic(what, where, hint)) from error

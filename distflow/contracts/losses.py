@@ -1,0 +1,123 @@
+"""Losses of the user's own: functions under `@loss`, named by `loss: MODULE:FUNCTION`, read from source like nodes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.contracts import decorators
+from distflow.contracts.environments import wrong_settings
+from distflow.contracts.modules import check_imports, module_file, where_looked_for
+from distflow.contracts.signature import Contract, build
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from distflow.config.load import Spec
+
+ANNOTATION = "Loss"
+"""A setting whose annotation has this name in it may name a loss; `loss_settings` beside it are that one's own."""
+SETTINGS = "loss_settings"
+PARAMETERS = ("logprobs", "old_logprobs", "advantages", "lengths")
+"""What the positional parameters of a loss may be called."""
+
+
+def check_losses(spec: Spec) -> list[Diagnostic]:
+    """Return what is wrong with the losses that nodes name, and with the settings that they get."""
+    mistakes: list[Diagnostic] = []
+    for node, item in spec.dag.nodes.items():
+        contract = spec.functions.get(item.function or "")
+        for name, setting in contract.settings.items() if contract else ():
+            if ANNOTATION in setting.annotation.split(" | "):
+                mistakes += _check_named(spec, node, item.settings.get(name, setting.value), name)
+    return mistakes
+
+
+def load_loss(key: str) -> Callable[..., Any]:
+    """Return the function that `MODULE:FUNCTION` names.
+
+    Raises:
+        InvalidInput: its module fails when it is imported, or has no such function with `@loss` above it.
+    """
+    module, _, name = key.partition(":")
+    function = getattr(decorators.load_module(module), name, None)
+    if not hasattr(function, "__distflow_loss__"):
+        raise InvalidInput(f"module `{module}` has no function `{name}` with @loss above it")
+    return function
+
+
+def place_of(key: str) -> Location:
+    """Return where the source of `MODULE:FUNCTION` has its `def`."""
+    module, _, name = key.partition(":")
+    file = module_file(module)
+    return _of_file(module, file)[name].where if file else Location(module)
+
+
+def _check_named(spec: Spec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
+    """Check the value of one setting that may name a loss."""
+    source, path = spec.dag_source, ("nodes", node, "with")
+    given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
+    if not isinstance(value, str) or ":" not in value:
+        if given:
+            yield Diagnostic(f"node `{node}`: `{SETTINGS}` are for a loss of your own, and `{name}` is `{value}`",
+                             source.spot((*path, SETTINGS), key=True), f"Take `{SETTINGS}` out.")
+        return
+    module, _, function = value.partition(":")
+    where, file = source.spot((*path, name)), module_file(module)
+    if file is None:
+        yield Diagnostic(f"node `{node}`: module `{module}` cannot be found", where, where_looked_for(module))
+        return
+    if missing := check_imports(module, file):
+        yield from missing
+        return
+    try:
+        known = _of_file(module, file)
+    except InvalidInput as error:
+        yield from error.mistakes
+        return
+    if function not in known:
+        hint = did_you_mean(function, known, "Losses in it") or f"Write  @loss  above  def {function}(…)"
+        yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it", where,
+                         hint)
+        return
+    yield from _check_parameters(known[function])
+    if isinstance(given, dict):
+        yield from wrong_settings(spec, (*path, SETTINGS), f"loss `{function}`",
+                                  known[function].settings, where)
+
+
+def _check_parameters(contract: Contract) -> Iterator[Diagnostic]:
+    names = [read.name for read in contract.reads]
+    for read in contract.reads:
+        if read.name not in PARAMETERS:
+            hint = (f"{did_you_mean(read.name, PARAMETERS, 'It may have')}\n"
+                    f"A setting stands behind a star:  def {contract.name}({PARAMETERS[0]}, …, *, {read.name}=…)")
+            yield Diagnostic(f"loss `{contract.name}` has a parameter `{read.name}`, which a loss does not get",
+                             contract.where, hint)
+    for name in (name for name in contract.settings if name in PARAMETERS):
+        yield Diagnostic(f"loss `{contract.name}` has a setting `{name}`, which is what a loss gets as a parameter",
+                      contract.where, f"Put it before the star:  def {contract.name}({PARAMETERS[0]}, …, {name}, *, …)")
+    if PARAMETERS[0] not in names:
+        yield Diagnostic(f"loss `{contract.name}` has no parameter `{PARAMETERS[0]}`, so no gradient reaches the model",
+                         contract.where, f"Instead:  def {contract.name}({', '.join(PARAMETERS[:3])}): …")
+
+
+@functools.cache
+def _of_file(module: str, path: Path) -> dict[str, Contract]:
+    """Return the losses that a module's source marks with `@loss`, by name.
+
+    Raises:
+        InvalidInput: the module is not Python.
+    """
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except SyntaxError as error:
+        spot = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
+        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", spot)) from None
+    functions = [item for item in body if isinstance(item, ast.FunctionDef)
+                 and any(ast.unparse(each).rpartition(".")[2] == "loss" for each in item.decorator_list)]
+    return {item.name: build(item.name, module, Location(shown(path), item.lineno, text=f"def {item.name}(…)"),
+                             decorators.NodeMarks(), item.args, item.returns, ast.get_docstring(item))
+            for item in functions}

@@ -1,0 +1,96 @@
+"""Finds the user's modules without importing them: where they lie, what they import, and what of it is missing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from distflow.errors import Diagnostic, Location, nearest, shown
+
+_OURS = ("distflow", "planners", "workers")
+
+
+def module_file(module: str) -> Path | None:
+    """Return where a module's source lies; unlike importlib.util.find_spec this runs no parent package."""
+    spec = _spec_of(module)
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def where_looked_for(module: str) -> str:
+    """Return in which folders a module was looked for, and how it is probably named."""
+    first, places = module.split(".")[0], [shown(place or ".") for place in sys.path if _is_users(place)]
+    hint = f"It was looked for in {', '.join(dict.fromkeys(places))} and among the installed packages."
+    if module.endswith(".py") or "/" in module:
+        name = ".".join(part for part in Path(module).with_suffix("").parts if part not in (".", "/"))
+        return f"Write a module as Python imports it:  {name}\n{hint}"
+    if first in _OURS:
+        return f"`{first}` is a package of distflow itself: give yours another name.\n{hint}"
+    meant = nearest(module, sorted({path.stem for place in sys.path if _is_users(place)
+                                    for path in Path(place or ".").glob("*.py")}))
+    return f"Did you mean `{meant}`?\n{hint}" if meant else \
+        f"{hint} Install it, or name the folder that has it:  PYTHONPATH=FOLDER distflow …"
+
+
+def check_imports(module: str, path: Path) -> list[Diagnostic]:
+    """Return a mistake for each module that a user's module imports when it is loaded, and that is not there.
+
+    What stands in a function, a condition or a `try` may be missing on purpose. Modules of the same package are
+    looked into too.
+    """
+    mistakes, known, left = [], {module}, [(module, path)]
+    while left:
+        name, file = left.pop()
+        for imported, line, text in _imports(name, file):
+            if imported in known:
+                continue
+            known.add(imported)
+            spec = _spec_of(imported if imported.split(".")[0] == module.split(".")[0] else imported.split(".")[0])
+            if spec is None:
+                mistakes.append(Diagnostic(f"module `{name}` imports `{imported}`, which cannot be found",
+                                           Location(shown(file), line, text=text), where_looked_for(imported)))
+            elif imported.split(".")[0] == module.split(".")[0] and (found := module_file(imported)):
+                left.append((imported, found))
+    return mistakes
+
+
+def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
+    first, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)  # as an import would: an editable installation adds a finder of its own
+    except ValueError:
+        return None  # a module such as __main__, which was not found but made
+    for part in rest:
+        if spec is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+    return spec
+
+
+def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
+    """(module, line, text) of what a file imports at its top; nothing if it is not Python (reported elsewhere)."""
+    source = path.read_text(encoding="utf-8")
+    try:
+        body, lines = ast.parse(source).body, source.splitlines()
+    except SyntaxError:
+        return
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for item in body:
+        if isinstance(item, ast.Import):
+            yield from ((alias.name, item.lineno, lines[item.lineno - 1]) for alias in item.names)
+        elif isinstance(item, ast.ImportFrom):
+            above = package.rsplit(".", item.level - 1)[0] if item.level else ""
+            name = ".".join(part for part in (above, item.module) if part)
+            if name:
+                yield name, item.lineno, lines[item.lineno - 1]
+
+
+def _is_users(place: str) -> bool:
+    """Whether a folder of the path is one where users keep modules: neither Python's nor its packages', nor ours."""
+    path = Path(place or ".").resolve()
+    others = (Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2])
+    return path.is_dir() and path.name not in ("site-packages", "dist-packages") and not any(
+        path == other or (other != others[-1] and path.is_relative_to(other)) for other in others)

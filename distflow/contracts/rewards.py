@@ -1,0 +1,430 @@
+"""The rewards that a DAG and a run name: are they there, do their settings fit, and which columns do they read?
+
+Read from source, as the contracts of node functions are.
+
+Which rewards make up a sample's reward, as a DAG or a run says it.
+
+reward: math                                        one
+reward: [math, format]                              their sum
+reward: {math: 1.0, length: 0.2}                    a weighted sum
+reward: {format: {weight: 0.5, tags: [answer]}}     with settings of the reward, or its `timeout` and `retries`
+reward: {by: source, rewards: {gsm8k: math, mbpp: code}}    by what stands in a column; each as above
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.config.yaml_source import YamlSource
+from distflow.contracts import decorators
+from distflow.contracts.signature import (
+    REQUIRED,
+    Contract,
+    Read,
+    Setting,
+    build,
+    built_in,
+    fits,
+    live_contract,
+    module_file,
+)
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from distflow.config.dag import Node
+    from distflow.config.load import Spec
+
+
+KeyPath = tuple[str | int, ...]
+_FORMS = "Write a name, a list of names, or weights:  reward: {math: 1.0, length: 0.2}"
+_BY = "As in  reward: {by: source, rewards: {gsm8k: math, mbpp: code}}"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One reward of a sum. `path` is where it stands below the setting."""
+
+    name: str
+    weight: float = 1.0
+    timeout: float | None = None
+    retries: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    path: KeyPath = ()
+    named_by_key: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The terms of each branch. `by` is the column whose value chooses one; "" if there is one for all, called ""."""
+
+    by: str
+    branches: dict[str, tuple[Term, ...]]
+
+    @property
+    def terms(self) -> list[Term]:
+        return [term for terms in self.branches.values() for term in terms]
+
+    def of(self, source: str) -> tuple[Term, ...] | None:
+        """The terms for a row with this value of the column `by`; None if it says nothing of it."""
+        return self.branches.get(source if self.by else "")
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """What is wrong at `path` below the setting."""
+
+    path: Path
+    what: str
+    hint: str = ""
+    key: bool = False
+    """Whether it is about the key that stands there, not its value."""
+
+
+def read_recipe(value: Any) -> tuple[Recipe, list[Invalid]]:
+    """A recipe as far as it can be read, and all that is wrong with it."""
+    flaws: list[Invalid] = []
+    if isinstance(value, dict) and ("by" in value or isinstance(value.get("rewards"), dict)):
+        return _read_branches(value, flaws), flaws
+    return Recipe("", {"": _read_terms(value, (), flaws)}), flaws
+
+
+def _read_branches(value: dict[str, Any], flaws: list[Invalid]) -> Recipe:
+    for key in value:
+        if key not in ("by", "rewards"):
+            flaws.append(Invalid((key,), f"unknown key `{key}` beside `by` and `rewards`",
+                                 did_you_mean(key, ("by", "rewards")), key=True))
+    column, rewards = value.get("by"), value.get("rewards")
+    if not isinstance(column, str) or not column:
+        flaws.append(Invalid(("by",) if "by" in value else (), "`by` must name a column of text", _BY))
+    if not isinstance(rewards, dict) or not rewards:
+        flaws.append(Invalid(("rewards",) if "rewards" in value else (),
+                             "`rewards` must say the reward for each value of "
+                             f"`{column}`", _BY))
+        rewards = {}
+    branches = {name: _read_terms(item, ("rewards", name), flaws) for name, item in rewards.items()}
+    return Recipe(column if isinstance(column, str) else "", branches)
+
+
+def _read_terms(value: Any, path: Path, flaws: list[Invalid]) -> tuple[Term, ...]:
+    if isinstance(value, str):
+        return (Term(value, path=path),)
+    if isinstance(value, dict) and "by" in value:
+        flaws.append(Invalid(path, "`by` cannot stand inside another `by`", _BY))
+    elif isinstance(value, dict) and value:
+        return tuple(_read_term(name, item, (*path, name), flaws) for name, item in value.items())
+    elif isinstance(value, list) and value:
+        return tuple(_read_listed(value, path, flaws))
+    else:
+        flaws.append(Invalid(path, f"a reward cannot be {value!r}", _FORMS))
+    return ()
+
+
+def _read_listed(names: list[Any], path: Path, flaws: list[Invalid]) -> Iterator[Term]:
+    for index, name in enumerate(names):
+        place = (*path, index)
+        if not isinstance(name, str):
+            flaws.append(Invalid(place, f"a list of rewards holds names, not {name!r}", _FORMS))
+        elif name in names[:index]:
+            flaws.append(Invalid(place, f"reward `{name}` stands twice", f"To count it more:  reward: {{{name}: 2.0}}"))
+        else:
+            yield Term(name, path=place)
+
+
+def _read_term(name: str, value: Any, path: Path, flaws: list[Invalid]) -> Term:
+    given = dict(value) if isinstance(value, dict) else {"weight": value}
+    own = {key: given.pop(key) for key in ("weight", "timeout", "retries") if key in given}
+    right = {"weight": _is_number, "timeout": lambda it: _is_number(it) and it > 0,
+             "retries": lambda it: type(it) is int and it >= 0}
+    must = {"weight": "a number", "timeout": "a number of seconds above 0", "retries": "a whole number of at least 0"}
+    for key in [key for key, item in own.items() if not right[key](item)]:
+        place = (*path, key) if isinstance(value, dict) else path
+        hint = "" if isinstance(value, dict) else f"Or a mapping of its settings:  {name}: {{weight: 1.0, …}}"
+        flaws.append(Invalid(place, f"the {key} of reward `{name}` must be {must[key]}, not {own.pop(key)!r}", hint))
+    return Term(name, **own, settings=given, path=path, named_by_key=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+ANNOTATION = "Reward"
+"""A setting with this annotation says which rewards to take."""
+SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.programs", "workers.isolation.rewards.judge")
+"""The modules of the rewards that come with distflow."""
+_TAKEN = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
+"""What the metrics `reward/NAME` say of all rewards together."""
+_OF_ONE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
+"""What a parameter for one sample is called, and the column that it is a row of."""
+_KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
+_FORMS_rewards = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
+                  "list[float]": "Ragged"}
+_FORMS_OF_ALL = {f"list[{kind}]": form for kind, form in _FORMS_rewards.items()}
+
+
+@dataclass(frozen=True)
+class RewardContract:
+    """What a reward reads and accepts. `columns`: by parameter, in order; `batched`: it gets all samples at once."""
+
+    name: str
+    where: Location
+    columns: dict[str, Read]
+    settings: dict[str, Setting]
+    batched: bool
+    summary: str = ""
+    module: str = ""
+    checked: bool = False
+    """Its decorator has a `check`."""
+
+
+@dataclass(frozen=True)
+class _RewardSetting:
+    """A place that says which rewards to take."""
+
+    source: YamlSource
+    path: tuple[str, ...]
+    value: Any
+    label: str
+
+    def spot(self, path: tuple[str | int, ...], key: bool = False) -> Location:
+        return self.source.spot((*self.path, *path), key)
+
+
+def check_rewards(spec: Spec) -> list[Diagnostic]:
+    """What is wrong with the rewards that are named; notes the contracts of those that exist in `spec.rewards`."""
+    named = [(place, *read_recipe(place.value)) for place in _named(spec)]
+    wanted = {term.name for _, recipe, _ in named for term in recipe.terms}
+    mistakes: list[Diagnostic] = []
+    spec.rewards.update(_find(spec, wanted, mistakes))
+    if mistakes:
+        return mistakes
+    for place, recipe, flaws in named:
+        mistakes += [Diagnostic(f"{place.label}: {flaw.what}", place.spot(flaw.path, flaw.key), flaw.hint)
+                     for flaw in (*flaws, *_check_terms(spec, recipe))]
+    if spec.run.validation:
+        mistakes += _check_columns(spec, named[-1][0], named[-1][1])
+    return mistakes
+
+
+def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
+    """The contract of a node with the columns that its rewards read beside those of its function."""
+    reads = {read.name: read for read in contract.reads}
+    for setting in contract.settings.values():
+        if setting.annotation == ANNOTATION:
+            value = spec.dag.nodes[node].settings.get(setting.name, setting.value)
+            for read in _columns_of(read_recipe(value)[0], spec.rewards):
+                reads.setdefault(read.name, read)
+    return replace(contract, reads=tuple(reads.values()))
+
+
+def shipped_rewards() -> dict[str, RewardContract]:
+    """The rewards that come with distflow, by name."""
+    paths = {module: module_file(module) for module in SHIPPED}
+    return {name: each for module, path in paths.items() if path for name, each in _of_file(module, path).items()}
+
+
+def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
+    """By field of the data, the values for which rewards are given, in validation or else in training."""
+    found: dict[str, list[str]] = {}
+    for place in _named(spec):
+        recipe, _ = read_recipe(place.value)
+        if (place.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
+            known = found.get(recipe.by, list(recipe.branches))
+            found[recipe.by] = [value for value in known if value in recipe.branches]
+    return found
+
+
+def validation_fields(spec: Spec) -> list[str]:
+    """Fields of the data's own that validation's reward reads; those of training need not be there."""
+    if not spec.run.validation:
+        return []
+    recipe, _ = read_recipe(spec.run.validation.reward)
+    read = {each.name for each in _columns_of(recipe, spec.rewards)}
+    return [name for name in spec.run.data.columns if name in read]
+
+
+def reward_contract(function: Any) -> RewardContract:
+    """That of a registered function, by its live signature."""
+    return _contract(live_contract(function.__name__, function.__module__, function, decorators.NodeMarks()))
+
+
+def _named(spec: Spec) -> Iterator[_RewardSetting]:
+    """Validation comes last."""
+    for node, item in spec.dag.nodes.items():
+        contract = spec.functions.get(item.function) if item.function else _default(spec, item)
+        for name, value in item.settings.items():
+            setting = contract.settings.get(name) if contract else None
+            if setting and setting.annotation == ANNOTATION:
+                yield _RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
+    if spec.run.validation:
+        yield _RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
+
+
+def _default(spec: Spec, item: Node) -> Contract | None:
+    fitting = [contract for contract in spec.functions.values()
+               if contract.marks.type == item.type and item.role in contract.marks.default_for]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterator[Read]:
+    if recipe.by:
+        yield Read(recipe.by, "list[str]", reader="`by`")
+    for term in recipe.terms:
+        if term.name in contracts:
+            yield from contracts[term.name].columns.values()
+
+
+def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Invalid]:
+    for term in recipe.terms:
+        contract = spec.rewards.get(term.name)
+        if contract is None:
+            yield Invalid(term.path, f"there is no reward `{term.name}`", did_you_mean(
+                term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
+        else:
+            flaws = [*_check_settings(term, contract)]
+            yield from flaws or _check_together(term, contract)
+
+
+def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
+    what = f"reward `{term.name}`"
+    for name, value in term.settings.items():
+        setting, path = contract.settings.get(name), (*term.path, name)
+        if setting is None:
+            known = [*contract.settings, "weight", "timeout", "retries"]
+            yield Invalid(path, f"{what} has no setting `{name}`", did_you_mean(name, known, "Settings"), key=True)
+        elif setting.annotation and not fits(value, setting.annotation):
+            yield Invalid(path, f"setting `{name}` of {what} must be {setting.annotation}, not {value!r}")
+        elif setting.annotation.partition(" |")[0].rpartition(".")[2] == "Regex" and value is not None:
+            yield from _check_pattern(path, f"setting `{name}` of {what}", value)
+    for name, setting in contract.settings.items():
+        if setting.default == REQUIRED and name not in term.settings:
+            kind = f"   ({setting.annotation})" if setting.annotation else ""
+            yield Invalid(term.path, f"{what} needs the setting `{name}`",
+                          f"Add it:  reward: {{{term.name}: {{{name}: …}}}}{kind}", term.named_by_key)
+
+
+def _check_together(term: Term, contract: RewardContract) -> Iterator[Invalid]:
+    """What the reward's own `check` says of its settings."""
+    if contract.checked:
+        decorators.load_module(contract.module)
+        if wrong := decorators.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
+            what, _, hint = wrong.partition("\n")
+            yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
+
+
+def _check_pattern(path: tuple[str | int, ...], what: str, value: Any) -> Iterator[Invalid]:
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as error:
+        yield Invalid(path, f"{what} is not a regular expression: {error}", "In YAML, put it in single quotes.")
+
+
+def _check_columns(spec: Spec, place: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+    """Validation has the data and the answers of a model, and no nodes."""
+    known = [*_OF_ONE.values(), *spec.run.data.columns]
+    return [Diagnostic(f"{place.label}: {read.reader} reads column `{read.name}`, which the data does not give",
+                       place.spot(()), f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
+                       f"data: {{columns: [{', '.join([*spec.run.data.columns, read.name])}]}}")
+            for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
+
+
+def _find(spec: Spec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
+    """The contracts of all rewards that can be named; what the source does not show is looked for by an import."""
+    modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
+    found: dict[str, RewardContract] = {}
+    for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
+        path = module_file(module)
+        try:
+            more = _of_file(module, path) if path else {}
+            mistakes += [Diagnostic(f"reward `{name}` has the name of another one ({found[name].where})",
+                                    more[name].where,
+                                    "Give it another.") for name in more if name in found]
+            found.update(more)
+        except InvalidInput as error:
+            mistakes += error.mistakes
+    if not mistakes and not set(wanted) <= set(found):
+        for module in spec.dag.imports:
+            if module_file(module) is not None:
+                decorators.load_module(module)
+        found |= {name: reward_contract(function) for name, function in decorators.REWARDS.items() if name not in found}
+    return found
+
+
+@functools.cache
+def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
+    """The rewards that a module's source marks with `@reward`; none if it cannot be read (reported elsewhere)."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except SyntaxError:
+        return {}
+    functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+                 and any(_is_reward(decorator) for decorator in item.decorator_list)]
+    spots = {item.name: Location(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
+    found = {item.name: replace(_contract(build(item.name, module, spots[item.name], decorators.NodeMarks(), item.args,
+                                                item.returns, ast.get_docstring(item))), checked=_has_check(item))
+             for item in functions}
+    for item in functions:
+        if found[item.name].batched and item.returns and ast.unparse(item.returns) in ("float", "int", "bool"):
+            raise InvalidInput(Diagnostic(f"reward `{item.name}` takes all samples and returns one "
+                                          f"{ast.unparse(item.returns)}", spots[item.name],
+                                          "Return a number for each sample:  -> list[float]"))
+    return found
+
+
+def _has_check(item: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(word.arg == "check" for each in item.decorator_list if isinstance(each, ast.Call) and _is_reward(each)
+               for word in each.keywords)
+
+
+def _is_reward(decorator: ast.expr) -> bool:
+    named = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(named) in ("reward", "distflow.reward")
+
+
+def _contract(plain: Contract) -> RewardContract:
+    """A reward's own reading of its signature.
+
+    Raises:
+        InvalidInput: it mixes parameters for one sample and for all.
+    """
+    names = [read.name for read in plain.reads]
+    batched = any(name in _OF_ONE.values() for name in names)
+    if mixed := [name for name in names if name in _OF_ONE] if batched else []:
+        what = f"reward `{plain.name}` has parameter `{mixed[0]}`, of one sample, beside those of all samples"
+        raise InvalidInput(Diagnostic(what, plain.where,
+                                      f"Write `{_OF_ONE[mixed[0]]}`, or all of them in the singular."))
+    if plain.name in _TAKEN:
+        what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
+        raise InvalidInput(Diagnostic(what, plain.where, "Give it another name."))
+    forms, who = _FORMS_OF_ALL if batched else _FORMS_rewards, f"reward `{plain.name}`"
+    for read in plain.reads:
+        _check_number(plain, read.name, read.form)
+        kind = _KINDS.get(_OF_ONE.get(read.name, read.name))
+        if kind and forms.get(read.form, kind) != kind:
+            what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
+            raise InvalidInput(Diagnostic(what, plain.where, "Leave its annotation out, or correct it."))
+    columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
+               for read in plain.reads}
+    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary, plain.module)
+
+
+def _check_number(plain: Contract, name: str, form: str) -> None:
+    """Check that a parameter of one sample is annotated as such, and one of all samples as a list.
+
+    Raises:
+        InvalidInput: the parameter's name says one thing and its annotation the other.
+    """
+    one = next((one for one, column in _OF_ONE.items() if name in (one, column)), None)
+    if one is None or form not in (_FORMS_OF_ALL if name == one else _FORMS_rewards) or form == "list[int]":
+        return
+    said = "one sample, by its name, and of all, by its annotation" if name == one else \
+        "all samples, by its name, and of one, by its annotation"
+    kinds = ("str", "list[str]") if _KINDS[_OF_ONE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
+    raise InvalidInput(Diagnostic(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {said}", plain.where,
+                               f"Write  {one}: {kinds[0]}  for one sample, or  {_OF_ONE[one]}: {kinds[1]}  for all."))

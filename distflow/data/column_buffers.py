@@ -1,0 +1,128 @@
+"""Columns as strips of bytes, and the copying of rows between strips.
+
+Each level of a column is a strip: its rows' bytes lie back to back, so many elements for each row. A dense column is
+one strip; a ragged one too, since its lengths are the strip's counts; each further level of raggedness adds one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.batch import ColumnData, Ragged, dtype_name, levels, of_levels
+
+_FEW_BYTES = 256
+"""Up to this, rows of one element are copied by index, all at once; longer ones run by run."""
+
+
+class ColumnForm(NamedTuple):
+    """What all rows of a column have in common. `shape` is that of an element, `depth` the levels of raggedness."""
+
+    depth: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of an element of each strip: inner lengths, then the elements themselves."""
+        return [8] * (self.depth - 1) + [math.prod(self.shape) * getattr(torch, self.dtype).itemsize]
+
+    def __str__(self) -> str:
+        return f"{'ragged ' * self.depth}{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class ColumnBuffer:
+    """`data` [bytes] uint8; row `i` has the elements `bounds[i]` … `bounds[i + 1] - 1` of it ([rows + 1] int64)."""
+
+    data: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[rows]: the element where each row begins."""
+        return self.bounds[:-1]
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """[rows]: the elements of each row."""
+        return self.bounds[1:] - self.bounds[:-1]
+
+
+def form_of(column: ColumnData) -> ColumnForm:
+    lengths, values = levels(column)
+    return ColumnForm(len(lengths), dtype_name(values.dtype), tuple(values.shape[1:]))
+
+
+def bounds_of(column: ColumnData) -> list[np.ndarray]:
+    """Of each strip, outermost first: where each row's elements begin, and where the last row's end [rows + 1]."""
+    result: list[np.ndarray] = []
+    for level in levels(column)[0]:
+        ends = np.zeros(len(level) + 1, dtype=np.int64)
+        level.cpu().numpy().cumsum(out=ends[1:])
+        result.append(ends[result[-1]] if result else ends)
+    return result or [np.arange(len(column) + 1)]
+
+
+def elements_of(column: ColumnData) -> np.ndarray:
+    """[rows]: the elements of each row, at the innermost level."""
+    if isinstance(column, Ragged) and not isinstance(column.values, Ragged):
+        return column.lengths.cpu().numpy()
+    bounds = bounds_of(column)[-1]
+    return bounds[1:] - bounds[:-1]
+
+
+def strips_of(column: ColumnData) -> list[ColumnBuffer]:
+    """The strips of a column; a level that is contiguous and on the CPU is not copied."""
+    lengths, values = levels(column)
+    return [ColumnBuffer(raw(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column),
+                                                                    strict=True)]
+
+
+def column_of(form: ColumnForm, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
+    """The column whose strips are these ([bytes] uint8, counts [rows]); views, not copies."""
+    values = [data.view(torch.int64) for data, _ in strips[:-1]]
+    values.append(strips[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
+                  if math.prod(form.shape) else torch.empty(int(strips[-1][1].sum()), *form.shape,
+                                                            dtype=getattr(torch, form.dtype)))
+    return of_levels([torch.from_numpy(strips[0][1]), *values[:-1]] if form.depth else [], values[-1])
+
+
+class RowRuns(NamedTuple):
+    """Rows that follow one another at both ends: from the `first` to the `last` of the rows that are copied."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+
+def runs_of(here: np.ndarray, there: np.ndarray) -> RowRuns:
+    """The runs of rows that have numbers `here` [rows] at one end and `there` [rows] at the other; at least one row."""
+    breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
+    return RowRuns(np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(here) - 1]]))
+
+
+def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
+              counts: np.ndarray, width: int, runs: RowRuns) -> None:
+    """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
+    `target` ([bytes] uint8). A run is one copy."""
+    if 0 < width <= _FEW_BYTES and len(runs.first) > 1 and len(source) == len(source) // width * width \
+            and bool((counts == 1).all()):
+        kind = np.dtype(f"V{width}")
+        target.view(kind)[target_at] = source.view(kind)[source_at]
+        return
+    begin = source_at[runs.first]
+    size = (source_at[runs.last] + counts[runs.last] - begin) * width
+    here, there = memoryview(source), memoryview(target)
+    for start, at, length in zip((begin * width).tolist(), (target_at[runs.first] * width).tolist(), size.tolist()):
+        there[at : at + length] = here[start : start + length]
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """[bytes] uint8: a view where possible."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -1,0 +1,326 @@
+"""Records of a dataset by index, whatever file they lie in. Opening reads an index; a record is read when asked for.
+
+The images of a record: files beside the data, or bytes in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+from PIL import Image, UnidentifiedImageError
+
+from distflow.config.run import Data
+from distflow.data.problems import answer_text, is_empty, is_empty_question, wrong_answer, wrong_question, wrong_tools
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
+
+
+def open_images(record: Record, field: str, folder: Path) -> list[Image.Image]:
+    """The images in a field of a record: none, one, or a list of them.
+
+    Each is a path from `folder` on, bytes of an image file, {bytes, path} as `datasets` writes them, or an image that
+    `datasets` has read.
+
+    Raises:
+        InvalidInput: there is no such field or file, or it is no image.
+    """
+    if field not in record:
+        hint = f"{did_you_mean(field, record, 'It has')}\nSay which field has them:  --set data.images=FIELD"
+        raise InvalidInput(Diagnostic(f"the record has no field `{field}`, where its images should be", None, hint))
+    value = record[field]
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    return [_open(each, field, folder) for each in found]
+
+
+def _open(value: Any, field: str, folder: Path) -> Image.Image:
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
+        value = value.get("bytes") or value["path"]
+    if not isinstance(value, bytes | str):
+        raise InvalidInput(f"field `{field}` must be the path of an image, {{bytes, path}} or a list of these, not "
+                           f"{value!r}")
+    source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
+    try:
+        image = Image.open(source)
+        image.load()
+    except (OSError, UnidentifiedImageError) as error:
+        shown = f"`{value}`" if isinstance(value, str) else f"{len(value)} bytes"
+        raise InvalidInput(f"field `{field}`: {shown} cannot be read as an image: {error}") from None
+    return image
+
+
+def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
+    """Read the images of some records.
+
+    Raises:
+        InvalidInput: what is wrong with the first that cannot be read, and where.
+    """
+    for index in indices:
+        try:
+            open_images(records.get([index])[0], field, folder)
+        except InvalidInput as error:
+            raise InvalidInput(Diagnostic(error.mistakes[0].what, records.where(index),
+                                          error.mistakes[0].hint)) from None
+
+
+Record = dict[str, Any]
+_FILLED = "text that is not empty"
+_SHOWN = 10
+_BLOCK = 1024
+_BLANK = 64
+"""A line longer than this is taken for a record without looking whether it is blank."""
+
+
+class Records(Protocol):
+    """What a dataset must offer."""
+
+    def __len__(self) -> int: ...
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        """The records at these indices, in this order."""
+
+    def where(self, index: int) -> Location:
+        """The place of a record, for messages."""
+
+
+def open_records(path: Path) -> Records:
+    """Open a .jsonl or .parquet file or a folder that `datasets` saved.
+
+    Raises:
+        InvalidInput: the format is unknown, it cannot be read, or there is no record in it.
+    """
+    kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
+    kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
+    if kind is None:
+        hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
+        raise InvalidInput(Diagnostic(f"unknown kind of data: `{path.suffix or path.name}`", Location(str(path)), hint))
+    try:
+        records = kind(path)  # type: ignore[call-arg]
+    except OSError as error:
+        raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
+    if not len(records):
+        raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
+    return records
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
+    missing from some records."""
+
+    question: str
+    texts: Sequence[str] = ()
+    tools: str | None = None
+    strict: bool = True
+    """Whether a record in which one of them is empty is a mistake."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.question, *self.texts)))
+
+    def empty(self, record: Record) -> str:
+        """Return the first field that says nothing; "" if all say something."""
+        return next((name for name in self.all if name in record and self.says_nothing(name, record[name])), "")
+
+    def says_nothing(self, name: str, value: Any) -> bool:
+        return is_empty_question(value) if name == self.question else is_empty(value)
+
+
+def fields_of(data: Data, own: Iterable[str]) -> Fields:
+    """Return the fields that a run needs of each record: question and answer, and `own` beside them."""
+    return Fields(data.question, (data.answer, *own), data.tools, data.strict)
+
+
+def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
+                  rewarded: dict[str, list[str]] | None = None) -> list[int]:
+    """Read every `shares`-th record from `share` on and require that its fields can be used.
+
+    `rewarded` says which values a field may have: those for which there is a reward.
+
+    What is wrong with one field of many records is one mistake, shown at the first of them.
+
+    Returns:
+        The indices of records with an empty field, unless the fields are strict.
+
+    Raises:
+        InvalidInput: names the file and line of the first mistakes; or all records that were read have an empty field.
+    """
+    mistakes: list[Diagnostic] = []
+    known: set[tuple[str, str]] = set()
+    empty: list[int] = []
+    for start in range(share, len(records), shares * _BLOCK):
+        indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
+        for index, record in _read_block(records, indices, mistakes):
+            if not fields.strict and fields.empty(record):
+                empty.append(index)
+                continue
+            mistakes += _check_record(records, index, record, fields, known)
+            mistakes += _check_rewarded(records, index, record, rewarded or {}, known)
+        if len(mistakes) >= _SHOWN:
+            last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
+            raise InvalidInput([*mistakes[: _SHOWN - 1], last])
+    if empty and not mistakes and len(empty) == len(range(share, len(records), shares)):
+        mistakes += _check_record(records, empty[0], records.get(empty[:1])[0], fields, known)
+    if mistakes:
+        raise InvalidInput(mistakes)
+    return empty
+
+
+def _read_block(records: Records, indices: Sequence[int], mistakes: list[Diagnostic]) -> list[tuple[int, Record]]:
+    """The readable records among `indices`; a block that has an unreadable one is read again, one by one."""
+    try:
+        return list(zip(indices, records.get(indices)))
+    except InvalidInput as error:
+        if len(indices) == 1:
+            mistakes += error.mistakes
+            return []
+    return [pair for index in indices for pair in _read_block(records, [index], mistakes)]
+
+
+def _check_record(records: Records, index: int, record: Record, fields: Fields,
+                  known: set[tuple[str, str]]) -> list[Diagnostic]:
+    mistakes = []
+    for name in (*fields.all, *([fields.tools] if fields.tools in record else ())):
+        kind = _trouble(record, name, fields)
+        if not kind or (name, kind) in known:
+            continue
+        known.add((name, kind))
+        what = f"the record has no field `{name}`" if name not in record else \
+            f"field `{name}` must be {kind}, not {record[name]!r}"
+        hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
+            if kind == _FILLED and fields.strict else ""
+        hint = hint if name in record else (f"{did_you_mean(name, record, 'It has')}\nSay which fields to take:  "
+                                            "--set data.question=FIELD --set data.answer=FIELD")
+        mistakes.append(Diagnostic(what, records.where(index), hint))
+    return mistakes
+
+
+def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict[str, list[str]],
+                    known: set[tuple[str, str]]) -> Iterator[Diagnostic]:
+    for name, values in rewarded.items():
+        value = record.get(name)
+        value = "" if is_empty(value) or wrong_answer(value) else answer_text(value)
+        if value and value not in values and (name, value) not in known:
+            known.add((name, value))
+            yield Diagnostic(f"field `{name}` is {value!r}, for which no reward is given", records.where(index),
+                             did_you_mean(value, values, "There are rewards for"))
+
+
+def _trouble(record: Record, name: str, fields: Fields) -> str:
+    """What a field must be and is not; "" if all is well."""
+    if name not in record:
+        return "there"
+    if name == fields.tools:
+        return wrong_tools(record[name])
+    if fields.says_nothing(name, record[name]):
+        return _FILLED
+    return (wrong_question if name == fields.question else wrong_answer)(record[name])
+
+
+class JsonLines:
+    """One JSON object a line; blank lines are passed over."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
+        ends = numpy.flatnonzero(data == ord("\n")) + 1
+        edges = numpy.unique(numpy.concatenate([[0], ends, [len(data)]]))
+        spans = [(line, int(start), int(end)) for line, (start, end) in enumerate(zip(edges, edges[1:]), 1)
+                 if end - start > _BLANK or bytes(data[start:end]).strip()]
+        self.spans = numpy.array(spans, dtype=numpy.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def where(self, index: int) -> Location:
+        line, start, end = self.spans[index].tolist()
+        with self.path.open("rb") as file:
+            return Location(str(self.path), line, text=_text(file, start, end))
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        with self.path.open("rb") as file:
+            return [self._read(file, index) for index in indices]
+
+    def _read(self, file: Any, index: int) -> Record:
+        line, start, end = self.spans[index].tolist()
+        text = _text(file, start, end)
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            spot = Location(str(self.path), line, error.pos + 1, 1, text)
+            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", spot)) from None
+        if not isinstance(record, dict):
+            spot = Location(str(self.path), line, 1, len(text), text)
+            raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}", spot))
+        return record
+
+
+def _text(file: Any, start: int, end: int) -> str:
+    file.seek(start)
+    return file.read(end - start).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
+
+
+class Parquet:
+    """A Parquet file; a row group is read when a record of it is asked for, and the last one read is kept."""
+
+    def __init__(self, path: Path):
+        import pyarrow.parquet  # only users of Parquet pay for its import
+
+        self.path = path
+        try:
+            self.file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise InvalidInput(f"{path}: not a Parquet file: {error}") from None
+        metadata = self.file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self.starts = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(int)
+        self.held: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def where(self, index: int) -> Location:
+        return Location(f"{self.path}: row {index + 1}")
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return [self._read(index) for index in indices]
+
+    def _read(self, index: int) -> Record:
+        group = int(numpy.searchsorted(self.starts, index, side="right")) - 1
+        if self.held[0] != group:
+            self.held = (group, self.file.read_row_group(group))
+        offset = index - int(self.starts[group])
+        return self.held[1].slice(offset, 1).to_pylist()[0]
+
+
+class SavedFolder:
+    """A folder written by `datasets.Dataset.save_to_disk`; memory-mapped."""
+
+    def __init__(self, path: Path):
+        import datasets  # takes seconds to import; only users of this format pay for it
+
+        self.path = path
+        try:
+            self.data = datasets.load_from_disk(str(path))
+        except (FileNotFoundError, ValueError) as error:
+            raise InvalidInput(f"{path}: not a folder that `datasets` saved: {error}") from None
+        if not isinstance(self.data, datasets.Dataset):
+            hint = f"Name one:  {path}/{next(iter(self.data))}"
+            raise InvalidInput(Diagnostic(f"it holds several splits: {', '.join(self.data)}", Location(str(path)),
+                                          hint))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def where(self, index: int) -> Location:
+        return Location(f"{self.path}: row {index + 1}")
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return [self.data[int(index)] for index in indices]

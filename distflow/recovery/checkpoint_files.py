@@ -1,0 +1,152 @@
+"""Which checkpoints of a folder are whole. No torch: the command line asks before it starts anything.
+
+A checkpoint is written as `step-NNNNNNNN.partial` and gets its name, `step-NNNNNNNN`, when all of it is there. Its
+`progress.json`, the commit record, lists the files with their sizes, so that one which a full disk or a torn copy cut
+short is seen at a glance; and with their checksums, by which `damage` sees every flipped bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from distflow.errors import CheckpointError
+
+PROGRESS = "progress.json"
+FILES, CHECKSUMS, CHECKSUM = "files", "checksums", "checksum"
+_NAME = re.compile(r"step-\d+")
+_PART = 16 << 20
+"""Bytes that are read at a time."""
+
+
+def finished(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder` that were written to their end, oldest first, whatever became of them since.
+
+    Raises:
+        CheckpointError: the folder is there and cannot be read. `Path.glob` would say that it is empty.
+    """
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def whole(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in `folder`, oldest first; those that are partial or torn are passed over.
+
+    Raises:
+        CheckpointError: one cannot be read, so that nobody knows whether it is whole.
+    """
+    return [path for path in finished(folder) if read_progress(path) is not None]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps that were done when it was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def part(folder: Path, name: str) -> Path:
+    """The files of a further part of the newest whole checkpoint, such as the dock's; by `Service(snapshot=…)` a
+    process of the dock starts from its own before the ranks load theirs.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or the newest has no such part.
+    """
+    found = whole(folder)
+    if not found:
+        raise CheckpointError(f"there is no whole checkpoint in {folder}")
+    if not (found[-1] / name).is_dir():
+        raise CheckpointError(f"{found[-1]} has no part `{name}`: the run that wrote it had none")
+    return found[-1] / name
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint says of itself, or None if it is not whole.
+
+    Raises:
+        CheckpointError: it cannot be read, as while a network file system is away.
+    """
+    try:
+        progress = json.loads((checkpoint / PROGRESS).read_bytes())
+        files = progress.get(FILES) if isinstance(progress, dict) else None
+        if not isinstance(files, dict):
+            return None
+        if (CHECKSUM in progress or CHECKSUMS in progress) and progress.get(CHECKSUM) != _sealed(progress):
+            return None
+        # A network file system may have shown the writer less than the file's size, never more.
+        there = all((checkpoint / name).stat().st_size >= size for name, size in files.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+    except OSError as error:
+        raise _unreadable(checkpoint, error) from error
+    return progress if there else None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for what may be whole: to pass it over would lose the steps that it has."""
+    return CheckpointError(f"{path} cannot be read: {error}. Nothing was changed. Resume when it can be read again; "
+                           "if it never can, move it away, and the run goes on from the checkpoint before it.")
+
+
+def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
+    """Write the commit record.
+
+    Args:
+        checksums: of files that their writers have read back already; the other files are read here.
+    """
+    paths = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    record = {**progress, FILES: {name: path.stat().st_size for name, path in paths.items()},
+              CHECKSUMS: {name: checksums.get(name) or checksum(path) for name, path in paths.items()}}
+    with (checkpoint / PROGRESS).open("w") as file:
+        json.dump({**record, CHECKSUM: _sealed(record)}, file)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut could leave the final name over an empty file
+
+
+def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
+    """Return what is wrong with a checkpoint, or nothing.
+
+    Args:
+        share, shares: each rank reads its share of the files.
+
+    Raises:
+        CheckpointError: a file cannot be read, which is no damage.
+    """
+    progress = read_progress(checkpoint)
+    if progress is None:
+        return f"{PROGRESS} is missing or damaged, or a file that it lists is missing or cut short"
+    checksums = progress.get(CHECKSUMS, {})  # older versions wrote none
+    return _first_damaged(checkpoint, sorted(checksums.items())[share::shares])
+
+
+def _first_damaged(checkpoint: Path, checksums: Iterable[tuple[str, str]]) -> str:
+    for name, expected in checksums:
+        try:
+            if checksum(checkpoint / name) != expected:
+                return f"{name} is not what was written: its checksum differs"
+        except OSError as error:
+            raise _unreadable(checkpoint, error) from error
+    return ""
+
+
+def checksum(path: Path) -> str:
+    """The checksum of a file, by xxh3 in 128 bits: against accidents, not against forgers."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_PART):
+            state.update(part)
+    return state.hexdigest()
+
+
+def _sealed(record: dict[str, Any]) -> str:
+    """The checksum of a commit record without that field."""
+    rest = {name: value for name, value in record.items() if name != CHECKSUM}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())

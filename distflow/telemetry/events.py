@@ -1,0 +1,126 @@
+"""What happens in a run beside its numbers: `events.jsonl`, one object a line, which every rank appends to.
+
+Files that processes append lines to, and what happens to a line that cannot be written.
+
+A full disk is no reason for a run to end: what tells of the run is dropped by whole lines and counted, and the files
+stay valid JSON Lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+_dropped: Counter[Path] = Counter()
+_SCREEN = Path("standard output")
+
+
+def add(path: Path, *texts: str) -> None:
+    """Append lines at once, so that those of several processes do not mix; all of them, or none.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
+    data = memoryview("".join(f"{text}\n" for text in texts).encode(errors="backslashreplace"))
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(file, data[written:])
+    except OSError:
+        _undo(file, written)
+        raise
+    finally:
+        os.close(file)
+
+
+def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
+    """Append each line, or drop it where it cannot be written: the first time with a warning.
+
+    Returns:
+        Whether all are written.
+    """
+    before = _dropped[path]
+    for text in texts:
+        try:
+            add(path, text)
+        except OSError as error:
+            if not _dropped[path]:
+                show(f"warning: {path} cannot be written: {error.strerror}. Until it can, its lines are dropped; the "
+                     "run goes on.", sys.stderr)
+            _dropped[path] += 1
+    return _dropped[path] == before
+
+
+def dropped() -> int:
+    """Lines that this process has dropped."""
+    return _dropped.total()
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, if that can be done: the screen may be a file on a full disk, or gone."""
+    try:
+        print(text, file=stream or sys.stdout, flush=True)
+    except OSError:
+        _dropped[_SCREEN] += 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code that stays the same where its last lines cannot be printed."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        os._exit(code)  # Python would try again, and exit with 120
+    sys.exit(code)
+
+
+def _undo(file: int, written: int) -> None:
+    """Take away the beginning of a line, unless another process has written behind it."""
+    end = os.lseek(file, 0, os.SEEK_CUR)
+    if written and os.fstat(file).st_size == end:
+        os.ftruncate(file, end - written)
+
+
+_LONGEST = 3000
+"""Characters of one value."""
+
+
+class Events:
+    """One rank's way to the file."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.rank = self.step = 0
+
+    def open(self, path: Path, rank: int) -> None:
+        """From now on events are written to this file."""
+        self.path, self.rank = path, rank
+
+    def record(self, kind: str, **facts: Any) -> None:
+        """Append an event; does nothing outside a run."""
+        if self.path is None:
+            return
+        short = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in facts.items()}
+        event = {"time": round(time.time(), 3), "step": self.step, "rank": self.rank, "event": kind, **short}
+        add_or_drop(self.path, [json.dumps(event, ensure_ascii=False)])
+
+
+_current = Events()
+
+
+def current() -> Events:
+    """The events of this rank's run."""
+    return _current
+
+
+def record(kind: str, **facts: Any) -> None:
+    """Append an event to those of this rank's run."""
+    _current.record(kind, **facts)

@@ -1,0 +1,192 @@
+"""Numbers of a step, gathered over all ranks when the step ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from distflow.errors import InvalidInput
+
+if TYPE_CHECKING:  # reward processes report too, and need no torch
+    from torch import Tensor
+
+_MEAN, _SUM, _MAX, _MIN, _STD, _APART = "mean", "sum", "max", "min", "std", "apart"
+_Entry = tuple[str | float, ...]
+"""The kind, then its numbers: a total and a weight; of a deviation the count, the mean and the squares around it."""
+
+
+class Metrics:
+    """One rank's numbers. Names are free; a rank that has none of a name simply adds nothing to it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, _Entry] = {}
+        self.step = 0
+        """Of which these are; parts of several may come one after the other."""
+        self.scope = ""
+        """What is reported is also reported as NAME/SCOPE, so that nodes that run one function can be told apart."""
+
+        self.muted = False
+        """Whether what is reported counts for nothing: of ranks that compute the same, one speaks for all."""
+
+        self.of_ranks: list[dict[str, tuple[float, float]]] = []
+        """What each rank, by its number, had reported `apart` when the numbers were collected last."""
+
+    def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
+        self._merge(name, (_MEAN, float(total), float(weight)))
+
+    def mean_of(self, name: str, values: Tensor) -> None:
+        """Report the mean of all elements of `values`."""
+        self.mean(name, values.double().sum(), values.numel())
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Report the sum."""
+        self._merge(name, (_SUM, float(value), 0.0))
+
+    def maximum(self, name: str, value: float | Tensor) -> None:
+        """Report the maximum."""
+        self._merge(name, (_MAX, float(value), 0.0))
+
+    def minimum(self, name: str, value: float | Tensor) -> None:
+        """Report the minimum."""
+        self._merge(name, (_MIN, float(value), 0.0))
+
+    def deviation_of(self, name: str, values: Tensor) -> None:
+        """Report the deviation of all elements of `values` around their mean, unbiased (n - 1)."""
+        values = values.double()
+        mean = float(values.mean()) if values.numel() else 0.0
+        self._merge(name, (_STD, float(values.numel()), mean, float((values - mean).square().sum())))
+
+    def extremes_of(self, name: str, values: Tensor) -> None:
+        """Report the least and the largest element of `values` as NAME_min and NAME_max."""
+        if values.numel():
+            self.minimum(f"{name}_min", values.min())
+            self.maximum(f"{name}_max", values.max())
+
+    def spread_of(self, name: str, values: Tensor) -> None:
+        """Report NAME/mean, NAME/std, NAME/min and NAME/max of all elements of `values`."""
+        self.mean_of(f"{name}/mean", values)
+        self.deviation_of(f"{name}/std", values)
+        if values.numel():
+            self.minimum(f"{name}/min", values.min())
+            self.maximum(f"{name}/max", values.max())
+
+    def apart(self, name: str, value: float, weight: float) -> None:
+        """Report a sum and a weight that stay this rank's own: no number of all ranks comes of them."""
+        self._merge(name, (_APART, value, weight))
+
+    def _merge(self, name: str, entry: _Entry) -> None:
+        if self.muted:
+            return
+        for each in (name, f"{name}/{self.scope}") if self.scope else (name,):
+            self._values[each] = _merged(each, self._values.get(each), entry)
+
+    def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
+        """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it.
+
+        A mean over no items is left out, and so is a deviation of less than two.
+        """
+        total: dict[str, _Entry] = {}
+        parts = [msgpack.unpackb(part) for part in gather(self.take())]
+        self.of_ranks = [{name: tuple(entry[1:]) for name, entry in part.items() if entry[0] == _APART}
+                         for part in parts]
+        for name, entry in ((name, entry) for part in parts for name, entry in part.items() if entry[0] != _APART):
+            total[name] = _merged(name, total.get(name), tuple(entry))
+        return {name: value for name, entry in sorted(total.items()) if (value := _result(*entry)) is not None}
+
+    def means(self) -> list[tuple[str, float, float]]:
+        """Return the name, the sum and the count of each mean that was reported here."""
+        return [(name, total, count) for name, (kind, total, count) in self._values.items() if kind == _MEAN]
+
+    def take(self, beginning: str = "") -> bytes:
+        """This rank's numbers whose names begin so, as `add_all` takes them; afterwards there are none at all."""
+        values, self._values = self._values, {}
+        return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)})
+
+    def add_all(self, taken: bytes) -> None:
+        """The numbers of another rank count as if they had been reported here."""
+        for name, entry in msgpack.unpackb(taken).items():
+            self._values[name] = _merged(name, self._values.get(name), tuple(entry))
+
+
+def _result(kind: str, value: float, *more: float) -> float | None:
+    if kind == _STD:
+        return math.sqrt(more[1] / (value - 1)) if value > 1 else None
+    if kind == _MEAN:
+        return value / more[0] if more[0] else None
+    return value
+
+
+def _merged(name: str, old: _Entry | None, new: _Entry) -> _Entry:
+    if old is None:
+        return new
+    if old[0] != new[0]:
+        raise ValueError(f"metric `{name}` is reported as {old[0]} and as {new[0]}; give one of them another name")
+    if new[0] in (_MAX, _MIN):
+        nan = math.isnan(old[1]) or math.isnan(new[1])  # Python's max would pass over it or not, as the order falls
+        return (new[0], math.nan if nan else (max if new[0] == _MAX else min)(old[1], new[1]), 0.0)
+    if new[0] == _STD:
+        count, apart = old[1] + new[1], new[2] - old[2]
+        share = new[1] / count if count else 0.0
+        return (_STD, count, old[2] + apart * share, old[3] + new[3] + apart * apart * old[1] * share)
+    return (new[0], old[1] + new[1], old[2] + new[2])
+
+
+_of_rank = Metrics()
+_current: ContextVar[Metrics] = ContextVar("metrics")
+
+
+RESERVED = frozenset([
+    "advantages", "checkpoint", "data", "distillation", "dock", "environment", "epoch", "evaluation", "filter",
+    "grad_norm", "greedy", "importance", "learning_rate", "lines", "loss", "memory", "mismatch", "neighbour",
+    "policy", "preference", "prompt", "response", "reward", "samples", "samples_total", "seconds", "snapshot",
+    "staleness", "step", "tokens", "tokens_per_second", "tokens_per_second_per_device", "tokens_total", "validation",
+    "value", "waiting", "wall_seconds", "weights"])
+"""What the names of distflow's own metrics begin with, up to the first `/`."""
+
+
+def metric(name: str, value: float | Tensor) -> None:
+    """Report a number of this step under a name of your own; metrics.jsonl has the mean over all ranks.
+
+    Every value that is reported under a name counts once, and so does every element of a tensor: a tensor of one value
+    for each token gives the mean over tokens, however they are divided into micro-batches and ranks. It may be called
+    in node functions, in losses and in rewards, but not in environments and hooks, which run outside of any step.
+
+    Raises:
+        InvalidInput: the name is empty or one of distflow's own, or `value` is no number.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"metric({name!r}, …): a metric needs a name, as  metric(\"my/name\", value)")
+    first = name.partition("/")[0]
+    if first in RESERVED:
+        raise InvalidInput(f"metric({name!r}, …): distflow writes metrics named `{first}` itself. "
+                           f"Choose a name of your own, as  metric(\"my/{name.rpartition('/')[2]}\", value)")
+    if hasattr(value, "detach"):
+        current().mean_of(name, value.detach())
+        return
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"metric({name!r}, {value!r}): the value is no number. Give a number or a tensor.") from None
+    current().mean(name, number)
+
+
+def current() -> Metrics:
+    """The metrics of the step that this worker is in; node functions report here. A thread may have its own."""
+    return _current.get(_of_rank)
+
+
+@contextlib.contextmanager
+def recording(metrics: Metrics) -> Iterator[None]:
+    """What this thread reports meanwhile goes there."""
+    token = _current.set(metrics)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+

@@ -1,0 +1,82 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from distflow.telemetry import events
+
+_SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
+          ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
+_BAR, _BESIDE = 10, 12
+"""Columns of the bar itself, and of the time left with the space between all parts."""
+_LONG, _EVERY, _SILENCE = 100, 10, 30.0
+"""Without a terminal a run of more steps than `_LONG` has a line each tenth step, and one after so many seconds."""
+
+
+class StepProgress:
+    """Reports each step of a run."""
+
+    def __init__(self, title: str, steps: int, done: int):
+        self.title, self.steps, self.done = title, steps, done
+        self.first, self.started = done, time.monotonic()
+        self.shown = self.started
+        self.bar = self._bar() if sys.stdout.isatty() else None
+
+    def _bar(self) -> Progress:
+        whole = Column(no_wrap=True)
+        columns = (TextColumn("{task.description}", table_column=whole), BarColumn(_BAR),
+                   MofNCompleteColumn(table_column=whole), TextColumn("{task.fields[numbers]}", table_column=whole),
+                   TimeRemainingColumn(table_column=whole))
+        bar = Progress(*columns, console=Console())
+        self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="")
+        bar.start()
+        atexit.register(bar.stop)  # a run that fails must give the terminal its cursor back
+        return bar
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self.bar:
+            self.bar.console.print(text, highlight=False, markup=False)
+        else:
+            events.show(text)
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """One more step is done."""
+        self.done += 1
+        numbers = [f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics]
+        if self.bar:
+            self.bar.update(self.task, completed=self.done, numbers=self._fitting(numbers))
+        elif self._is_due():
+            self.shown = time.monotonic()
+            left = (self.shown - self.started) / (self.done - self.first) * (self.steps - self.done)
+            events.show(f"{self.title}  step {self.done}/{self.steps}  {'  '.join(numbers)}  left {_clock(left)}")
+
+    def _fitting(self, numbers: list[str]) -> str:
+        """Leave out the last numbers where the terminal is too narrow for all."""
+        counts = 2 * len(str(self.steps)) + 1
+        room = self.bar.console.width - len(self.title) - _BAR - counts - _BESIDE
+        while numbers and len("  ".join(numbers)) > room:
+            numbers = numbers[:-1]
+        return "  ".join(numbers)
+
+    def _is_due(self) -> bool:
+        return (self.steps <= _LONG or self.done % _EVERY == 0 or self.done in (self.first + 1, self.steps)
+                or time.monotonic() - self.shown >= _SILENCE)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self.bar:
+            self.bar.stop()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,396 @@
+"""What a run leaves: `runs/NAME/` with its configuration, plan, metrics, samples, TensorBoard events and summary.
+
+Writes TensorBoard's file of a run; what cannot be written is left out of it, and the run goes on.
+
+Says where a run was computed and by what: its command, host, versions and commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from distflow.config.load import Spec
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan import Plan
+from distflow.telemetry import events
+from distflow.telemetry.processes import began
+from distflow.telemetry.run_lock import in_use
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+_FIRST = {"validation": "1_validation", "reward": "2_reward"}
+"""What these groups of metrics are called in TensorBoard, which sorts groups by name."""
+
+
+class EventWriter:
+    """TensorBoard's file. Steps that cannot be written are left out; later another file is begun."""
+
+    def __init__(self, create: Callable[[], SummaryWriter]):
+        self.create = create
+        self.writer: SummaryWriter | None = None
+        self.warned = False
+        self._open()
+
+    def add_scalars(self, step: int, values: dict[str, float], again: bool) -> None:
+        """`again`: begin another file if the last one could not be written."""
+        if self.writer is None and again:
+            self._open()
+        if self.writer is not None:
+            with self._losing():
+                for name, value in values.items():
+                    group, slash, rest = name.partition("/")
+                    self.writer.add_scalar(f"{_FIRST.get(group, group)}{slash}{rest}", value, step)
+
+    def add_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the rows of a step as one text."""
+        if self.writer is not None and rows:
+            text = "\n\n---\n\n".join(map(_as_text, rows))
+            with self._losing():
+                self.writer.add_text("samples", text.encode(errors="backslashreplace").decode(), step)
+
+    def flush(self) -> None:
+        if self.writer is not None:
+            with self._losing():
+                self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            with self._losing():
+                self.writer.close()
+
+    def _open(self) -> None:
+        with self._losing():
+            self.writer = self.create()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.writer = None
+            if not self.warned:
+                events.show(f"warning: TensorBoard's file cannot be written: {error.strerror}. Steps are left out of "
+                            "it until it can; the run goes on.", sys.stderr)
+            self.warned = True
+
+
+def _as_text(row: dict[str, Any]) -> str:
+    """Return a sample as Markdown: its numbers in a line, its texts as they are."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    numbers = "  ".join(f"{name} {value}" for name, value in row.items() if name not in texts)
+    blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in value.splitlines())
+              for name, value in texts.items()]
+    return "\n\n".join([numbers, *blocks])
+
+
+_PACKAGES = ("distflow", "torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang",
+             "megatron-core")
+
+
+def provenance() -> dict[str, Any]:
+    """Return what `summary.json` needs to tell one run from another."""
+    return {"command": shlex.join(sys.argv), "host": socket.gethostname(), "versions": _versions(),
+            "git_commit": _git_commit()}
+
+
+def _versions() -> dict[str, str]:
+    """Return the version of Python and of each package that is installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the working directory, with `-dirty` where files differ from it; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+SUMMARY = "summary.json"
+"""The file of a run that has come to its end."""
+_TOTALS = ("tokens_total", "samples_total", "wall_seconds")
+
+
+def choose(output: str, dag: str, name: str | None) -> Path:
+    """The folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, …
+
+    Raises:
+        InvalidInput: the name is taken, or the folder could not be written.
+    """
+    root = Path(output)
+    parent = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidInput(Diagnostic(f"the run folder cannot be written: {parent} is "
+                                      f"{'not writable' if parent.is_dir() else 'not a folder'}", None,
+                                      "Name another one:  --set output=FOLDER"))
+    if name is None:
+        folders = (root / f"{dag}-{number}" for number in itertools.count(1))
+        return next(folder for folder in folders if not folder.exists())
+    if (root / name).exists():
+        raise _exists(root / name)
+    return root / name
+
+
+def of_torchrun(output: str) -> Path | None:
+    """The folder that the torchrun above this process has made before; None if it has made none."""
+    mine = agent()
+    found = (place.parent for place in Path(output).glob("*/launch.json")
+             if (read_launch(place.parent) or {}).get("torchrun") == mine)
+    return next(found, None)
+
+
+def read_launch(folder: Path) -> dict[str, Any] | None:
+    """Return what a run's launch.json says, or None if the file is missing, cut short or of another form."""
+    try:
+        said = json.loads((folder / "launch.json").read_text())
+    except (OSError, ValueError):
+        return None
+    search = said.get("search") if isinstance(said, dict) else None
+    return said if isinstance(search, list) and all(isinstance(place, str) for place in search) else None
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Return what a run's plan.json says.
+
+    Raises:
+        InvalidInput: the file is missing, cut short or of another form.
+    """
+    file = folder / "plan.json"
+    if not file.is_file() and not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
+    try:
+        said = json.loads(file.read_text())
+    except (OSError, ValueError):
+        said = None
+    if not isinstance(said, dict) or not isinstance(said.get("ranks"), int):
+        raise InvalidInput(Diagnostic(f"{file} is missing or damaged, so that the run's ranks are not known", None,
+                                      f"Stop the run, if it goes on, and say them, which writes the file anew:  "
+                                      f"distflow resume {folder} --ranks N"))
+    return said
+
+
+def agent() -> str:
+    """The torchrun above this process, which no other of this machine is: its run's id may be that of many."""
+    parent = os.getppid()
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {parent} {began(parent)}"
+
+
+def _remove(made: list[Path]) -> None:
+    """A run's folder with all that is in it, and those above that were made for it if nobody else uses them."""
+    shutil.rmtree(made[0], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in made[1:]:
+            folder.rmdir()
+
+
+def _exists(path: Path) -> InvalidInput:
+    hint = f"Choose another --name, go on with it:  distflow resume {path}   or delete it."
+    if held := in_use(path):
+        hint = f"Process {held.pid} on {held.host} trains it since {held.since}. Choose another --name."
+    return InvalidInput(Diagnostic(f"a run named `{path.name}` exists in {path.parent}", None, hint))
+
+
+class RunFolder:
+    """Writes a run's files; only rank 0 has one."""
+
+    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False):
+        """`again`: the last step before `resumed_at` is validated once more."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
+
+        self.path = path
+        if resumed_at is not None:
+            (path / SUMMARY).unlink(missing_ok=True)  # the run goes on
+            for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl"):
+                forget_after(path / name, resumed_at, again)
+        self.opened, self.made_by = time.monotonic(), provenance()  # while the code is what this process has loaded
+        self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
+        for each in (self.metrics, self.samples):
+            with contextlib.suppress(OSError):  # its lines are dropped then, which is said
+                each.touch()
+        self.tokens, self.samples_drawn, self.seconds = (0.0,) * 3 if resumed_at is None else self._totals()
+        redone = None if resumed_at is None else resumed_at + 1
+        self.board = EventWriter(partial(SummaryWriter, str(path / "tensorboard"), purge_step=redone))
+
+    @staticmethod
+    def made(path: Path, torchrun: str) -> bool:
+        """Whether an earlier worker of this torchrun has made the folder of its new run. What one that was killed
+        meanwhile has made of it is taken away."""
+        if (path / "plan.json").is_file():  # which is written last
+            return True
+        started = path / "launch.json"
+        if not started.is_file() or torchrun in started.read_text():
+            shutil.rmtree(path, ignore_errors=True)
+        return False
+
+    @staticmethod
+    @contextlib.contextmanager
+    def created(path: Path, spec: Spec, plan: Plan, search: list[str],
+                torchrun: str = "") -> Iterator[Callable[[], None]]:
+        """Make the folder, with everything that another process needs to repeat or resume this run.
+
+        What happens in the block belongs to the start: if it fails, all that was made is taken away again, by what
+        the block is given.
+
+        Args:
+            search: where the modules of the user's own functions are found.
+            torchrun: the `agent` that has started this run.
+
+        Raises:
+            InvalidInput: another run took the name since it was chosen, or the folder cannot be made.
+        """
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise _exists(path) from None
+        except OSError as error:
+            raise InvalidInput(f"the run folder cannot be made: {error}") from None
+        with contextlib.ExitStack() as failed:
+            failed.callback(_remove, missing)
+            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
+            RunFolder.describe(path, spec, plan)
+            yield lambda: _remove(missing)
+            failed.pop_all()
+
+    @staticmethod
+    def describe(path: Path, spec: Spec, plan: Plan) -> None:
+        """Write what is in force, at the start and when a resume overrides some of it. A file is old or new, whole."""
+        texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
+        for name, text in {**texts, "plan.json": plan.to_json()}.items():
+            partial = path / f"{name}.partial"
+            partial.write_text(text)
+            partial.replace(path / name)
+
+    def _totals(self) -> tuple[float, ...]:
+        """Read the totals of the newest step that is written down, from which a resumed run goes on."""
+        written = _read_lines(self.metrics)
+        last = next((line for line in reversed(written) if _TOTALS[0] in line), {})
+        return tuple(last.get(name) or 0.0 for name in _TOTALS)
+
+    def write_step(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics of a step, with totals since the run began."""
+        self.tokens += values.get("tokens", 0.0)
+        self.samples_drawn += values.get("samples", 0.0)
+        totals = (self.tokens, self.samples_drawn, self._wall_seconds())
+        self.write_metrics(step, {**values, **dict(zip(_TOTALS, totals))})
+
+    def _wall_seconds(self) -> float:
+        return round(self.seconds + time.monotonic() - self.opened, 3)
+
+    def write_metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""
+        written = events.add_or_drop(self.metrics, [json.dumps({**finite(values), "step": step})])
+        self.board.add_scalars(step, values, again=written)
+
+    def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """One line a row; the rows of a step are a text in TensorBoard."""
+        events.add_or_drop(self.samples, [json.dumps({"step": step, **finite(row)}, ensure_ascii=False)
+                                          for row in rows])
+        self.board.add_samples(step, rows)
+
+    def write_answers(self, step: int, sets: dict[str, list[dict[str, Any]]]) -> None:
+        """Write answers to validation sets, one line a row, into `validation.jsonl`."""
+        events.add_or_drop(self.path / "validation.jsonl", [
+            json.dumps({"step": step, "set": f"validation/{name}", **finite(row)}, ensure_ascii=False)
+            for name, rows in sets.items() for row in rows])
+
+    def close(self, facts: dict[str, Any]) -> None:
+        """Write the summary, which says that the run came to its end: what all steps say, and `facts`."""
+        self.board.close()
+        said = _read_lines(self.metrics)
+        summary = {**summarize(said), "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
+        if events.dropped():
+            summary["dropped_lines"] = events.dropped()
+        path = self.path / SUMMARY
+        try:
+            path.write_text(json.dumps(finite(summary), indent=1))
+        except OSError as error:
+            events.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
+            path.unlink(missing_ok=True)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes() if path.exists() else b""  # as bytes: text has more line ends than JSON Lines
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a run in a few numbers, from all its metrics lines. `accuracy` has the steps at which each validation set
+    was answered; before and after are of the first set."""
+    steps = [line for line in lines if "seconds" in line]
+    tokens, seconds = (sum(line.get(name) or 0.0 for line in steps) for name in ("tokens", "seconds"))
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("validation/"):
+                curves.setdefault(name.removeprefix("validation/"), []).append(
+                    {"step": line["step"], "accuracy": value})
+    first = next(iter(curves.values()), [{"accuracy": None}])
+    return {"steps": steps[-1]["step"] if steps else 0, "accuracy_before": first[0]["accuracy"],
+            "accuracy_after": first[-1]["accuracy"], "accuracy": curves, "seconds_in_steps": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else None}
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for each NaN and infinity in it."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def forget_after(path: Path, step: int, validation: bool = False) -> None:
+    """Drop the lines of steps that a resumed run will do again, with `validation` also those of the step's validation,
+    and a torn last line. The file is changed in place: on a full disk there is no room for a second one."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:  # as bytes: text has more line ends than JSON Lines
+        end, dropped, later = 0, False, []
+        for line in file:
+            if _step_of(line) > step - (validation and b'"validation/' in line):
+                dropped = True
+            elif dropped:
+                later.append(line)
+            else:
+                end += len(line)
+        file.seek(end)
+        file.writelines(later)
+        file.truncate()
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return math.inf
+    step = record.get("step") if isinstance(record, dict) and line.endswith(b"\n") else None
+    return step if isinstance(step, int) else math.inf

@@ -1,0 +1,204 @@
+"""An exclusive lock on a run folder, so that no two trainers write checkpoints and metrics there.
+
+`run.lock` is locked by `flock` and says who has it. Where the file system has no `flock`, what it says decides. The
+kernel gives it up with the process that holds it, the supervisor of rank 0; its workers do not inherit it. A restart by
+the same torchrun, and a later rank 0 of the same elastic machines, may take it over: they are the same job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import shlex
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.processes import alive, began
+
+NAME = "run.lock"
+_PATIENCE, _LOOK = 3.0, 0.1
+"""Seconds in which processes that have been killed are gone, and between two looks."""
+_EVERY = 30.0
+"""Seconds between two looks at a lock that is held."""
+_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What a file system that has no `flock` answers."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a run. `pid`: of torchrun, which lives as long as the run; `began`: in the kernel's ticks."""
+
+    job: str
+    host: str
+    pid: int
+    began: int
+    since: str
+    command: str
+
+    @classmethod
+    def here(cls, job: str) -> Holder:
+        pid, since = _own_process(), datetime.now().astimezone().isoformat(" ", "seconds")
+        return cls(job, socket.gethostname(), pid, began(pid), since, shlex.join(sys.argv))
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has certainly ended: it was one of this host."""
+        return self.host == socket.gethostname() and not alive(self.pid, self.began)
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the process that asks, or the torchrun above it."""
+        pid = _own_process()
+        return (self.host, self.pid, self.began) == (socket.gethostname(), pid, began(pid))
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process certainly goes on."""
+        return self.host == socket.gethostname() and alive(self.pid, self.began)
+
+
+def _own_process() -> int:
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+
+def _own_job() -> str:
+    return f"{socket.gethostname()} {_own_process()} {began(_own_process())}"
+
+
+class RunLock:
+    """The lock of one run folder, as one process sees it.
+
+    Args:
+        job: what a restart of the run has too; default: the torchrun above this process, or this process.
+    """
+
+    def __init__(self, folder: Path, job: str = ""):
+        self.path, self.job = folder / NAME, job or _own_job()
+        self.file: int | None = None
+        self.looked, self.locked = -math.inf, False
+        """When (time.monotonic) it last looked after a lock that it has; whether `flock` is this process's own."""
+        os.register_at_fork(after_in_child=self._close)
+
+    def hold(self) -> None:
+        """Take the lock, if this process does not have it.
+
+        Raises:
+            InvalidInput: another job has it.
+        """
+        if self.looked == -math.inf:
+            self._take()
+        elif time.monotonic() - self.looked >= _EVERY:
+            self.looked = time.monotonic()
+            with contextlib.suppress(OSError):  # a network file system is away for a moment; the kernel keeps the lock
+                self._renew()
+
+    def _renew(self) -> None:
+        """Take the lock anew if it was removed, or if this process has only the word of its job for it."""
+        if self.file is None or not self.path.exists():
+            self._close()
+            self._take()
+        elif not self.locked and self._taken(self.file):
+            self.locked = True
+            self._sign()
+
+    def _take(self) -> None:
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # no reason for a run to end; it is tried again
+            raise
+        until, self.locked = time.monotonic() + _PATIENCE, True
+        while not self._taken(file):
+            if time.monotonic() > until:
+                held = holder(self.path.parent)
+                if held is not None and held.job == self.job:
+                    self.locked = False
+                    break
+                os.close(file)
+                raise refusal(self.path.parent, held)
+            time.sleep(_LOOK)
+        self.file, self.looked = file, time.monotonic()
+        self._sign()
+
+    def _sign(self) -> None:
+        """Write who has the lock."""
+        with contextlib.suppress(OSError):  # a full disk: `flock` holds all the same
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, json.dumps(asdict(Holder.here(self.job))).encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock up, if this process has it."""
+        if self.file is not None:
+            held = holder(self.path.parent)
+            if held is None or held.own:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.file, 0)
+            self._close()
+            self.looked = -math.inf
+
+    def _taken(self, file: int) -> bool:
+        held = holder(self.path.parent)
+        other = held is not None and held.job != self.job
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _WITHOUT:
+                raise
+            return not other or held.gone
+        if other and held.lives:  # its ranks are being started again
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return False
+        return True
+
+    def _close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+def holder(folder: Path) -> Holder | None:
+    """Return who has, or had, the run of a folder; None if nobody has written so."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Holder(**json.loads((folder / NAME).read_text()))
+    return None
+
+
+def in_use(folder: Path) -> Holder | None:
+    """Return who holds the run of a folder at this moment, without taking it; None if nobody does."""
+    held = holder(folder)
+    if held is None or held.gone:
+        return None
+    if held.lives:
+        return held
+    try:
+        with (folder / NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return held
+    except OSError:
+        return held
+    return None
+
+
+def refusal(folder: Path, held: Holder | None) -> InvalidInput:
+    """Return the error that says who has a run."""
+    if held is None:
+        return InvalidInput(Diagnostic(f"{folder} is in use by another process, which has locked {folder / NAME}", None,
+                                       "Wait until it has ended."))
+    here = held.host == socket.gethostname()
+    hint = f"End it:  kill {held.pid}   or wait." if here else \
+        f"End it on {held.host}:  kill {held.pid}   or, if that machine is lost:  rm {folder / NAME}"
+    return InvalidInput(Diagnostic(f"{folder} is in use: process {held.pid} on {held.host} trains it since "
+                                   f"{held.since} ({held.command})", None, hint))

@@ -1,0 +1,113 @@
+"""How long each node with a model takes on each rank: `times.jsonl`, which all append to, for `distflow plan --from`.
+
+Metrics say what the slowest rank takes; a plan for unlike devices must know each one's own time, and for what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distflow.plan_file import NodeTiming
+from distflow.telemetry import events
+
+_ALL, _EVERY = 32, 8
+"""The first steps are all written, then one of so many: the file of a long run on many ranks stays small."""
+_COLD, _LATEST = 2, 64
+NAME = "times.jsonl"
+
+
+@dataclass(frozen=True)
+class StepTimings:
+    """What a rank's nodes took in a step, and the step's own seconds, which count what no node does too. `plan`: the
+    digest of the plan by which it was done."""
+
+    plan: str
+    step: int
+    rank: int
+    seconds: float
+    nodes: Mapping[str, NodeTiming]
+
+
+class TimingsFile:
+    """One rank's way to the file."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.rank, self.plan = 0, ""
+        self.nodes: dict[str, NodeTiming] = {}
+
+    def open(self, path: Path, rank: int, plan: str) -> None:
+        """From now on steps are written to this file. `plan`: the digest of the one in force."""
+        self.path, self.rank, self.plan, self.nodes = path, rank, plan, {}
+
+    def add(self, node: str, taken: NodeTiming) -> None:
+        """What a node took, in the step under way."""
+        if self.path is not None:
+            self.nodes.setdefault(node, NodeTiming()).add(taken)
+
+    def write(self, step: int, seconds: float) -> None:
+        """The step is done; counted from 1."""
+        nodes, self.nodes = self.nodes, {}
+        if self.path is None or (step > _ALL and step % _EVERY):
+            return
+        each = {name: [round(taken.seconds, 5), *astuple(taken)[1:]] for name, taken in nodes.items()}
+        said = {"plan": self.plan, "step": step, "rank": self.rank, "seconds": round(seconds, 5), "nodes": each}
+        events.add_or_drop(self.path, [json.dumps(said)])
+
+
+def read(path: Path) -> list[StepTimings]:
+    """The steps of all ranks, a step that was done twice as it was done last; a torn line is passed over."""
+    found: dict[tuple[int, int], StepTimings] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            said: dict[str, Any] = json.loads(line)
+            nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items()}
+            step = StepTimings(said["plan"], said["step"], said["rank"], said["seconds"], nodes)
+            found[step.step, step.rank] = step
+        except (ValueError, TypeError, KeyError):  # a part of a line may be JSON too
+            continue
+    return [found[key] for key in sorted(found)]
+
+
+@dataclass(frozen=True)
+class MedianTimings:
+    """What an iteration usually takes: medians over `steps` of them. A rank without rows may have nothing of a node."""
+
+    steps: int
+    seconds: float
+    nodes: Mapping[tuple[str, int], NodeTiming]
+    """By node and rank."""
+
+
+def usual(steps: Iterable[StepTimings], ranks: int, plan: str) -> MedianTimings:
+    """Of the latest steps by this plan that all ranks, and as many, have written down whole; of the first ones, in
+    which everything is done for the first time, none. `steps` of it is 0 if there are none."""
+    whole: dict[int, list[StepTimings]] = {}
+    for step in (step for step in steps if step.plan == plan):
+        whole.setdefault(step.step, []).append(step)
+    nodes = {node for parts in whole.values() for part in parts for node in part.nodes}
+    chosen = [parts for _, parts in sorted(whole.items()) if [part.rank for part in parts] == [*range(ranks)]
+              and nodes == {node for part in parts for node in part.nodes}][_COLD:][-_LATEST:]
+    if not chosen:
+        return MedianTimings(0, 0.0, {})
+    return MedianTimings(len(chosen), median(max(part.seconds for part in parts) for parts in chosen),
+                         {(node, rank): _median([parts[rank].nodes.get(node, NodeTiming()) for parts in chosen])
+                          for node in nodes for rank in range(ranks)})
+
+
+def _median(each: list[NodeTiming]) -> NodeTiming:
+    seconds, *counts = (median(values) for values in zip(*map(astuple, each)))
+    return NodeTiming(seconds, *map(round, counts))
+
+
+_current = TimingsFile()
+
+
+def current() -> TimingsFile:
+    """The times of this rank's run."""
+    return _current

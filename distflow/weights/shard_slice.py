@@ -1,0 +1,115 @@
+"""Boxes: rectangular parts of named tensors, the common measure of every layout.
+
+What a rank holds of a tensor, however it is cut, is a box of it: so is what another rank wants. Shards of two layouts
+meet by intersecting their boxes, and nobody has to know how the other was made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from distflow.weights.errors import WeightsError
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """A part of the tensor `name`: along dimension `d`, `size[d]` entries from `start[d]` on, of `shape[d]`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardSlice:
+        return cls(name, tuple(shape), (0,) * len(shape), tuple(shape), dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def overlap(self, other: ShardSlice) -> ShardSlice | None:
+        """What both have; None if that is nothing.
+
+        Raises:
+            WeightsError: they are parts of tensors with different shapes.
+        """
+        if self.shape != other.shape:
+            raise WeightsError(f"tensor `{self.name}` is {list(self.shape)} as published and {list(other.shape)} as "
+                               "wanted; both must be the shape of the whole tensor")
+        start = tuple(map(max, self.start, other.start))
+        stop = (min(a + b, c + d) for a, b, c, d in zip(self.start, self.size, other.start, other.size))
+        size = tuple(end - begin for begin, end in zip(start, stop))
+        return None if any(length <= 0 for length in size) else ShardSlice(self.name, self.shape, start, size,
+                                                                           self.dtype)
+
+    def within(self, outer: ShardSlice) -> tuple[slice, ...]:
+        """Where it lies in a tensor of `outer`'s size."""
+        return tuple(slice(begin - base, begin - base + length)
+                     for begin, base, length in zip(self.start, outer.start, self.size))
+
+    def reach(self, outer: ShardSlice) -> tuple[int, int]:
+        """The first byte, and the one after the last, that it has in `outer`, stored row by row."""
+        first = last = 0
+        for part, length in zip(self.within(outer), outer.size):
+            first, last = first * length + part.start, last * length + part.stop - 1
+        return first * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+
+def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:
+    """This rank's boxes and their contents, in the order of `shards`. No communication, no copy.
+
+    Ranks that have the same box of a DTensor (replicas of HSDP, or norms under tensor parallelism) divide such tensors
+    between them, about evenly by bytes: each is the box of one of them.
+
+    Raises:
+        WeightsError: a tensor is placed so that this rank's part of it is no box.
+    """
+    found: list[tuple[ShardSlice, Tensor]] = []
+    dealt: dict[tuple[object, ...], list[int]] = {}
+    for name, shard in shards.items():
+        if not isinstance(shard, DTensor):
+            found.append((ShardSlice.whole(name, tuple(shard.shape), shard.dtype), shard.detach()))
+            continue
+        box = _box(name, shard)
+        if _is_ours(shard, dealt) and box.numel:
+            found.append((box, shard.to_local().detach()))
+    return found
+
+
+def _box(name: str, shard: DTensor) -> ShardSlice:
+    if any(place.is_partial() for place in shard.placements):
+        raise WeightsError(f"tensor `{name}` is placed as {shard.placements}: a sum that has not been made yet. Reduce "
+                           "it before it is published")
+    size, start = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    if tuple(size) != tuple(shard.to_local().shape):
+        raise WeightsError(f"tensor `{name}` is placed as {shard.placements} and has {list(shard.to_local().shape)} "
+                           f"here where {list(size)} are expected; publish it as tensors of plain cuts (`Shard`)")
+    return ShardSlice(name, tuple(shard.shape), tuple(start), tuple(size), shard.dtype)
+
+
+def _is_ours(shard: DTensor, dealt: dict[tuple[object, ...], list[int]]) -> bool:
+    """Of the ranks with this same box, the one with the fewest bytes so far has it; all of them count alike."""
+    mesh, repeated = shard.device_mesh, [dim for dim, place in enumerate(shard.placements) if place.is_replicate()]
+    count = math.prod(mesh.size(dim) for dim in repeated)
+    if count == 1:
+        return True
+    loads = dealt.setdefault((mesh, tuple(repeated)), [0] * count)
+    turn = loads.index(min(loads))
+    loads[turn] += shard.numel() * shard.dtype.itemsize
+    mine, here = 0, mesh.get_coordinate()
+    for dim in repeated:
+        mine = mine * mesh.size(dim) + here[dim]
+    return mine == turn

@@ -1,0 +1,172 @@
+"""A plan for mixed hardware, as the run that obeys it: its shares become the rows of `layouts`, its groups `groups`.
+
+What the solvers may choose is more than what ranks can do: they run one chain together, or train on the first of them
+and sample on the others; and a work's shares follow each other, each with as many layers in each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from distflow.config.load import Spec
+from distflow.config.run import Groups, Parallel
+from distflow.config.yaml_source import YamlSource
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan_file import PlacedPlan, PlacedTask, placed_plan
+from planners.heterogeneous.plan_file import digests_of
+from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, ModelTask, Problem
+from planners.heterogeneous.workload import problem_of
+
+AGAIN = "Plan for what ranks can do:  distflow plan DAG --cluster FILE --solver hybrid --runnable --out FILE"
+
+
+def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
+    """The run with the layouts and groups of the plan in a file; mistakes about these then point there.
+
+    Raises:
+        InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run.
+    """
+    problem = problem_of(spec)
+    plan = placed_plan(source, digests_of(spec, problem))
+    mistakes = list(_check(spec, problem, plan, source, ranks))
+    if mistakes:
+        raise InvalidInput(mistakes)
+    alone = problem.mode == SYNC
+    training = range(ranks) if alone else _training(problem, plan)
+    layouts = {work.name: _parallel(problem, plan.tasks[work.name], training) for work in problem.works
+               if alone or work.kind != GENERATE}
+    layouts |= {work.name: Parallel(tp=plan.tasks[work.name].tp) for work in problem.works  # they divide no rows
+                if work.name not in layouts and plan.tasks[work.name].tp > 1}
+    if alone:
+        layouts |= _beside(spec, layouts)
+    groups = spec.run.groups if alone else Groups(rollout=ranks - len(training))
+    run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks})
+    return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
+
+
+def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
+    """What cannot be run, and why."""
+    devices = sum(problem.hardware.all)
+    if ranks != devices:
+        yield Diagnostic(f"the plan is for the {devices} devices of cluster `{spec.cluster.name}`, and {ranks} "
+                         f"rank{'s are' if ranks > 1 else ' is'} started", source.spot(("groups",), key=True),
+                         f"Start {devices} ranks, one for each device, in the order of the cluster file.")
+    if spec.run.layouts:
+        yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
+                         spec.run_source.spot(("layouts",), key=True),
+                         "Leave it out of the run file, or start without  --plan")
+    names = [work.name for work in problem.works]
+    if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
+            != sorted(names):
+        yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
+                         source.spot(("tasks",), key=True), AGAIN)
+        return
+    found = list(_check_groups(problem, plan, source, devices))
+    yield from found
+    for work in problem.works if not found else ():
+        yield from _check_task(problem, plan, work, source)
+
+
+def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, devices: int) -> Iterator[Diagnostic]:
+    where = source.spot(("groups",), key=True)
+    if problem.mode == SYNC:
+        if len(plan.groups) > 1:
+            yield Diagnostic(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
+                             "ranks run one chain together", where, AGAIN)
+        elif sorted(plan.groups[0].ranks) != list(range(devices)):
+            idle = sorted(set(range(devices)) - set(plan.groups[0].ranks))
+            yield Diagnostic(f"the plan leaves ranks {', '.join(map(str, idle))} out, and in mode sync all take part",
+                          source.spot(("groups", 0, "ranks"), key=True), f"Take them out of the cluster, or:  {AGAIN}")
+        return
+    sampling = {work.name for work in problem.works if work.kind == GENERATE}
+    halves = [set(group.tasks) for group in plan.groups]
+    if sorted(map(sorted, halves)) != sorted(map(sorted, (sampling, plan.tasks.keys() - sampling))):
+        yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
+                         f"this mode {' + '.join(sorted(sampling))} samples while the rest trains", where, AGAIN)
+        return
+    training = list(_training(problem, plan))
+    rest = next(group.ranks for group in plan.groups if set(group.tasks) == sampling)
+    if training != list(range(len(training))) or sorted(rest) != list(range(len(training), devices)):
+        yield Diagnostic("the ranks that train must be the first ones, and all others sample; in this plan they are "
+                         f"{_listed(training)}, and {_listed(rest)} sample", where,
+                         f"Name the machines that train first in the cluster file, or:  {AGAIN}")
+
+
+def _check_task(problem: Problem, plan: PlacedPlan, work: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
+    task, path = plan.tasks[work.name], ("tasks", work.name)
+    width, apart, devices = task.tp * task.pp, problem.mode != SYNC and work.kind == GENERATE, sum(problem.hardware.all)
+    if apart and task.pp > 1:
+        yield Diagnostic(f"node `{work.name}` has its layers in {task.pp} stages, and in this mode each rank that "
+                         "samples has all of them", source.spot(path, key=True), AGAIN)
+        return
+    if apart and width == 1:
+        return  # its ranks take prompts as they get free, whatever shares were expected
+    training = range(devices) if problem.mode == SYNC else _training(problem, plan)
+    ranks = range(len(training), devices) if apart else training
+    if len(set(task.layers)) > 1:
+        yield Diagnostic(f"node `{work.name}` has {', '.join(map(str, task.layers))} layers in its stages, and an "
+                         "engine has as many in each", source.spot((*path, "layers"), key=True), AGAIN)
+    if len(ranks) % width or (work.kind == TRAIN and task.dp * width != len(ranks)):
+        yield Diagnostic(f"node `{work.name}` takes {task.dp} × {width} of {len(ranks)} ranks"
+                         + (", and a trained model is sharded over all of them" if work.kind == TRAIN else ", which "
+                            f"{width} does not divide"), source.spot(path, key=True), AGAIN)
+    elif _rows(problem, task, ranks) is None:
+        yield Diagnostic(f"node `{work.name}` has shares whose stages are not at ranks that follow each other",
+                         source.spot((*path, "shares"), key=True), AGAIN)
+
+
+def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
+    """The ranks of the group that trains, where it has its own."""
+    trained = {work.name for work in problem.works if work.kind == TRAIN}
+    return next((sorted(group.ranks) for group in plan.groups if trained.intersection(group.tasks)), [])
+
+
+def _parallel(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> Parallel:
+    return Parallel(tp=task.tp, pp=task.pp, ep=task.ep, rows=_rows(problem, task, ranks))
+
+
+def _rows(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> list[int] | None:
+    """The rows of each share of `ranks`, none for one that is idle; None if the plan's stages are elsewhere."""
+    at = [site.name for site in problem.hardware.sites for _ in range(site.devices)]
+    left = [(shares.stages, shares.rows, shares.count) for shares in task.shares]
+    result = []
+    for first in range(ranks[0], ranks[-1] + 1, task.tp * task.pp):
+        stages = [at[first + stage * task.tp] for stage in range(task.pp)]
+        alike = all(at[first + rank] == stages[rank // task.tp] for rank in range(task.tp * task.pp))
+        index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
+        if index is None or not alike:
+            result.append(0)
+            continue
+        wanted, rows, count = left[index]
+        left[index] = (wanted, rows, count - 1)
+        result.append(rows)
+    return result if not any(count for *_, count in left) else None
+
+
+def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
+    """Nodes that run no model divide rows as the first node that they follow does, so that rows stay where they are,
+    but for those of a share that splits its model: its ranks have alike parts of them. Not for runs with groups, whose
+    ranks divide what arrives evenly."""
+    found = dict(layouts)
+    while True:
+        more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])
+                for name, node in spec.dag.nodes.items() if name not in found
+                for before in [next((found[each] for each in node.dependencies if each in found), None)] if before}
+        if not more:
+            return {name: layout for name, layout in found.items() if name not in layouts}
+        found |= more
+
+
+def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
+    """The run file with the plan's lines for what the plan says."""
+    def moved(spots: dict) -> dict:
+        found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
+        found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}
+        return found | {("groups", "rollout"): spots[("groups",)]}
+
+    return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,142 @@
+"""The planner's front: check everything, then write down one chain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+from distflow.config.load import Spec
+from distflow.contracts.signature import Contract
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task, Transfer
+from planners import columns, memory, order, placement, settings, transfers
+from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of
+from planners.columns import NodeColumns
+from planners.groups import GroupCut, crossings, cut, of_early, of_rollout, of_trainer, picture
+from planners.learning import check_learning
+from planners.resampling import after_drawing, draws_of
+
+
+def plan(spec: Spec, ranks: int) -> Plan:
+    """The plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
+
+    Raises:
+        InvalidInput: with every mistake that was found, those of loading included.
+    """
+    draft = _draft(spec)
+    if spec.run.mode == "sync":
+        mistakes = check_faults(spec, {TRAINER: range(ranks)})
+        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
+    halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
+    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
+    draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
+    trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
+    rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
+    return picture(trainer, rollout, halves, ranks)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What does not depend on ranks."""
+
+    bound: dict[str, Contract]
+    chain: list[str]
+    added: tuple[tuple[str, str], ...]
+    flows: dict[str, NodeColumns]
+    mistakes: list[Diagnostic]
+
+    @property
+    def sampling(self) -> set[str]:
+        return {node for node, contract in self.bound.items() if contract.samples}
+
+
+def _draft(spec: Spec) -> _Draft:
+    bound, unbound, mistakes = bind(spec)
+    writers = {column: node for node, names in columns.written(spec, bound).items() for column in names}
+    graph, tangled, found = order.graph_of(spec.dag, spec.dag_source, writers)
+    drawn, later, found_late = after_drawing(spec, bound, graph)
+    chain, added = order.serialize(spec.dag, drawn)
+    for node in chain:
+        found += settings.check_settings(spec, node, bound[node]) if node in bound else []
+    guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
+    flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
+    return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
+                                                       *check_temperatures(spec, bound, flows),
+                                                       *check_learning(spec, bound, flows)])
+
+
+def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, training: bool = True) -> Plan:
+    """The plan of ranks that run the whole DAG together, or the half of it that trains or samples."""
+    bound, flows = draft.bound, draft.flows
+    elsewhere = halves.elsewhere(training) if halves else frozenset()
+    layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
+    roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
+    generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
+    samplers = halves.samplers if halves and training and generating else {}
+    engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
+    engines |= {(role, True): layout for role, layout in samplers.items()}
+    tenants = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
+    mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
+    if mistakes:
+        raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
+    if halves and not training:  # the first rank of a rollout runs all of its chain
+        layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
+    source = _source_layout(draft.chain, flows, layouts)
+    tasks = _tasks(spec, draft, layouts, source)
+    dock: tuple[Transfer, ...] = ()
+    early = None
+    if halves:
+        dock = crossings(spec, halves, flows, bound)
+    if halves and training and halves.fused:
+        early = Plan(spec.dag.name, spec.run.mode, ranks, of_early(tasks, halves), source, dock=dock)
+        early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
+        tasks = _tasks(spec, draft, layouts | early_layouts, source)
+    if halves:
+        tasks = (of_trainer if training else of_rollout)(tasks, halves)
+    notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock,
+                early, tuple(samplers.items()))
+
+
+def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout) -> tuple[Task, ...]:
+    moved: transfers.Moved = set()
+    tasks = tuple(_task(spec, node, draft.bound[node], draft.flows, layouts, source, moved) for node in draft.chain)
+    return transfers.replicated(tasks, source)
+
+
+def _samples_too(spec: Spec, halves: GroupCut | None, training: bool) -> bool:
+    """Whether such ranks have an engine that samples: the trainer of mode async has one only to validate."""
+    return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.validation is not None
+
+
+def _place(mistake: Diagnostic) -> tuple[str, int]:
+    return (mistake.where.file, mistake.where.line) if mistake.where else ("", 0)
+
+
+def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, NodeColumns], layouts: dict[str, Layout],
+          source: Layout, moved: transfers.Moved) -> Task:
+    item, flow = spec.dag.nodes[node], flows[node]
+    arriving = transfers.derive(spec, node, flows, layouts, source, moved)
+    return Task(node, item.role, item.type, contract.key, dict(item.settings), flow.reads, flow.writes, layouts[node],
+                arriving, flow.repeats, flow.fan, flow.out_fan, contract.marks.keep_together is not None,
+                draws_of(spec, node, contract), contract.samples)
+
+
+def _source_layout(chain: list[str], flows: dict[str, NodeColumns], layouts: dict[str, Layout]) -> Layout:
+    """Each worker loads its own share: the layout of the first node that reads the dataset."""
+    readers = (node for node in chain if any(column.producer == SOURCE for column in flows[node].reads))
+    return layouts[next(readers, chain[0])]
+
+
+def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
+    return {spec.dag.nodes[node].role for node, contract in bound.items() if contract.samples}
+
+
+def _inputs(spec: Spec) -> str:
+    """A digest of all that the DAG and the run say, but for where files lie: that may differ between machines."""
+    run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
+    for role in run["roles"].values():
+        role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None
+    said = json.dumps({"dag": spec.dag.model_dump(mode="json"), "run": run}, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]

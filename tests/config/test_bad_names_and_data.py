@@ -1,0 +1,223 @@
+"""Bad names, datasets and run folders: one message, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow import cli, launch
+from distflow.config.load import load
+from distflow.data.dataloader import WithoutEmpty
+from distflow.data.dataset import Fields, check_records, open_records
+from distflow.errors import InvalidInput
+from distflow.telemetry import events
+from distflow.telemetry.metrics import current
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = ROOT / "tests/bad_inputs"
+FIELDS = Fields("question", ["answer"])
+
+
+@pytest.fixture(autouse=True)
+def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BAD)
+
+
+@pytest.mark.parametrize(("load_it", "says"), [
+    (lambda: load("grp.yaml"), "DAG `grp.yaml` is neither a file nor a shipped DAG.\nDid you mean `grpo.yaml`? Ship"),
+    (lambda: load("grpo", "embeded"), "run file `embeded` is neither"),
+    (lambda: load("grpo", cluster="h900"), "cluster `h900` is neither"),
+    (lambda: load("no/dag.yaml", "no/run.yaml"), "2 mistakes."),
+], ids=["DAG", "run", "cluster", "both"])
+def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        plan(load_it(), 2)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("file", "says"), [
+    ("empty.jsonl", ("data/empty.jsonl: there is no record in it.",)),
+    ("blank.jsonl", ("data/blank.jsonl: there is no record in it.",)),
+    ("malformed.jsonl", ("data/malformed.jsonl:3: not valid JSON: Expecting ',' delimiter.", '3 |  {"question"',
+                         "\n" + " " * 31 + "^")),
+    ("not_an_object.jsonl", ("data/not_an_object.jsonl:2: each line must be a JSON object",
+                             '2 |  ["1 + 1?", "#### 2"]')),
+    ("missing_field.jsonl", ("data/missing_field.jsonl:2: the record has no field `answer`.", "Did you mean `answr`?",
+                             "--set data.answer=FIELD")),
+    ("empty_text.jsonl", ("empty_text.jsonl:2: field `question` must be text that is not empty, not '  '.",
+                          "empty_text.jsonl:3: field `answer` must be text or a number, not [2].", "data.strict=false",
+                          "2 mistakes.")),
+    ("messages.jsonl", ('messages.jsonl:2: field `question` must be text, or a list of messages as {"role": "user", '
+                        '"content": …}, not [{\'content\': \'1 + 1?\'}]',
+                        "messages.jsonl:3: field `answer` must be a finite number, not nan", "2 mistakes.")),
+    ("many.jsonl", ("data/many.jsonl:1: field `question` must be text, or a list of messages",)),
+    ("unknown_kind.csv", ("data/unknown_kind.csv: unknown kind of data: `.csv`.", ".parquet")),
+    ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
+])
+def test_data(file: str, says: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(Path("data") / file), FIELDS)
+    for part in says:
+        assert part in str(caught.value)
+    assert len(caught.value.mistakes) == (2 if file in ("empty_text.jsonl", "messages.jsonl") else 1)
+
+
+def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_text("question: 1 + 1?\n" * 3000)
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(tmp_path / "all.jsonl"), Fields("question"))
+    assert str(caught.value).endswith("There may be more behind it.\n\n10 mistakes.")
+
+
+def test_each_rank_finds_the_mistakes_of_its_share(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?"}\n' * 5000 + "{\n" + '{"question": "1 + 1?"}\n')
+    records = open_records(tmp_path / "one.jsonl")
+    for share in (0, 1):
+        check_records(records, Fields("question"), share, 3)
+    with pytest.raises(InvalidInput, match=r"one\.jsonl:5001: not valid JSON"):
+        check_records(records, Fields("question"), 2, 3)
+
+
+def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One blank question among many ended a run of days; only `data.strict` wants that."""
+    asked = ["1 + 1?", "", "2 + 2?", None]
+    lines = [json.dumps({"question": question, "answer": number}) for number, question in enumerate(asked)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    validate = ["validate", "dags/good.yaml", "--run-file", "run_files/good.yaml", "--set", "data.batch=3",
+                "--set", f"data.train={tmp_path / 'train.jsonl'}"]
+    assert cli.main(validate) == 0
+    assert f"note: 2 of the 4 records of {tmp_path / 'train.jsonl'} that were read have an empty field, as " \
+           f"{tmp_path / 'train.jsonl'}:2: others take their place" in capsys.readouterr().out
+    assert cli.main([*validate, "--set", "data.strict=true"]) == 2
+    assert "train.jsonl:2: field `question` must be text that is not empty, not ''" in capsys.readouterr().err
+    (tmp_path / "train.jsonl").write_text(lines[1])
+    assert cli.main([*validate, "--set", "data.batch=1"]) == 2
+    assert "must be text that is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("record", "said"), [
+    ({"question": [{"role": "user", "content": ["hello"]}], "answer": "2"}, "field `question` must be text, or a list"),
+    ({"question": "1 + 1?", "answer": [{"value": 2}]}, "field `answer` must be text or a number, not [{'value': 2}]"),
+    ({"question": "1 + 1?", "answer": [{"content": ""}]}, "field `answer` must be text or a number"),
+])
+def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path: Path, record: dict, said: str) -> None:
+    good = {"question": "1 + 1?", "answer": "2"}
+    (tmp_path / "one.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
+    with pytest.raises(InvalidInput, match=r"one\.jsonl:2: ") as caught:
+        check_records(open_records(tmp_path / "one.jsonl"), Fields("question", ["answer"], strict=False))
+    assert said in str(caught.value)
+
+
+def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
+    texts = ["", "a", "", "b", ""]
+    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in texts))
+    (tmp_path / "none.jsonl").write_text('{"question": "", "answer": "0"}\n' * 2)
+    events.current().open(tmp_path / "events.jsonl", 0)
+    try:
+        records = WithoutEmpty(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False))
+        current().take()
+        assert [record["question"] for record in records.get(range(5))] == ["a", "a", "b", "b", "a"]
+        assert current().collect(lambda mine: [mine])["data/records_skipped"] == 4  # the first one for the last too
+    finally:
+        events.current().path = None
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record skipped", line)
+                                                                                       for line in "135"]
+    with pytest.raises(InvalidInput, match="of every record is empty"):
+        WithoutEmpty(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])
+
+
+def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    validate = ["validate", "dags/good.yaml", "--run-file", "run_files/good.yaml"]
+    assert cli.main([*validate, "--set", "data.batch=100000000"]) == 2
+    said = capsys.readouterr().err
+    assert "--set data.batch=100000000: `data.batch` asks for 100,000,000 questions in each step, and the data has 2." \
+        in said
+    assert "Instead:  data: {batch: 2}" in said
+    assert cli.main([*validate, "--set", "data.batch=3"]) == 0
+    assert "note: data.batch (3) is more than the 2 records" in capsys.readouterr().out
+    assert cli.main([*validate, "--set", "data.batch=256"]) == 0, "to learn one prompt by heart is a first check"
+    assert "note: data.batch (256) is more than the 2 records" in capsys.readouterr().out
+
+
+def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.CaptureFixture) -> None:
+    """Validation answers questions; it needs no pairs. The shipped run of `dpo` validates on problems without any."""
+    assert cli.main(["validate", "dpo"]) == 0
+    assert cli.main(["validate", "dpo", "--set", "data.columns=[chosen, rejected, third]"]) == 2
+    assert "preferences.jsonl:1: the record has no field `third`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["grpo", "--run-file", "ppo"], "`ppo` is a shipped DAG, given as the run file. Instead:  --dag ppo"),
+    (["embedded.yaml"], "`embedded.yaml` is a shipped run file, given as the DAG. Instead:  --run-file embedded.yaml"),
+    (["grpo", "--ranks", "1", "--set", "layouts.update.tp=2"], "splits its model over 2 ranks (tp: 2), which do not"),
+    (["grpo", "--set", "roles.actor.replicas=4"], "wants 4 replicas, which do not divide the 2 ranks"),
+])
+def test_what_was_confused_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["validate", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["planners", "workers"])
+def test_a_project_with_packages_of_our_names(name: str, tmp_path: Path) -> None:
+    """One in the current folder does not matter; one that Python finds before ours is named."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    command = [str(Path(sys.executable).with_name("distflow")), "validate", "grpo"]
+    clean = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    first = {**clean, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=first, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"`{name}` is found at {tmp_path / name}, but distflow's own lies at {ROOT / name}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["resume", "evaluate", "set"])
+def test_half_a_launch_file_is_named(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "launch.json").write_text('{"search": [')
+    (tmp_path / "dag.yaml").write_text("name: a\nroles: {actor: {trained: true, copy_of: null}}\nnodes: {}\n")
+    (tmp_path / "run.yaml").write_text("data: {}\nroles: {}\n")
+    (tmp_path / "model").mkdir()
+    assert cli.main([verb, str(tmp_path), *(["samples=3"] if verb == "set" else [])]) == 2
+    assert "launch.json is damaged" in capsys.readouterr().err
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> list[str]:
+    return ["--dag", "dags/good.yaml", "--run-file", "run_files/good.yaml", "--set", f"output={tmp_path / 'out'}"]
+
+
+def test_existing_run_name(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "out/mine").mkdir(parents=True)
+    assert launch.main([*good, "--name", "mine"]) == 2
+    assert "a run named `mine` exists in" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_run_folder_below_a_file(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "out").write_text("a file")
+    assert launch.main(good) == 2
+    message = capsys.readouterr().err
+    assert "the run folder cannot be written" in message
+    assert "is not a folder" in message
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+@pytest.mark.parametrize("more", [["--set", "steps=no"], ["--set", "data.train=../data/malformed.jsonl"],
+                                  ["--dag", "dags/cycle.yaml"]])
+def test_launch_gives_one_message_and_exit_code_2(good: list[str], tmp_path: Path, more: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "distflow/launch.py"), *good, *more], cwd=BAD, check=False,
+                          capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "something was written"

@@ -1,0 +1,38 @@
+"""The table of engines: what it names exists, and the list that users see is the one that is enforced."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.config.models import ROLLOUTS, TRAINERS
+
+
+@pytest.mark.parametrize("engine", [*TRAINERS.values(), *ROLLOUTS.values()], ids=lambda engine: engine.home)
+def test_the_home_of_each_engine_is_there(engine):
+    module, _, name = engine.home.partition(":")
+    source = Path(importlib.util.find_spec(module).origin)
+    assert f"class {name}(" in source.read_text()  # its library may not be installed
+
+
+def test_everything_that_is_refused_is_listed(capsys):
+    assert main(["engines"]) == 0
+    said = capsys.readouterr().out
+    for key, table in (("engine", TRAINERS), ("rollout", ROLLOUTS)):
+        for name, engine in table.items():
+            part = said.partition(f"{key}: {name}\n")[2].partition("\n\n")[0]
+            assert all(reason in part for reason in engine.cannot.values())
+            assert all(package in part for package in engine.packages)
+
+
+def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):
+    monkeypatch.setenv(ROLLOUTS["sglang"].elsewhere, sys.executable)  # as if it were installed
+    stop = ["validate", "grpo", "--set", "roles.actor.generation.stop=</answer>", "--set"]
+    assert main([*stop, "roles.actor.rollout=sglang"]) == 2
+    assert "wants `rollout: sglang` and `generation.stop`, which it cannot do: its server is given tokens" \
+        in capsys.readouterr().err
+    assert main([*stop, "roles.actor.rollout=hf"]) == 0

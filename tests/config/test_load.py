@@ -1,0 +1,76 @@
+"""Loading: overrides, the way back from a run folder, and what is not imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.config.load import load, reload
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_override_goes_where_its_key_belongs() -> None:
+    spec = load("grpo.yaml", None, ["roles.actor.learning_rate=1e-6", "nodes.rollout.with.group_size=4", "steps=7",
+                                    "roles.reference.copy_of=actor", "layouts.reward.dp=1", "output=elsewhere"])
+    assert spec.run.roles["actor"].learning_rate == 1e-6
+    assert spec.dag.nodes["rollout"].settings == {"group_size": 4}
+    assert (spec.run.steps, spec.run.output, spec.run.layouts["reward"].dp) == (7, "elsewhere", 1)
+    assert spec.dag.roles["reference"].copy_of == "actor"
+    assert not spec.mistakes
+
+
+def test_later_overrides_win() -> None:
+    assert load("grpo", None, ["steps=1", "steps=2"]).run.steps == 2
+
+
+@pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml")))
+def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load(dag, None, ["data.batch=7", "seed=3"])
+    for kind, content in spec.resolved().items():
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    monkeypatch.chdir(tmp_path)  # relative paths must not matter any more
+    again = reload(tmp_path)
+    assert plan(again, 2).digest == plan(spec, 2).digest
+    assert again.resolved() == spec.resolved()
+
+
+def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:
+    assert load("dpo.yaml").run_source.file.endswith("embedded_dpo.yaml")
+    assert load("ppo").run_source.file.endswith("embedded.yaml")
+    assert load("reward_model", "embedded_reward_model").run == load(str(ROOT / "dags/reward_model.yaml")).run
+
+
+def test_every_value_in_force_is_resolved() -> None:
+    resolved = load("grpo").resolved()
+    assert resolved["run"]["roles"]["actor"]["micro_batch_tokens"] > 0
+    assert resolved["dag"]["nodes"]["rollout"]["with"] == {"group_size": 8}
+    assert Path(resolved["run"]["data"]["train"]).is_absolute()
+
+
+def test_copies_of_copies_share_model_settings_and_shape(tmp_path: Path) -> None:
+    (tmp_path / "dag.yaml").write_text("name: x\nroles: {a: {trained: true}, b: {copy_of: a}, c: {copy_of: b}}\n"
+                                       "nodes: {n: {role: a, type: MODEL_TRAIN, function: supervised_update}}\n")
+    spec = load(str(tmp_path / "dag.yaml"), None, ["roles={a: {model: {architecture: qwen3}, learning_rate: 0.5}}"])
+    assert spec.model_of("c") is spec.model_of("a") is not None
+    assert spec.settings_of("c").learning_rate == 0.5
+    assert spec.shape_of("c") == spec.shape_of("a") is not None
+    assert spec.model_of("nobody") is spec.settings_of("nobody") is None
+
+
+def test_loading_and_planning_import_no_torch() -> None:
+    script = ("import distflow, sys, time; from distflow.config.load import load; from planners import plan; "
+              "from distflow.data import dataset; from distflow.telemetry import run_folder; import distflow.launch; "
+              "plan(load('grpo.yaml'), 2); print(time.process_time()); "
+              "heavy = {'torch', 'transformers', 'datasets', 'networkx', 'pyarrow'} & set(sys.modules); "
+              "sys.exit(', '.join(heavy) or None)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    print(f"load and plan: {float(done.stdout):.2f} s of one core, interpreter included")

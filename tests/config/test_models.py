@@ -1,0 +1,90 @@
+"""Adapters in the run file: mistakes are found, and parameters counted, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.config.load import Spec, load
+from distflow.config.models import base_of, linears_of, matched
+from distflow.config.run import Model
+from distflow.errors import InvalidInput
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+steps: 1
+roles:
+  actor:
+    model: {architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}
+    lora: LORA
+data: {train: arithmetic/train.jsonl}
+"""
+
+
+def spec_of(tmp_path: Path, lora: str) -> Spec:
+    (tmp_path / "run.yaml").write_text(RUN.replace("LORA", lora))
+    return load("grpo.yaml", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(("lora", "says"), [
+    ("{rank: 0}", "`roles.actor.lora.rank` must be greater than 0, not 0"),
+    ("{alpha: -1}", "`roles.actor.lora.alpha` must be greater than 0"),
+    ("{ranks: 4}", "Did you mean `rank`? Known: rank, alpha, targets, rslora."),
+    ("{targets: []}", "`roles.actor.lora.targets` must have at least 1 item"),
+    ("{targets: [q_proj, v_prj]}", "no linear layer of its model is called `v_prj`"),
+    ("{targets: v_prj}", "Did you mean `v_proj`? Layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, "
+     "v_proj, all-linear."),
+    ("16", "`roles.actor.lora` must be a mapping, not 16"),
+])
+def test_what_cannot_be_meant_is_said(tmp_path, lora, says):
+    with pytest.raises(InvalidInput) as caught:
+        plan(spec_of(tmp_path, lora), 2)
+    assert says in str(caught.value)
+    assert len(caught.value.mistakes) == 1
+
+
+def test_a_frozen_role_has_no_adapters(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("LORA", "{rank: 4}"))
+    with pytest.raises(InvalidInput, match="role `reference` has `lora`, but DAG `grpo` does not train it"):
+        plan(load("grpo.yaml", str(tmp_path / "run.yaml"), ["roles.reference.lora={rank: 4}"]), 2)
+
+
+@pytest.mark.parametrize(("lora", "counted"), [
+    ("{rank: 4, targets: [q_proj, v_proj]}", 2 * 4 * (64 + 64 + 64 + 32)),
+    ("{rank: 2, targets: mlp.up_proj}", 2 * 2 * (64 + 192)),
+    ("{rank: 3}", 2 * 3 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))),
+])
+def test_parameters_are_counted_by_hand(tmp_path, lora, counted):
+    assert spec_of(tmp_path, lora).adapters == {"actor": counted}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_vl", "qwen3_moe"])
+def test_a_model_folder_tells_its_layers(tmp_path, architecture):
+    from workers.engines.embedded import build_model
+
+    sizes = Model(architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1)
+    model = build_model(270, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32,
+                        mixture=sizes.mixture)
+    model.save_pretrained(tmp_path / "model")
+    spec = spec_of(tmp_path, "{rank: 4}")
+    read = linears_of(spec, Model(path=str(tmp_path / "model")))
+    assert read == linears_of(spec, sizes)
+    assert read == {name: module.in_features + module.out_features for name, module in model.named_modules()
+                    if name != "lm_head" and hasattr(module, "in_features")}
+    assert len(matched(["layers.1.self_attn.q_proj"], read)) == 1
+    (tmp_path / "model/model.safetensors").write_bytes(b"torn")
+    assert linears_of(spec, Model(path=str(tmp_path / "model"))) == {}
+
+
+@pytest.mark.parametrize(("more", "owner"), [
+    ("", "actor"), ("{micro_batch_tokens: 99}", "actor"), ("{model: {architecture: qwen3}}", None)])
+def test_a_reference_without_a_model_of_its_own_shares_the_base(tmp_path, more, owner):
+    run = "  reference: " + more if more else ""
+    (tmp_path / "run.yaml").write_text(RUN.replace("LORA", "{rank: 4}").replace("data:", f"{run}\ndata:"))
+    spec = load("grpo.yaml", str(tmp_path / "run.yaml"))
+    assert base_of(spec, "reference") == owner
+    assert base_of(spec, "actor") is None
+    said = [note for note in plan(spec, 1).notes if "what the run file says of `reference` changes nothing" in note]
+    assert bool(said) == bool(more and owner)

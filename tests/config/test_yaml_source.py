@@ -1,0 +1,90 @@
+"""YAML as we read it: YAML 1.2 scalars, a place for everything, no key twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.config.yaml_source import parse, parse_value, read
+from distflow.errors import InvalidInput, Location
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-6", 1e-6), ("1E3", 1000.0), ("1.", 1.0), (".5", 0.5), ("-2.5e+2", -250.0), ("12", 12), ("-3", -3),
+    ("1_000", 1000),
+    ("true", True), ("false", False), ("null", None), ("~", None), ("", None),
+    (".inf", float("inf")), ("-.inf", -float("inf")),
+    ("yes", "yes"), ("no", "no"), ("on", "on"), ("off", "off"), ("y", "y"), ("True", "True"), ("NULL", "NULL"),
+    ("1.2.3", "1.2.3"), ("0x10", "0x10"), ("12:30", "12:30"), ("2024-01-01", "2024-01-01"), ("1e", "1e"), ("_1", "_1"),
+    ("'1e-6'", "1e-6"), ('"true"', "true"), ("'12'", "12"), ("|\n  12\n", "12\n"),
+])
+def test_scalars(text: str, value: object) -> None:
+    found = parse(f"key: {text}", "file").data["key"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_structure_is_that_of_yaml() -> None:
+    text = "a: {b: [1, {c: x}], d: }\ne:\n  - 2\n  - f: &g 3\n    h: *g\n"
+    assert parse(text, "file").data == yaml.safe_load(text)
+
+
+def test_everything_has_its_place() -> None:
+    source = parse("one: 1\nouter:\n  inner: {deep: [10, twenty]}\n", "file.yaml")
+    line = "  inner: {deep: [10, twenty]}"
+    assert source.spot(("one",), key=True) == Location("file.yaml", 1, 1, 3, "one: 1")
+    assert source.spot(("one",)) == Location("file.yaml", 1, 6, 1, "one: 1")
+    assert source.spot(("outer", "inner", "deep", 1)) == Location("file.yaml", 3, 22, 6, line)
+    assert source.spot(("outer", "inner", "deep"), key=True) == Location("file.yaml", 3, 11, 4, line)
+
+
+def test_what_does_not_stand_there_is_placed_at_what_encloses_it() -> None:
+    source = parse("outer:\n  inner: 1\n", "file.yaml")
+    assert source.spot(("outer", "missing", "deeper")).line == 1
+    assert source.spot(("nowhere",)) == Location("file.yaml")
+
+
+def test_a_key_twice_is_noted_and_the_first_kept() -> None:
+    source = parse("a: 1\nb:\n  c: 2\n  c: 3\na: 4\n", "file.yaml")
+    assert source.data == {"a": 1, "b": {"c": 2}}
+    assert [str(mistake.where) for mistake in source.mistakes] == ["file.yaml:4", "file.yaml:5"]
+    assert source.doubtful == {("b", "c"), ("a",)}
+
+
+def test_an_alias_may_stand_twice_but_not_in_itself() -> None:
+    assert not parse("a: &x [1]\nb: *x\n", "file").mistakes
+    assert "inside what it stands for" in parse("a: &x [*x]\n", "file").mistakes[0].what
+
+
+def test_an_override_takes_the_place_of_all_that_stood_below() -> None:
+    source = parse("a: {b: {c: 1}}\n", "file")
+    source.override(("a", "b"), {"c": 2}, "a.b={c: 2}")
+    assert source.data == {"a": {"b": {"c": 2}}}
+    assert source.spot(("a", "b", "c")) == Location("--set a.b={c: 2}")
+    source.override(("d", "e"), 5, "d.e=5")
+    assert source.data["d"] == {"e": 5}
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 0.001), ("[a, 2]", ["a", 2]), ("{x: no}", {"x": "no"}),
+                                             ("", None)])
+def test_values_of_the_command_line(text: str, value: object) -> None:
+    assert parse_value(text, "--set x") == value
+
+
+def test_characters_that_yaml_does_not_allow(tmp_path: Path) -> None:
+    (tmp_path / "bell.yaml").write_text("a: 1\nb: \a\n")
+    with pytest.raises(InvalidInput, match=r"bell\.yaml:2: not valid YAML: character"):
+        read(tmp_path / "bell.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read(tmp_path / "latin.yaml")
+
+
+def test_long_lines_are_cut_around_what_is_underlined() -> None:
+    source = parse(f"a: {{{', '.join(f'key{index}: {index}' for index in range(100))}}}\n", "file")
+    head, under = source.spot(("a", "key60"), key=True).excerpt().splitlines()
+    assert len(head) < 130
+    assert head[under.index("^") :].startswith("key60")
+    assert under.count("^") == len("key60")

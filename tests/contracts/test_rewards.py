@@ -1,0 +1,188 @@
+"""Rewards that are named: found in source, their settings and columns checked, every mistake with its line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.config.load import load
+from distflow.contracts.rewards import Recipe, Term, read_recipe, reward_contract
+from distflow.errors import InvalidInput
+from planners import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = ROOT / "tests/bad_inputs"
+DAG = """\
+name: good
+imports: [{imports}]
+roles:
+  actor: {{trained: true}}
+nodes:
+  rollout:   {{role: actor, type: MODEL_INFERENCE, function: generate, with: {{group_size: 2}}}}
+  reward:    {{role: reward, type: COMPUTE, function: score, dependencies: [rollout],
+              with: {{reward: {reward}}}}}
+  advantage: {{role: actor, type: COMPUTE, function: group_advantage, dependencies: [reward]}}
+  update:    {{role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}}
+"""
+RUN = """\
+steps: 1
+roles: {{actor: {{model: {{architecture: qwen3}}}}}}
+data: {{train: data/good.jsonl, columns: [{columns}]}}
+validation: {{data: {{heldout: data/good.jsonl}}, reward: {reward}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BAD)
+    monkeypatch.syspath_prepend(str(BAD / "modules"))
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """The columns that the node `reward` reads, and from where, for a recipe."""
+
+    def planned(reward: str, columns: str = "", validation: str = "math", imports: str = "rewards_of_ones_own"):
+        (tmp_path / "dag.yaml").write_text(DAG.format(reward=reward, imports=imports))
+        (tmp_path / "run.yaml").write_text(RUN.format(columns=columns, reward=validation))
+        made = plan(load(str(tmp_path / "dag.yaml"), str(tmp_path / "run.yaml")), 2)
+        task = next(task for task in made.tasks if task.node == "reward")
+        return {column.parameter: (column.producer, column.form) for column in task.reads}
+
+    return planned
+
+
+MISTAKES = [
+    (8, "maths", "node `a`: there is no reward `maths`", "Did you mean `math`? Rewards: code, format, judge, length,"),
+    (9, "formt", "node `b`: there is no reward `formt`", "Did you mean `format`?"),
+    (10, "lenght", "node `c`: there is no reward `lenght`", "Did you mean `length`?"),
+    (11, "5", "a reward cannot be 5", "reward: {math: 1.0, length: 0.2}"),
+    (12, "[]", "a reward cannot be []", ""),
+    (13, "math", "reward `math` stands twice", "reward: {math: 2.0}"),
+    (14, "lots", "the weight of reward `math` must be a number, not 'lots'", "math: {weight: 1.0, …}"),
+    (15, "0", "the timeout of reward `math` must be a number of seconds above 0, not 0", ""),
+    (16, "0.5", "the retries of reward `math` must be a whole number of at least 0, not 0.5", ""),
+    (17, "patern", "reward `format` has no setting `patern`", "Did you mean `pattern`?"),
+    (18, "'(x'", "setting `pattern` of reward `format` is not a regular expression: missing )", ""),
+    (19, "long", "setting `target` of reward `length` must be int | None, not 'long'", ""),
+    (20, "judge", "reward `judge` needs the setting `address`", "reward: {judge: {address: …}}   (str)"),
+    (20, "judge", "reward `judge` needs the setting `model`", ""),
+    (21, "math", "`rewards` must say the reward for each value of `answers`", "reward: {by: source, rewards: {gsm8k:"),
+    (22, "{rewards: {a: math}}", "`by` must name a column of text", ""),
+    (23, "reward", "unknown key `reward` beside `by` and `rewards`", "Did you mean `rewards`?"),
+    (23, "{by: answers, reward: {a: math}}", "`rewards` must say the reward for each value of `answers`", ""),
+    (24, "mth", "there is no reward `mth`", "Did you mean `math`?"),
+    (25, "'['", "setting `pattern` of reward `passes` is not a regular expression", ""),
+]
+
+
+def test_every_mistake_has_its_line() -> None:
+    found = load("dags/wrong_rewards.yaml", "run_files/good.yaml").mistakes
+    assert len(found) == len(MISTAKES)
+    for line, under, what, hint in MISTAKES:
+        (mistake,) = [each for each in found if each.where.line == line and what in each.what]
+        assert mistake.where.text[mistake.where.column - 1 :][: mistake.where.length] == under
+        assert hint in mistake.hint
+
+
+def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
+    own = {"completions": ("rollout", "list[str]"), "answers": ("source", "list[str]"), "row": ("source", "Tensor"),
+           "group": ("source", "Tensor")}
+    assert planned("math") == own
+    assert planned("{passes: {most: 1}}", "tests") == {**own, "tests": ("source", "list[str]")}
+    assert planned("{passes: {most: 1}}", "tests, hints") == {
+        **own, "tests": ("source", "list[str]"), "hints": ("source", "list[str]")}
+    assert planned("[math, polite]") == {**own, "rollout_logprobs": ("rollout", "Ragged")}
+    assert planned("{length: {cap: 9}}") == {**own, "responses": ("rollout", "Ragged")}
+    assert planned("{by: topic, rewards: {a: math, b: {passes: {most: 1}}}}", "tests, topic") == {
+        **own, "topic": ("source", "list[str]"), "tests": ("source", "list[str]")}
+    assert "rewards_of_ones_own" not in sys.modules
+
+
+def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        planned("{passes: {most: 1}}", "test")
+    (mistake,) = caught.value.mistakes
+    assert mistake.where.line == 7
+    text = str(mistake)
+    assert "node `reward`: reward `passes` reads column `tests`, which no node writes" in text
+    assert "Did you mean `test`?" in text
+    assert "reward: {…, reads: {tests: test}}" in text
+    assert "data: {…, columns: [test, tests]}" in text
+    with pytest.raises(InvalidInput, match=r"`by` reads column `topic`, which no node writes"):
+        planned("{by: topic, rewards: {a: math}}")
+
+
+def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
+    assert planned("math", "tests", "{math: 1.0, passes: {weight: 0.5, most: 1}, length: {cap: 9}}")
+    with pytest.raises(InvalidInput) as caught:
+        planned("math", "test", "[maths, polite, {x: 1}]")
+    texts = [str(mistake) for mistake in caught.value.mistakes]
+    assert len(texts) == 3
+    assert any("run.yaml:4: `validation`: there is no reward `maths`" in text for text in texts)
+    assert any("`validation`: a list of rewards holds names, not {'x': 1}" in text for text in texts)
+    assert any("reward `polite` reads column `rollout_logprobs`, which the data does not" in text for text in texts)
+
+
+@pytest.mark.parametrize(("module", "match"), [
+    ("rewards_mixed", r"mixed\.py:7: reward `mixed` has parameter `completion`, of one sample, beside"),
+    ("rewards_of_numbers", r"numbers\.py:7: reward `wants_numbers` takes `answer` as float, but it is text"),
+    ("rewards_of_all", r"all\.py:7: a reward cannot be called `mean`"),
+    ("rewards_named_badly", r"badly\.py:7: reward `length` has the name of another one \(.*texts\.py:")])
+def test_rewards_that_cannot_be(planned, module, match) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        planned("math", imports=module)
+
+
+def test_forms_of_a_recipe() -> None:
+    assert read_recipe("math") == (Recipe("", {"": (Term("math"),)}), [])
+    recipe, flaws = read_recipe({"math": 1, "format": {"weight": 0.5, "timeout": 3, "retries": 0, "tags": ["a"]}})
+    assert flaws == []
+    assert [(term.name, term.weight, term.timeout, term.retries, term.settings) for term in recipe.terms] == [
+        ("math", 1, None, None, {}), ("format", 0.5, 3, 0, {"tags": ["a"]})]
+    recipe, flaws = read_recipe({"by": "source", "rewards": {"a": "math", "b": ["math", "format"]}})
+    assert flaws == []
+    assert [term.name for term in recipe.of("b")] == ["math", "format"]
+    assert recipe.of("c") is None
+    assert read_recipe("math")[0].of("anything") == (Term("math"),)
+
+
+def test_the_list_of_functions_has_the_rewards(capsys) -> None:
+    assert main(["nodes", "length"]) == 0
+    text = capsys.readouterr().out
+    assert "length  (a reward" in text
+    assert "reads   responses" in text
+    assert "with    cap: int | None  (default None)" in text
+
+
+def test_a_live_function_reads_like_its_source() -> None:
+    from workers.isolation.rewards.texts import length, math
+
+    assert {name: read.name for name, read in reward_contract(math).columns.items()} == {
+        "completion": "completions", "answer": "answers"}
+    contract = reward_contract(length)
+    assert (contract.columns["response"].name, contract.columns["response"].form) == ("responses", "Ragged")
+    assert sorted(contract.settings) == ["cap", "margin", "target"]
+    assert not contract.batched
+
+
+@pytest.mark.parametrize(("recipe", "what"), [
+    ("length", "reward `length` needs a `cap` or a `target`"),
+    ("{length: {cap: 8, margin: -1}}", "`margin` from 0 to its cap of 8, not -1"),
+    ("{length: {target: 0}}", "a `target` of at least 1"),
+    ("{format: {pattern: x, tags: [a]}}", "a `pattern` or `tags`, not both"),
+    ("{code: {seconds: 0}}", "reward `code` needs `seconds` above 0"),
+    ("{judge: {address: 'localhost:1', model: m}}", "an `address` that begins with http"),
+    ("{judge: {address: 'http://a', model: m, prompt: '{answer}'}}", "a `prompt` without `{completion}`"),
+    ("{judge: {address: 'http://a', model: m, score: 'a'}}", "`score` without its one group"),
+    ("{judge: {address: 'http://a', model: m, highest: 0}}", "needs `highest`")])
+def test_settings_that_no_call_could_use_are_found_before_the_start(planned, recipe, what):
+    with pytest.raises(InvalidInput) as caught:
+        planned(recipe, columns="tests")
+    text = str(caught.value)
+    assert what in text
+    assert "dag.yaml:8" in text

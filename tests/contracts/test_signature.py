@@ -1,0 +1,193 @@
+"""Contracts read from source, and from live functions where the source does not show them."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from distflow.contracts.signature import (
+    REQUIRED,
+    Contract,
+    Read,
+    Setting,
+    built_in,
+    imported,
+    load_function,
+    module_file,
+    of_module,
+)
+from distflow.errors import InvalidInput
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Write a module; returns its name, which no other test has."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text: str) -> str:
+        name = f"module_of_{request.node.originalname}_{len(list(tmp_path.iterdir()))}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+def only(module: str) -> Contract:
+    (contract,) = of_module(module)
+    return contract
+
+
+FULL = '''
+    from __future__ import annotations
+    from distflow import node
+
+    @node(writes=("a", "{role}_b"), type="MODEL_INFERENCE", repeats="copies", default_for="critic",
+          requires={"kl": "extra"}, keep_together="group", bounds={"kl": ">= 0"}, belongs_to={"kl": ("word", "y")})
+    def full(engine, prompts: Ragged, extra: Ragged | None = None, *, copies: int, kl: float = 1e-3,
+             word: Literal["x", "y"] = "x") -> tuple[Tensor, list[str]]:
+        """One line.
+
+        More lines.
+        """
+'''
+
+
+def test_all_that_a_signature_says(module) -> None:
+    contract = only(module(FULL))
+    assert contract.name == "full"
+    assert contract.reads == (Read("prompts", "Ragged"), Read("extra", "Ragged | None", optional=True))
+    assert contract.settings == {"copies": Setting("copies", "int", REQUIRED, ">= 1"),
+                                 "kl": Setting("kl", "float", "0.001", ">= 0"),
+                                 "word": Setting("word", "Literal['x', 'y']", "'x'")}
+    assert contract.returns == ("Tensor", "list[str]")
+    assert contract.summary == "One line."
+    marks = contract.marks
+    assert marks.writes == ("a", "{role}_b")
+    assert (marks.type, marks.repeats, marks.keep_together) == ("MODEL_INFERENCE", "copies", "group")
+    assert (marks.default_for, marks.requires) == (("critic",), {"kl": "extra"})
+    assert (marks.bounds, marks.belongs_to) == ({"kl": ">= 0"}, {"kl": ("word", "y")})
+    assert contract.key.endswith(":full")
+
+
+def test_only_model_functions_get_an_engine(module) -> None:
+    assert only(module("import distflow\n@distflow.node(writes='x')\ndef f(first, second): ...\n")).reads == (
+        Read("first"), Read("second"))
+    assert only(module("from distflow import node\n@node(type='MODEL_TRAIN')\ndef f(engine, rows): ...\n")).reads == (
+        Read("rows"),)
+
+
+def test_annotations_in_quotes(module) -> None:
+    name = module("from distflow import node\n@node(writes=('x', 'y'))\n"
+                  "def f(a: 'list[str]', *, b: 'int' = 1, c: str = 'int') -> 'tuple[Tensor, Ragged]': ...\n")
+    contract = only(name)
+    assert contract.reads == (Read("a", "list[str]"),)
+    assert contract.returns == ("Tensor", "Ragged")
+    assert contract.settings == {"b": Setting("b", "int", "1"), "c": Setting("c", "str", "'int'")}
+
+
+def test_source_is_read_and_not_run(module) -> None:
+    name = module("""
+        from distflow import node
+        raise SystemExit("this module must not be imported by validation")
+
+        @node(writes="rewards")
+        def f(completions: list[str]): ...
+    """)
+    assert only(name).name == "f"
+    assert name not in sys.modules
+
+
+def test_a_function_registered_when_its_module_is_imported(module) -> None:
+    name = module('''
+        import torch
+        from distflow import Ragged, node
+
+        def make(setting):
+            def made(prompts: Ragged, extra: torch.Tensor | None = None, *, by: float = setting,
+                     odd=object()) -> Ragged:
+                """Made."""
+                return prompts
+            made.__name__ = "made_by_hand"
+            return node(writes="made", bounds={"by": "> 0", "odd": "> 0"})(made)
+
+        anything = make(0.5)
+    ''')
+    assert of_module(name) == ()
+    contract = imported(name, "made_by_hand")
+    assert contract is not None
+    assert [(read.name, read.optional) for read in contract.reads] == [("prompts", False), ("extra", True)]
+    assert contract.reads[0].form.endswith("Ragged")
+    assert contract.settings["by"] == Setting("by", "float", "0.5", "> 0")
+    assert contract.settings["odd"].default == "..."
+    assert contract.marks.writes == ("made",)
+    assert contract.where.line > 0
+    assert load_function(contract.key).__doc__ == "Made."
+    assert imported(name, "nothing") is None
+
+
+@pytest.mark.parametrize("decorator", ["@node(writes=NAMES)", "@node('x')", "@node(nothing=1)", "@node"])
+def test_marks_that_are_not_plain_are_left_to_the_import(module, decorator: str) -> None:
+    assert of_module(module(f"from distflow import node\nNAMES = ('x',)\n{decorator}\ndef f(a): ...\n")) == ()
+
+
+def test_a_live_function_reads_like_its_source(module) -> None:
+    shown = only(name := module(FULL.replace("import node", "import node, Ragged\n    from typing import Literal")))
+    live = imported(name, "full")
+    assert live is not None
+    assert (live.reads, live.settings, live.returns, live.marks, live.summary) == (
+        shown.reads, shown.settings, shown.returns, shown.marks, shown.summary)
+
+
+def test_an_import_that_fails_says_where(module) -> None:
+    name = module("def f():\n    raise RuntimeError('no licence')\n\nf()\n")
+    with pytest.raises(InvalidInput, match=rf"{name}\.py:2: module `{name}` fails when it is imported: Runtime"):
+        load_function(f"{name}:f")
+
+
+def test_modules_in_folders_without_running_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "outer_package").mkdir()
+    (tmp_path / "outer_package/__init__.py").write_text("raise SystemExit\n")
+    (tmp_path / "outer_package/inner.py").write_text("from distflow import node\n@node(writes='x')\ndef f(a): ...\n")
+    assert only("outer_package.inner").key == "outer_package.inner:f"
+    with pytest.raises(InvalidInput, match="cannot be found"):
+        of_module("outer_package.other")
+
+
+def test_built_in_functions_are_all_in_order() -> None:
+    contracts = built_in()
+    assert {"generate", "score", "logprobs", "group_advantage", "policy_update", "supervised_update"} <= set(contracts)
+    assert all(contract.summary for contract in contracts.values())
+
+
+def test_a_module_is_found_by_whatever_would_import_it(tmp_path, monkeypatch):
+    """An editable installation puts a finder of its own beside the path."""
+    (tmp_path / "elsewhere/functions").mkdir(parents=True)
+    for name in ("elsewhere/__init__.py", "elsewhere/functions/__init__.py", "elsewhere/functions/rollout.py"):
+        (tmp_path / name).write_text("raise AssertionError('imported')\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)]) if name == "elsewhere" else None
+
+    assert module_file("elsewhere.functions.rollout") is None
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert module_file("elsewhere.functions.rollout") == tmp_path / "elsewhere/functions/rollout.py"
+    assert module_file("elsewhere.nothing") is None
+    assert module_file("__main__.nothing") is None
+
+
+def test_a_filter_that_draws_again_says_how_often(module) -> None:
+    contract = only(module("""
+        from distflow import node
+
+        @node(writes="keep", keep_together="group", refills="max_draws")
+        def informative(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor: ...
+    """))
+    assert contract.marks.refills == "max_draws"
+    assert contract.settings["max_draws"] == Setting("max_draws", "int", "10", ">= 1")

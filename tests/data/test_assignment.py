@@ -1,0 +1,134 @@
+"""Shares of equal work: never far from the best there is, and the same on every rank."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.data.assignment import assign, assign_near, imbalance
+
+QUIET = settings(max_examples=80)
+
+
+def loads_of(weights: list[int], shares_of: list[int], shares: int) -> list[int]:
+    return [sum(weight for weight, share in zip(weights, shares_of) if share == one) for one in range(shares)]
+
+
+def optimum(weights: list[int], shares: int) -> int:
+    ways = itertools.product(range(shares), repeat=len(weights))
+    return min(max(loads_of(weights, chosen, shares)) for chosen in ways)
+
+
+@QUIET
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_heaviest_share_is_within_four_thirds_of_the_optimum(weights, shares):
+    chosen = assign(torch.tensor(weights), shares).tolist()
+    assert all(0 <= share < shares for share in chosen)
+    assert 3 * max(loads_of(weights, chosen, shares)) <= (4 - 1 / shares) * optimum(weights, shares) + 1e-9
+
+
+@QUIET
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6))
+def test_no_share_is_left_without_units_if_there_are_enough(weights, shares):
+    """Units without weight as well: they are shared by number."""
+    chosen = assign(torch.tensor(weights), shares).tolist()
+    assert len(set(chosen)) == min(shares, len(weights)) or 0 in weights
+    if set(weights) == {0}:
+        counts = [chosen.count(share) for share in range(shares)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_equal_units_are_dealt_out_in_order():
+    assert assign(torch.tensor([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
+
+
+@QUIET
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 2)), min_size=1, max_size=12))
+def test_what_is_settled_stays_and_counts(units):
+    weights, settled = (torch.tensor(part) for part in zip(*units))
+    chosen = assign(weights, 3, settled)
+    assert torch.equal(chosen[settled >= 0], settled[settled >= 0])
+    assert bool((chosen >= 0).all())
+
+
+def test_free_units_go_where_settled_ones_are_light():
+    assert assign(torch.tensor([10, 3, 3, 3]), 2, torch.tensor([0, -1, -1, -1])).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("shares", [2, 8, 64])
+@pytest.mark.parametrize("spread", ["equal", "even", "long tail", "one giant"])
+def test_many_units_are_as_even(shares, spread):
+    made = torch.Generator().manual_seed(shares)
+    weights = {"equal": torch.full((5000,), 7), "even": torch.randint(1, 2000, (5000,), generator=made),
+               "long tail": (torch.rand(5000, generator=made).pow(-0.7) * 100).long(),
+               "one giant": torch.cat([torch.tensor([100_000]), torch.full((4999,), 10)])}[spread]
+    chosen = assign(weights, shares)
+    best = max(int(weights.max()), int(weights.sum()) / shares)
+    assert int(torch.zeros(shares, dtype=torch.int64).index_add_(0, chosen, weights).max()) <= 1.01 * best + 7
+    assert set(chosen.tolist()) == set(range(shares))
+
+
+@QUIET
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.sampled_from([-1, -1, 0, 3])), min_size=1,
+                max_size=30))
+def test_staying_near_costs_no_balance(units):
+    weights, at, settled = (torch.tensor(part) for part in zip(*units))
+    near = assign_near(weights, [0, 0, 1, 1], at, settled)
+    far = assign(weights, 4, settled)
+    assert torch.equal(near[settled >= 0], settled[settled >= 0])
+    assert imbalance(weights, near, 4) <= 1.01 * imbalance(weights, far, 4)
+
+
+def test_rows_stay_on_their_machine_unless_it_has_too_many():
+    """Four machines of four shares; even rows need not cross, and of a machine with half of all rows, half must."""
+    weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
+    machines = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    for at, expected in ((torch.arange(2000) % 4, 0.02), (torch.arange(2000).clamp(max=1999) // 333 % 6 % 4, 0.18)):
+        here = torch.tensor(machines)[assign_near(weights, machines, at)]
+        assert float(weights[here != at].sum() / weights.sum()) < expected
+        assert float(weights[torch.tensor(machines)[assign(weights, 16)] != at].sum() / weights.sum()) > 0.7
+
+
+@QUIET
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 2), st.sampled_from([-1, -1, 0, 2])), min_size=1,
+                max_size=40),
+       st.sampled_from([(2, 1, 1), (5, 0, 3), (1, 9, 4)]), st.sampled_from([[0, 0, 0], [0, 1, 1]]))
+def test_unlike_shares_are_done_at_about_the_same_time(units, parts, machines):
+    """No later than the heaviest unit after the mean; what is settled stays, and who has no part gets nothing more."""
+    weights, at, settled = (torch.tensor(part) for part in zip(*units))
+    settled = torch.where(torch.tensor(parts)[settled] == 0, -1, settled)
+    chosen = assign_near(weights, machines, at, settled, parts)
+    assert torch.equal(chosen[settled >= 0], settled[settled >= 0])
+    assert all(parts[share] for share in chosen.tolist())
+    if (settled < 0).all():
+        loads, mean = loads_of(weights.tolist(), chosen.tolist(), 3), int(weights.sum()) / sum(parts)
+        latest = max(load / part for load, part in zip(loads, parts) if part)
+        assert latest <= 1.01 * (mean + int(weights.max()) / min(filter(None, parts)))
+
+
+def test_many_rows_have_the_parts_that_were_planned_and_mostly_stay():
+    weights = torch.randint(100, 1000, (2000,), generator=torch.Generator().manual_seed(1))
+    parts, at = [4, 4, 1, 1], torch.arange(2000) % 2
+    chosen = assign_near(weights, [0, 0, 1, 1], at, parts=parts)
+    assert imbalance(weights, chosen, 4, parts) < 1.015
+    assert imbalance(weights, chosen, 4) == pytest.approx(1.6, rel=0.01)
+    stays = torch.tensor([0, 0, 1, 1])[chosen] == at
+    assert float(weights[stays].sum() / weights.sum()) > 0.68, "of the second machine's half, a fifth of all fits"
+
+
+@pytest.mark.parametrize("parts", [(4, 4, 1, 1), (5, 0, 3), (37, 41, 20, 11)])
+@pytest.mark.parametrize("spread", [1, 1000])
+def test_many_rows_of_one_machine_are_dealt_out_to_unlike_shares(parts, spread):
+    weights = torch.randint(1000, 1000 + spread, (3000,), generator=torch.Generator().manual_seed(1))
+    chosen = assign_near(weights, [0] * len(parts), torch.zeros_like(weights), parts=parts)
+    assert imbalance(weights, chosen, len(parts), parts) < 1.01
+    assert all(parts[share] for share in chosen.unique().tolist())
+
+
+@pytest.mark.parametrize(("weights", "shares_of", "expected"), [([3, 1], [0, 0], 2.0), ([2, 2], [0, 1], 1.0),
+                                                                ([0, 0], [0, 0], 1.0), ([], [], 1.0)])
+def test_imbalance_is_the_heaviest_over_the_mean(weights, shares_of, expected):
+    whole = torch.tensor(weights, dtype=torch.int64), torch.tensor(shares_of, dtype=torch.int64)
+    assert imbalance(*whole, 2) == pytest.approx(expected)

@@ -1,0 +1,5 @@
+"""The dock of `docks.py`."""
+
+from docks import dock, token
+
+__all__ = ["dock", "token"]

@@ -1,0 +1,317 @@
+"""The three steps, over real sockets."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distflow.data.batch import Batch, Ragged
+from distflow.dock import Consumer, DockClient, DockError, Full, LeaseLost, StorageShardServer, TimedOut, Unreachable
+from distflow.errors import CheckpointError, ColumnError
+
+REWARD = Consumer("reward", ("tokens",), ("rewards",))
+UPDATE = Consumer("update", ("tokens", "rewards"))
+
+
+def tokens(ids):
+    return Batch(torch.tensor(ids, dtype=torch.int64),
+                 {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})
+
+
+def scored(ids):
+    return Batch(torch.tensor(ids, dtype=torch.int64), {"rewards": torch.tensor(ids, dtype=torch.float32)})
+
+
+def check(batch):
+    for row, held in zip(batch.ids.tolist(), batch["tokens"].rows):
+        assert held.tolist() == [row] * (row % 5)
+
+
+def left(dock):
+    return sum(part["rows"] for part in dock.status())
+
+
+def until(condition):
+    """Updates between processes need no wait of ours, but a moment."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("warehouses", [1, 3])
+def test_rows_go_through_all_states_and_leave(dock, warehouses):
+    at = dock(warehouses, (REWARD, Consumer("update", ("tokens", "rewards"), home=warehouses - 1)))
+    assert at.put(tokens(range(20)), version=4) == 20
+    work = at.lease("reward", 20, wait=5)
+    assert work.versions.tolist() == [4] * 20
+    assert work.tokens.tolist() == [row % 5 for row in work.ids.tolist()]
+    check(at.fetch(work))
+    at.put(scored(work.ids.tolist()))
+    assert at.commit(work)
+    assert not at.commit(work)
+    shares = [at.lease("update", 20, step=0, share=rank, shares=2, wait=5) for rank in range(2)]
+    for share in shares:
+        batch = at.fetch(share)
+        assert batch["rewards"].tolist() == share.ids.tolist()
+        check(batch)
+    assert [at.commit(share) for share in shares] == [True, False]
+    until(lambda: left(at) == 0)
+    assert at.put(tokens([3])) == 0
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_every_row_arrives_once_and_intact(dock, data):
+    """Any interleaving of puts, regenerations, leases, abandoned leases and commits."""
+    at = dock(data.draw(st.integers(1, 3)), (Consumer("update", ("tokens", "rewards")),))
+    rows = data.draw(st.permutations(range(24)))
+    parts = [[row for row in rows if row % 4 == part] for part in range(4)]
+    actions = [("tokens", part) for part in parts] + [("rewards", part) for part in parts]
+    actions += [(name, part) for name, part in actions if data.draw(st.booleans())]
+    got: list[int] = []
+    for name, part in data.draw(st.permutations(actions)):
+        at.put(tokens(part) if name == "tokens" else scored(part))
+        if data.draw(st.booleans()):
+            got += take(at, data.draw(st.booleans()))
+    while len(got) < 24:
+        got += take(at, False, wait=5)
+    assert sorted(got) == list(range(24))
+    with pytest.raises(TimedOut):
+        at.lease("update", 1)
+    at.close()
+
+
+def take(at, abandon, wait=0.0):
+    try:
+        lease = at.lease("update", 7, least=1, wait=wait)
+    except TimedOut:
+        return []
+    batch = at.fetch(lease)
+    check(batch)
+    assert batch["rewards"].tolist() == lease.ids.tolist()
+    if abandon:
+        at.release(lease)
+        return []
+    assert at.commit(lease)
+    return lease.ids.tolist()
+
+
+def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
+    at = dock(3)
+    at.put(tokens(range(9)))
+    assert at.fetch(torch.tensor([7, 2, 3, 0]), ["tokens"]).ids.tolist() == [7, 2, 3, 0]
+    assert len(at.fetch(torch.tensor([], dtype=torch.int64), ["tokens"])) == 0
+    with pytest.raises(ColumnError, match=r"rows \[8\] in warehouse 2 have no column `rewards` yet"):
+        at.fetch(torch.tensor([8]), ["rewards"])
+
+
+def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
+    at = dock(1, (Consumer("update", ("tokens",)),))
+    at.put(tokens([3, 1]))
+    with pytest.raises(TimedOut, match="it wants at least 3; 2 are ready"):
+        at.look("update", 4, least=3, step=0)
+    at.put(tokens([2]))
+    ids, counts = at.look("update", 4, least=3, step=0, wait=5)
+    assert (ids.tolist(), counts.tolist()) == ([1, 2, 3], [1, 2, 3])
+    shares = [at.lease("update", 3, step=0, share=rank, shares=2) for rank in range(2)]
+    assert sorted(torch.cat([share.ids for share in shares]).tolist()) == [1, 2, 3]
+    assert at.look("update", 4, least=3, step=0)[0].tolist() == [1, 2, 3], "so does one who comes again"
+    assert at.commit(shares[0])
+    with pytest.raises(DockError, match="step 0 of `update` is committed already"):
+        at.look("update", 4, least=3, step=0, wait=5)
+
+
+def test_a_look_discards_nothing(dock):
+    at = dock(1, (Consumer("update", ("tokens",), rules={"fresh": {"bound": 1}}),))
+    at.put(tokens([1, 2]), version=torch.tensor([0, 5]))
+    assert at.look("update", 2, least=1, step=0, version=6)[0].tolist() == [2]
+    assert left(at) == 2
+    assert at.lease("update", 2, least=1, step=0, version=0).ids.tolist() == [1, 2]
+
+
+def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
+    at = dock(2, (Consumer("update", ("tokens",)),))
+    at.put(tokens([3]))
+    shares = [at.fetch(at.lease("update", 1, step=0, share=rank, shares=2, wait=5)) for rank in range(2)]
+    assert sorted(len(share) for share in shares) == [0, 1]
+    assert [share["tokens"].values.dtype for share in shares] == [torch.int64] * 2
+    assert at.fetch(torch.tensor([3], dtype=torch.int32), ["tokens"]).ids.tolist() == [3]
+
+
+def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
+    at = dock(2, (UPDATE,))
+    other = DockClient(at.addresses, token, "producer")
+    thread = threading.Thread(target=lambda: (other.put(tokens(range(4))), other.put(scored(range(4)))))
+    thread.start()
+    assert at.lease("update", 4, wait=10).ids.tolist() == [0, 1, 2, 3]
+    thread.join()
+    other.close()
+
+
+def test_a_group_is_leased_whole_wherever_its_rows_live(dock):
+    at = dock(2, (Consumer("update", ("tokens",), rules={"whole_groups": {"size": 2}, "fresh": {"bound": 1}}),))
+    at.put(tokens([0, 1, 2, 3, 5]), group=torch.tensor([0, 0, 1, 1, 2]), version=torch.tensor([0, 0, 5, 5, 5]))
+    with pytest.raises(DockError, match="needs the version"):
+        at.lease("update", 2, wait=0.5)
+    lease = at.lease("update", 2, wait=5, version=6)
+    assert (lease.ids.tolist(), lease.groups.tolist()) == ([2, 3], [1, 1])
+    until(lambda: left(at) == 3)
+
+
+def test_room_refused_or_waited_for(dock, token):
+    at = dock(1, (UPDATE,), max_rows=4)
+    at.put(tokens(range(4)))
+    with pytest.raises(Full, match=r"none came in 0 s. It holds 4 of 4 rows .* `update` has yet to commit 4"):
+        at.put(tokens([4, 5]))
+    assert at.put(scored(range(4))) == 4, "what lets rows leave is always taken"
+    other = DockClient(at.addresses, token, "producer")
+    thread = threading.Thread(target=lambda: other.put(tokens([4, 5]), wait=30))
+    thread.start()
+    at.commit(at.lease("update", 4, wait=5))
+    thread.join(20)
+    assert not thread.is_alive()
+    assert left(at) == 2
+    other.close()
+
+
+def test_a_wait_that_passes_its_limit_names_what_is_missing(dock, token):
+    at = dock(2, (Consumer("reward", ("tokens",), ("rewards",), home=1), UPDATE))
+    with DockClient(at.addresses, token, "rollout 3") as rollout, DockClient(at.addresses, token, "scorer 7") as scorer:
+        rollout.put(tokens([1, 2, 3]))
+        scorer.doing("waiting for a sandbox")
+        scorer.lease("reward", 2, wait=5)
+        until(lambda: at.status()[1]["controllers"]["reward"]["known"] == 3)
+        with pytest.raises(TimedOut) as caught:
+            at.lease("update", 2, wait=0.05)
+    words = str(caught.value)
+    assert "`update` waited 0.05 s for rows: it wants at least 2; 0 are ready, 3 known, 0 committed" in words
+    assert "3 rows lack rewards" in words
+    assert "`reward` owes `rewards`: rows [" in words
+    assert "are leased by scorer 7 (" in words
+    assert "was waiting for a sandbox" in words
+    assert "are ready, and nobody has leased them" in words
+    assert caught.value.report["lacking"][0][0] == ["rewards"]
+
+
+def test_where_nothing_was_put_the_producers_are_named(dock, token):
+    at = dock(1, (UPDATE,))
+    assert at.put(tokens([])) == 0
+    with DockClient(at.addresses, token, "rollout 3") as rollout:
+        rollout.doing("writing turn 2 of prompt 9")
+        rollout.status()
+        with pytest.raises(TimedOut, match=r"no row has come .*\n    connected: rollout 3 .* was writing turn 2 of"):
+            at.lease("update", 1)
+
+
+def test_a_column_that_nobody_owes_is_said_to_be_so(dock):
+    at = dock(1, (UPDATE,))
+    at.put(tokens([1]))
+    with pytest.raises(TimedOut, match="no consumer says that it writes `rewards`"):
+        at.lease("update", 1)
+    with pytest.raises(DockError, match="no consumer `updat` at this dock. Did you mean `update`"):
+        at.lease("updat", 1)
+
+
+def test_a_trajectory_is_continued_by_another(dock, token):
+    rollout = Consumer("rollout", ("prompt",), ("tokens",))
+    at = dock(2, (rollout,))
+    at.put(Batch(torch.arange(4), {"prompt": torch.arange(4)}))
+    first = DockClient(at.addresses, token, "rollout 0")
+    mine = first.lease("rollout", 4, wait=5)
+    assert mine.turns.tolist() == [-1] * 4
+    first.put(tokens([1, 2]), turn=0, version=3)
+    first.put(tokens([2]), turn=1, version=4)
+    first.close()
+    lease = at.lease("rollout", 4, wait=5)
+    assert (lease.turns.tolist(), lease.versions.tolist()) == ([-1, 0, 1, -1], [0, 3, 4, 0])
+    partial, turns = at.saved(lease)
+    assert (partial.ids.tolist(), turns.tolist()) == ([1, 2], [0, 1])
+    check(partial)
+    at.put(tokens(range(4)))
+    at.commit(lease)
+    until(lambda: left(at) == 0)
+    assert len(at.saved(lease)[0]) == 0
+
+
+def test_a_holder_in_the_same_process_loses_its_lease_in_the_open(dock):
+    at = dock(1, (Consumer("update", ("tokens",), seconds=0.05),))
+    at.put(tokens(range(3)))
+    late = at.lease("update", 3)
+    time.sleep(0.06)
+    again = at.lease("update", 3, wait=5)
+    with pytest.raises(LeaseLost, match="were given to another lease"):
+        at.commit(late)
+    with at.keep(again):
+        time.sleep(0.2)
+    assert at.commit(again)
+
+
+def test_an_answer_that_never_comes_is_an_error(dock, token):
+    at = dock()
+    at.services[0].desk.changed.acquire()
+    try:
+        with (DockClient(at.addresses, token, "impatient", patience=1.0) as other,
+              pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
+            other.status()
+    finally:
+        at.services[0].desk.changed.release()
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
+    at = dock(2)
+    at.put(tokens(range(8)))
+    with DockClient(at.addresses, token, "impatient", patience=1.0) as other:
+        other.fetch(torch.arange(8), ["tokens"])
+        with at.services[0].desk.changed, pytest.raises(Unreachable):
+            other.fetch(torch.arange(8), ["tokens"])
+        for rows in ([5, 1], [2, 6, 4]):
+            batch = other.fetch(torch.tensor(rows), ["tokens"])
+            assert batch.ids.tolist() == rows
+            check(batch)
+
+
+def test_a_row_that_is_put_again_after_its_warehouse_was_lost_is_not_trained_again(dock, token):
+    at = dock(2, (Consumer("update", ("tokens",)),))
+    at.put(tokens(range(8)))
+    first = at.lease("update", 6, wait=5)
+    at.commit(first)
+    at.services[1].close()
+    fresh = StorageShardServer(token, port=at.addresses[1][1])
+    fresh.start()
+    at.meet((Consumer("update", ("tokens",)),))
+    at.put(tokens([1, 3, 5, 7]))
+    lease = at.lease("update", 9, least=2, wait=5)
+    assert sorted([*first.ids.tolist(), *lease.ids.tolist()]) == list(range(8))
+    at.commit(lease)
+    until(lambda: left(at) == 0)
+    fresh.close()
+
+
+def test_a_place_in_the_layout_is_not_changed(dock):
+    at = dock(2)
+    at.addresses.reverse()
+    with pytest.raises(DockError, match="its rows would be looked for elsewhere"):
+        at.meet((UPDATE,))
+    for consumers, words in (((UPDATE, UPDATE), "several named update"),
+                             ((Consumer("x", ("y",), home=2),), "numbered 0 to 1")):
+        with pytest.raises(DockError, match=words):
+            at.meet(consumers)
+
+
+def test_a_snapshot_is_whole_or_absent(dock, token, tmp_path):
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(5)))
+    at.snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        at.snapshot(tmp_path / "nowhere")
+    path = tmp_path / "warehouse-0.dock"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole[: len(whole) // 2], b"", whole[:50] + bytes([whole[50] ^ 1]) + whole[51:]):
+        path.write_bytes(torn)
+        with pytest.raises(CheckpointError, match=r"torn|no snapshot"):
+            StorageShardServer(token, snapshot=path)

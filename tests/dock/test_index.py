@@ -1,0 +1,382 @@
+"""Leases and commits, with a clock that the tests move."""
+
+import numpy
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from distflow.dock import Consumer, DockError, LeaseLost, LeaseRequest
+from distflow.dock.index import ConsumerIndex
+
+UPDATE = Consumer("update", ("tokens", "rewards"), seconds=10.0)
+
+
+def table(ids, **marks):
+    columns = [marks.get(name, 0) for name in ("tokens", "version", "group", "priority", "turn")]
+    return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 6).T
+
+
+def controller(ready=range(4), consumer=UPDATE):
+    made = ConsumerIndex(consumer)
+    made.learn(table(ready), ["tokens", "rewards"])
+    return made
+
+
+def ids(granted):
+    return sorted(row.id for row in granted.rows)
+
+
+def test_a_row_is_ready_when_it_has_all_columns():
+    made = ConsumerIndex(UPDATE)
+    made.learn(table([1, 2]), ["tokens"])
+    made.learn(table([2, 1]), ["other"])
+    assert made.lease(LeaseRequest(9), 0.0, "a") is None
+    made.learn(table([2]), ["rewards"])
+    made.learn(table([2]), ["rewards"])
+    assert ids(made.lease(LeaseRequest(9), 0.0, "a")) == [2]
+    assert made.lease(LeaseRequest(9), 0.0, "b") is None
+
+
+def test_a_lease_that_is_not_renewed_goes_back():
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    assert made.lease(LeaseRequest(4), 9.9, "b") is None
+    assert ids(made.lease(LeaseRequest(4), 10.0, "b")) == [0, 1, 2, 3]
+    with pytest.raises(LeaseLost, match="given to another lease"):
+        made.commit(first.number, None, ids(first), 10.5)
+    with pytest.raises(LeaseLost):
+        made.renew(first.number, 10.5, "a")
+    assert made.refused == 1
+    assert not len(made.done)
+
+
+def test_renewal_keeps_it():
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    for now in range(8, 80, 8):
+        made.renew(first.number, float(now), "a")
+        assert made.lease(LeaseRequest(4), float(now), "b") is None
+
+
+def test_a_late_holder_whose_rows_nobody_took_may_go_on():
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    assert made.expire(20.0) == 4
+    made.renew(first.number, 21.0, "a")
+    assert made.lease(LeaseRequest(4), 22.0, "b") is None
+    made.expire(99.0)
+    assert made.commit(first.number, None, ids(first), 99.0)
+    assert made.lease(LeaseRequest(4), 99.0, "b") is None
+
+
+def test_one_row_given_to_another_spoils_the_whole_commit():
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    other = made.lease(LeaseRequest(1), 50.0, "b")
+    with pytest.raises(LeaseLost, match=r"Its rows \[0\]"):
+        made.commit(first.number, None, ids(first), 51.0)
+    assert made.commit(other.number, None, ids(other), 51.0)
+    with pytest.raises(LeaseLost, match="committed by another"):
+        made.commit(first.number, None, ids(first), 52.0)
+    assert made.done.ranges == [(0, 1)]
+
+
+def test_a_commit_may_be_repeated():
+    made = controller()
+    first = made.lease(LeaseRequest(2), 0.0, "a", step=7)
+    assert made.commit(first.number, 7, ids(first), 1.0)
+    assert not made.commit(first.number, 7, ids(first), 1.0)
+    assert not made.commit(first.number, 7, ids(first), 999.0)
+    with pytest.raises(DockError, match="step 7 of `update` is committed already"):
+        made.lease(LeaseRequest(2), 1.0, "a", step=7)
+
+
+def test_a_step_is_committed_once_whoever_comes():
+    made = controller()
+    first = made.lease(LeaseRequest(2), 0.0, "a", step=0)
+    made.dropped("a", 1.0)
+    made.rows[0].columns.clear()  # so that the second draw has other rows
+    made.ready.pop(0)
+    second = made.lease(LeaseRequest(2), 2.0, "b", step=0)
+    assert ids(second) == [1, 2]
+    assert made.commit(second.number, 0, ids(second), 3.0)
+    with pytest.raises(LeaseLost, match="step 0 is committed with other rows"):
+        made.commit(first.number, 0, [0], 3.0)
+
+
+def test_the_ranks_of_a_group_share_one_draw():
+    made = controller(range(8))
+    shares = [made.lease(LeaseRequest(6), float(rank), f"rank {rank}", step=3, share=rank, shares=2)
+              for rank in range(2)]
+    assert shares[0] is shares[1]
+    assert ids(shares[0]) == [0, 1, 2, 3, 4, 5]
+    assert [len(share) for share in shares[0].shares] == [3, 3]
+    made.dropped("rank 0", 2.0)
+    assert made.lease(LeaseRequest(6), 3.0, "rank 0 again", step=3, share=0, shares=2) is shares[0]
+    assert ids(made.lease(LeaseRequest(6), 3.0, "other", step=4)) == [6, 7]
+    with pytest.raises(DockError, match="leased in 2 shares"):
+        made.lease(LeaseRequest(6), 3.0, "rank 2", step=3, share=2, shares=4)
+
+
+def test_the_same_request_gets_the_same_lease():
+    """Its answer was lost on the way."""
+    made = controller()
+    assert made.lease(LeaseRequest(2), 0.0, "a", request=5) is made.lease(LeaseRequest(2), 0.0, "a", request=5)
+    assert len(made.ready) == 2
+
+
+def test_death_gives_rows_back_at_once_and_so_does_release():
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    assert made.dropped("a", 0.5)
+    second = made.lease(LeaseRequest(4), 0.6, "b")
+    assert ids(second) == ids(first)
+    made.release(second.number, 0.7)
+    assert len(made.ready) == 4
+    assert not made.dropped("nobody", 0.8)
+
+
+def test_fewer_than_the_least_are_not_handed_out():
+    made = controller(range(3))
+    assert made.lease(LeaseRequest(8), 0.0, "a", least=4) is None
+    assert ids(made.lease(LeaseRequest(8), 0.0, "a", least=3)) == [0, 1, 2]
+
+
+def test_discarded_rows_count_as_committed():
+    made = ConsumerIndex(Consumer("update", ("tokens",), rules={"fresh": {"bound": 0}}))
+    made.learn(table([0, 1], version=1), ["tokens"])
+    made.learn(table([2], version=2), ["tokens"])
+    ask = LeaseRequest(9, version=2)
+    assert ids(made.lease(ask, 0.0, "a")) == [2]
+    assert [row.id for row in ask.discarded] == [0, 1]
+    assert made.done.ranges == [(0, 2)]
+    made.learn(table([0], version=9), ["tokens"])
+    assert 0 not in made.rows
+
+
+def restored(state, lives=(), commits=(), rows=range(4)):
+    after = ConsumerIndex(UPDATE, epoch=2, lives=lives)
+    after.restore(state)
+    after.replay(commits)
+    after.learn(table(rows), ["tokens", "rewards"])
+    return after
+
+
+def test_a_controller_with_a_journal_takes_the_commit_of_a_lease_from_before():
+    before = controller()
+    first = before.lease(LeaseRequest(2), 0.0, "a")
+    after = restored(before.state(), lives=[1])
+    assert after.commit(first.number, None, ids(first), 1.0)
+    assert ids(after.lease(LeaseRequest(9), 1.0, "b")) == [2, 3]
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
+    """The first holder lost its connection, not its time; the second was given its rows and committed them after the
+    snapshot was taken. Neither order of the two lets the first one commit."""
+    before = controller(range(1))
+    state = before.state()
+    first = before.lease(LeaseRequest(1), 0.0, "a")
+    before.dropped("a", 0.5)
+    second = before.lease(LeaseRequest(1), 0.6, "b")
+    assert before.commit(second.number, 7, ids(second), 0.7)
+    after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
+    with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier life of its controller"):
+        after.commit(first.number, None, ids(first), 1.0)
+    assert after.commit(second.number, 7, ids(second), 1.0, told=True) == (not journal)
+    with pytest.raises(LeaseLost):
+        after.commit(first.number, None, ids(first), 1.0)
+
+
+def test_what_was_answered_counts_more_than_a_lease_that_was_given_since():
+    before = controller(range(1))
+    state = before.state()
+    first = before.lease(LeaseRequest(1), 0.0, "a")
+    before.commit(first.number, None, ids(first), 0.1)
+    after = restored(state, rows=range(1))
+    again = after.lease(LeaseRequest(1), 1.0, "b")
+    assert after.commit(first.number, None, ids(first), 1.0, told=True)
+    with pytest.raises(LeaseLost, match="committed by another"):
+        after.commit(again.number, None, ids(again), 2.0)
+
+
+def test_a_commit_that_cannot_be_kept_is_none():
+    def full():
+        raise DockError("the disk is full")
+
+    made = controller()
+    first = made.lease(LeaseRequest(4), 0.0, "a")
+    with pytest.raises(DockError, match="full"):
+        made.commit(first.number, 3, ids(first), 0.1, keep=full)
+    assert not len(made.done)
+    assert made.commit(first.number, 3, ids(first), 0.2)
+
+
+def test_what_a_lost_warehouse_took_with_it():
+    """Warehouse 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
+    update, reward = controller(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
+    reward.learn(table(range(6)), ["tokens"])
+    scored = reward.lease(LeaseRequest(6), 0.0, "a")
+    reward.commit(scored.number, None, ids(scored), 0.0)
+    listed = {1: ["tokens"], 5: ["tokens", "rewards"]}
+    assert update.relearn(listed, 1, 2) == [3]
+    assert sorted(update.ready) == [0, 2, 4, 5]
+    reward.relearn(listed, 1, 2)
+    reward.learn(table([1]), ["tokens"])
+    reward.learn(table([5]), ["tokens", "rewards"])
+    assert ids(reward.lease(LeaseRequest(6), 1.0, "b")) == [1], "its reward is made again"
+
+
+def test_a_lease_over_rows_that_were_lost_and_came_anew_is_not_revived():
+    """It holds what was; if it dies after all, nobody would give the new rows back."""
+    made = controller(range(2))
+    first = made.lease(LeaseRequest(2), 0.0, "a")
+    made.expire(10.0)
+    made.relearn({}, 0, 1)
+    made.learn(table(range(2)), ["tokens", "rewards"])
+    with pytest.raises(LeaseLost):
+        made.renew(first.number, 11.0, "a")
+    made.expire(99.0)
+    assert ids(made.lease(LeaseRequest(2), 99.0, "b")) == [0, 1]
+
+
+@pytest.mark.parametrize("share", [-1, 2])
+def test_a_share_that_does_not_exist_draws_nothing(share):
+    made = controller()
+    with pytest.raises(DockError, match=f"share {share} of 2"):
+        made.lease(LeaseRequest(4), 0.0, "a", step=0, share=share, shares=2)
+    assert len(made.ready) == 4
+
+
+class Interleaving(RuleBasedStateMachine):
+    """Producers, consumers and time in any order: nothing is trained twice, and nothing is lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.next, self.known, self.held = 0.0, 0, 0, []
+        self.trained: dict[int, int] = {}
+
+    @initialize()
+    def begin(self):
+        self.made = ConsumerIndex(UPDATE)
+
+    @rule(count=st.integers(1, 5))
+    def put(self, count):
+        new = range(self.next, self.next + count)
+        self.made.learn(table(new), ["tokens"])
+        self.made.learn(table(new), ["rewards"])
+        self.next += count
+
+    @rule(count=st.integers(1, 6), stepped=st.booleans(), who=st.sampled_from("abc"))
+    def lease(self, count, stepped, who):
+        step = len(self.trained) if stepped else None
+        if step is not None and step in self.made.steps:
+            return
+        granted = self.made.lease(LeaseRequest(count), self.now, who, step=step)
+        if granted:
+            self.held.append((granted.number, step, ids(granted), who))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data):
+        number, step, rows, _ = data.draw(st.sampled_from(self.held))
+        try:
+            new = self.made.commit(number, step, rows, self.now)
+        except LeaseLost:
+            return
+        if new:
+            for row in rows:
+                assert row not in self.trained, f"row {row} was trained twice"
+                self.trained[row] = number
+        else:
+            assert all(self.trained[row] == number for row in rows)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def renew(self, data):
+        number, _, rows, who = data.draw(st.sampled_from(self.held))
+        try:
+            self.made.renew(number, self.now, who)
+        except LeaseLost:
+            return
+        assert not set(rows) & set(self.trained)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 11.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(who=st.sampled_from("abc"))
+    def die(self, who):
+        self.made.dropped(who, self.now)
+
+    @invariant()
+    def nothing_is_lost(self):
+        held = {row.id for granted in self.made.leases.values() for row in granted.rows}
+        assert set(self.trained) == {row for row in range(self.next) if row in self.made.done}
+        assert set(self.trained) | held | set(self.made.ready) == set(range(self.next))
+        assert not held & set(self.made.ready)
+        assert not (held | set(self.made.ready)) & set(self.trained)
+
+    def teardown(self):
+        """In the end, everything can still be had."""
+        last = self.made.lease(LeaseRequest(10**6), self.now + 1000, "last")
+        rest = set(ids(last)) if last else set()
+        assert rest | set(self.trained) == set(range(self.next))
+
+
+class Restored(Interleaving):
+    """The controller is also restored, from a snapshot of any age, at any time. It has a journal, or else all who have
+    an answer tell it again before anything else happens."""
+
+    journal = True
+
+    @initialize()
+    def begin(self):
+        super().begin()
+        self.state, self.answered, self.lives = self.made.state(), [], [1]
+
+    @rule()
+    def snapshot(self):
+        self.state = self.made.state()
+
+    @rule()
+    def restore(self):
+        self.made = ConsumerIndex(UPDATE, len(self.lives) + 1, self.lives if self.journal else ())
+        self.lives.append(self.made.epoch)
+        self.made.restore(self.state)
+        if self.journal:
+            self.made.replay(self.answered)
+        self.made.learn(table(range(self.next)), ["tokens", "rewards"])
+        for number, step, rows in () if self.journal else self.answered:
+            self.made.commit(number, step, rows, self.now, told=True)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data):
+        number, step, rows, _ = data.draw(st.sampled_from(self.held))
+        before = set(self.trained)
+        super().commit(FixedDraw((number, step, rows, None)))
+        if set(self.trained) != before:
+            self.answered.append((number, step, rows))
+
+
+class FixedDraw:
+    """Draws what it was given."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def draw(self, _):
+        return self.value
+
+
+class RestoredWithoutJournal(Restored):
+    journal = False
+
+
+TestRestored, TestRestoredWithoutJournal = Restored.TestCase, RestoredWithoutJournal.TestCase
+for case in (TestRestored, TestRestoredWithoutJournal):
+    case.settings = settings(max_examples=60, stateful_step_count=30)
+TestInterleaving = Interleaving.TestCase
+TestInterleaving.settings = settings(max_examples=60, stateful_step_count=30)

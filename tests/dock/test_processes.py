@@ -1,0 +1,178 @@
+"""Real processes, killed for real: by their own process id, and by nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.dock import Consumer, DockClient, TimedOut, Unreachable
+from distflow.dock.process import DockProcess, start
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = 60
+
+CONSUMER = """
+import sys, time
+from pathlib import Path
+from distflow.dock import DockClient, DockError
+
+address, token, journal = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), sys.argv[3]
+limit, pause = float(sys.argv[4]), float(sys.argv[5])
+with DockClient([address], token, "trainer") as dock, open(journal, "a", buffering=1) as out:
+    while True:
+        try:
+            lease = dock.lease("update", 4, least=1, wait=limit)
+        except DockError:
+            break
+        batch = dock.fetch(lease)
+        assert all(row.tolist() == [id] * (id % 5) for id, row in zip(batch.ids.tolist(), batch["tokens"].rows))
+        print("trains", *lease.ids.tolist(), file=out)
+        time.sleep(pause)
+        if dock.commit(lease):
+            print("trained", *lease.ids.tolist(), file=out)
+"""
+
+
+def tokens(ids):
+    return Batch(torch.tensor(list(ids)), {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})
+
+
+@pytest.fixture
+def children(token):
+    """`children(**arguments)` starts a process of the dock; all end with the test."""
+    started: list[DockProcess] = []
+
+    def make(**arguments) -> DockProcess:
+        started.append(start(token, **arguments))
+        return started[-1]
+
+    yield make
+    for child in started:
+        if child.process.stdin.closed:
+            continue
+        child.stop()
+        assert child.process.returncode is not None
+
+
+def consumer(address, token, journal, limit=3.0, pause=0.004):
+    command = [sys.executable, "-c", CONSUMER, str(address[1]), token.hex(), str(journal), str(limit), str(pause)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+
+def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, token, tmp_path):
+    """One of two consumers is killed at a random moment; the other finishes."""
+    random.seed(3)
+    address = children().address
+    journal = tmp_path / "journal"
+    journal.touch()
+    with DockClient([address], token, "test") as dock:
+        dock.meet((Consumer("update", ("tokens",)),))
+        dock.put(tokens(range(ROWS)))
+        workers = [consumer(address, token, journal) for _ in range(2)]
+        for worker in workers[:1]:
+            seen = len(journal.read_text().splitlines())
+            while len(journal.read_text().splitlines()) < seen + 3:
+                time.sleep(0.002)
+            time.sleep(random.random() * 0.01)
+            worker.kill()
+            worker.wait()
+        assert workers[1].wait(timeout=60) == 0
+        committed = dock.status()[0]["controllers"]["update"]["committed"]
+        with pytest.raises(TimedOut):
+            dock.lease("update", 1)
+    lines = [line.split() for line in journal.read_text().splitlines()]
+    trained = [int(row) for kind, *rows in lines if kind == "trained" for row in rows]
+    assert committed == ROWS
+    assert len(trained) == len(set(trained))
+    taken = [int(row) for kind, *rows in lines if kind == "trains" for row in rows]
+    assert set(taken) == set(range(ROWS))
+    assert len(set(range(ROWS)) - set(trained)) <= 4, "killed between a commit and its line"
+
+
+@pytest.mark.run
+def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path):
+    """SIGSTOP closes no connection: only time tells."""
+    address, journal = children().address, tmp_path / "journal"
+    journal.touch()
+    with DockClient([address], token, "test") as dock:
+        dock.meet((Consumer("update", ("tokens",), seconds=0.3),))
+        dock.put(tokens(range(4)))
+        worker = consumer(address, token, journal, limit=0.1, pause=0.25)
+        while "trains" not in journal.read_text():
+            time.sleep(0.001)
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            mine = dock.commit(dock.lease("update", 4, wait=5))
+        except TimedOut:  # on a crowded machine it may have committed before it was stopped
+            mine = False
+        worker.send_signal(signal.SIGCONT)
+        worker.wait(timeout=30)
+        assert dock.status()[0]["controllers"]["update"]["committed"] == 4
+    assert journal.read_text().count("trained") == (not mine)
+
+
+@pytest.mark.run
+def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
+    """The half that died comes back with its rows; the living half tells it what was committed since."""
+    first, second = children(), children()
+    consumers = (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"), home=1))
+    with DockClient([first.address, second.address], token, "test", patience=20) as dock:
+        dock.meet(consumers)
+        dock.put(tokens(range(16)), version=3, group=torch.arange(16) // 4)
+        dock.put(tokens([17, 19]), turn=2)
+        scored = dock.lease("reward", 16, wait=10)
+        dock.put(Batch(scored.ids, {"rewards": scored.ids * 2}))
+        assert dock.commit(scored)
+        trained = [dock.lease("update", 4, step=0, wait=10)]
+        dock.commit(trained[-1])
+        assert dock.snapshot(tmp_path) > 0
+        trained.append(dock.lease("update", 4, step=1, wait=10))
+        dock.commit(trained[-1])
+        for child, number in ((second, 1), (first, 0)):
+            child.kill()
+            children(port=child.address[1], snapshot=tmp_path / f"warehouse-{number}.dock")
+            trained.append(dock.lease("update", 2, step=3 + number, wait=10))
+            assert trained[-1].versions.tolist() == [3, 3]
+            assert dock.commit(trained[-1])
+        rest = dock.lease("update", 4, step=9, wait=10)
+        assert sorted(row for lease in [*trained, rest] for row in lease.ids.tolist()) == list(range(16))
+        batch = dock.fetch(rest)
+        assert batch["rewards"].tolist() == [2 * row for row in rest.ids.tolist()]
+        assert [row.tolist() for row in batch["tokens"].rows] == [[row] * (row % 5) for row in rest.ids.tolist()]
+        assert dock.commit(rest)
+        unfinished, turns = dock.saved(torch.tensor([17, 19]))
+        assert (unfinished.ids.tolist(), turns.tolist()) == ([17, 19], [2, 2])
+        end = time.monotonic() + 10
+        while sum(part["rows"] for part in dock.status()) > 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert not dock.commit(rest)
+
+
+def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
+    child = children()
+    with DockClient([child.address], token, "test", patience=2.0) as dock:
+        dock.meet((Consumer("update", ("tokens",)),))
+        child.process.stdin.close()
+        assert child.process.wait(timeout=10) == 0
+        with pytest.raises(Unreachable, match="restore it from its snapshot"):
+            dock.put(tokens([1]))
+    child.process.stdout.close()
+
+
+def test_a_signal_to_all_processes_of_a_run_is_not_for_the_dock(children):
+    """The step that then ends the run needs its samples; its input closes afterwards."""
+    child = children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child.process.send_signal(number)
+    child.stop()
+    assert child.process.returncode == 0

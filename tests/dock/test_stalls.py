@@ -1,0 +1,253 @@
+"""Who is slow, stopped or too many holds up nobody else, and what it held comes back."""
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.dock import Consumer, DockClient, DockError, Refused, StorageShardServer, TimedOut, Unreachable, selection
+from distflow.dock import shard as services
+from distflow.dock import snapshot as snapshots
+from distflow.dock.selection import RULES
+from distflow.rpc import connection as lines
+from distflow.rpc import server
+from distflow.rpc.connection import connect
+
+UPDATE = Consumer("update", ("tokens",))
+
+
+def tokens(ids, width=1):
+    ids = torch.tensor(list(ids), dtype=torch.int64)
+    return Batch(ids, {"tokens": ids[:, None].expand(-1, width).contiguous()})
+
+
+def raw(dock, token, session="raw"):
+    """A connection that sends what the test wants."""
+    line = connect(dock.addresses[0], token, 5.0)
+    line.send({"op": "hello", "who": session, "session": session})
+    line.receive()
+    return line
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_slow_stranger_has_a_limit_for_all_of_its_proof(dock, monkeypatch):
+    monkeypatch.setattr(lines, "HANDSHAKE_LIMIT", 0.3)
+    at, began = dock(), time.monotonic()
+    with socket.create_connection(at.addresses[0]) as stranger, contextlib.suppress(ConnectionError):
+        for _ in range(600):
+            stranger.send(b"x")
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20
+
+
+def test_strangers_are_few_and_keep_nobody_out(dock, token, monkeypatch):
+    monkeypatch.setattr(server, "MOST", 4)
+    monkeypatch.setattr(server, "GRACE", 0.05)
+    at = dock()
+    strangers = [socket.create_connection(at.addresses[0]) for _ in range(12)]
+    with DockClient(at.addresses, token, "late") as late:
+        assert late.status()[0]["rows"] == 0
+    assert len(at.services[0].listener.door.outside) <= 4
+    strangers[0].settimeout(20)
+    strangers[0].recv(32)
+    with pytest.raises(ConnectionResetError):
+        strangers[0].recv(32)
+    at.services[0].close()
+    until(lambda: not at.services[0].listener.door.outside)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_connection_that_cannot_be_taken_is_not_the_last(token, caplog):
+    class Scarce:
+        """A listening socket that once finds no file descriptor."""
+
+        def __init__(self, sock):
+            self.sock, self.left = sock, 1
+
+        def accept(self):
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(errno.EMFILE, "too many open files")
+            return self.sock.accept()
+
+        def __getattr__(self, name):
+            return getattr(self.sock, name)
+
+    service = StorageShardServer(token)
+    service.listener.socket = Scarce(service.listener.socket)
+    with (caplog.at_level(logging.WARNING, "distflow.dock"), DockClient([service.start()], token, "one") as client,
+          pytest.raises(DockError, match="no place in a dock yet")):
+        client.layout  # noqa: B018 - asks
+    assert "cannot take a connection: [Errno 24] too many open files" in caplog.text
+    service.close()
+
+
+def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_others(dock, token, monkeypatch, caplog):
+    monkeypatch.setattr(lines, "STALL_LIMIT", 0.3)
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(4), 1 << 20))
+    stuck = raw(at, token, "stuck")
+    stuck.send({"op": "lease", "consumer": "update", "count": 4, "least": 4, "wait": 1, "step": None, "share": 0,
+                "shares": 1, "version": None, "request": 1})
+    stuck.skip(stuck.receive()[1])
+    stuck.send({"op": "fetch", "ids": torch.arange(4).numpy().tobytes(), "columns": ["tokens"]})
+    assert at.lease("update", 4, wait=10).ids.tolist() == [0, 1, 2, 3]
+    assert "hung up on stuck" in caplog.text
+    stuck.close()
+
+
+def test_a_client_that_stops_within_a_put_gives_its_room_back(dock, token, monkeypatch):
+    monkeypatch.setattr(lines, "STALL_LIMIT", 0.3)
+    at = dock(1, (UPDATE,), max_rows=4)
+    stuck = raw(at, token, "stuck")
+    message = {"op": "put", "ids": torch.arange(4).numpy().tobytes(), "columns": [], "turn": None, "wait": 0,
+               "marks": {}}
+    packed = lines.msgpack.packb(message)
+    stuck.sock.sendall(lines._HEAD.pack(b"DFD1", len(packed), 1000) + packed + bytes(500))
+    until(lambda: at.services[0].desk.warehouse.coming_rows == 4)
+    assert at.put(tokens(range(10, 14)), wait=10) == 4
+    stuck.close()
+
+
+def test_silence_between_two_requests_is_no_stall(dock, token, monkeypatch):
+    monkeypatch.setattr(lines, "STALL_LIMIT", 0.05)
+    at = dock(1, (UPDATE,))
+    line = raw(at, token)
+    time.sleep(0.3)
+    line.send({"op": "status"})
+    assert line.receive()[0]["rows"] == 0
+    line.close()
+
+
+def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(dock, token):
+    """The second of two processes refuses; what the first one answers meanwhile is nobody's."""
+    at = dock(2, (UPDATE,))
+    at.put(tokens(range(8)))
+    at.services[1].close()
+    impostor = StorageShardServer(bytes(32), port=at.addresses[1][1])
+    impostor.start()
+    with DockClient(at.addresses, token, "one") as other:
+        other.fetch(torch.tensor([0]), ["tokens"])
+        with pytest.raises(Refused):
+            other.fetch(torch.arange(2), ["tokens"])
+        assert other.fetch(torch.tensor([6, 2]), ["tokens"]).ids.tolist() == [6, 2]
+    impostor.close()
+
+
+def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
+    """A warehouse listed its rows for a connection that was made anew; their rewards came before the list arrived."""
+    at = dock(1, (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"))))
+    desk = at.services[0].desk
+    at.put(tokens(range(2)))
+    with desk.changed:
+        late = desk._listing("reward")
+    lease = at.lease("reward", 2)
+    at.put(Batch(lease.ids, {"rewards": lease.ids.float()}))
+    assert at.commit(lease)
+    with desk.changed:
+        desk.apply(late)
+    with pytest.raises(TimedOut):
+        at.lease("reward", 1, wait=0.1)
+
+
+def test_a_lease_is_kept_through_an_interruption(dock, token):
+    at = dock(1, (Consumer("update", ("tokens",), seconds=4.5),))
+    at.put(tokens(range(2)))
+    with DockClient(at.addresses, token, "holder", patience=0.5) as holder:
+        lease = holder.lease("update", 2)
+        with holder.keep(lease):
+            time.sleep(1.2)
+            with at.services[0].desk.changed:  # what is asked meanwhile gets no answer
+                time.sleep(1.2)
+            time.sleep(3.6)
+            with pytest.raises(TimedOut):
+                at.lease("update", 1)
+        assert holder.commit(lease)
+
+
+def test_snapshots_of_one_process_do_not_write_into_each_other(dock, token, tmp_path, monkeypatch):
+    at, inside, most = dock(1, (UPDATE,)), [], []
+
+    def write(messages, path):
+        inside.append(path)
+        most.append(len(inside))
+        time.sleep(0.1)
+        inside.pop()
+        return 1
+
+    monkeypatch.setattr(services, "write", write)
+    clients = [DockClient(at.addresses, token, f"rank {rank}") for rank in range(3)]
+    threads = [threading.Thread(target=client.snapshot, args=(tmp_path,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == [1, 1, 1]
+    for client in clients:
+        client.close()
+
+
+def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monkeypatch):
+    """The lock is held for what is known of rows, not for the rows: others work on, and it stays as it was."""
+    at, busy_once = dock(1, (UPDATE,)), []
+
+    def pack(*given):
+        if not busy_once:
+            busy_once.append(True)
+            with DockClient(at.addresses, token, "busy", patience=2) as busy:
+                busy.commit(busy.lease("update", 2))
+                busy.put(tokens([9], 1 << 16))
+        return packed(*given)
+
+    packed = snapshots.pack
+    monkeypatch.setattr(snapshots, "pack", pack)
+    at.put(tokens(range(4), 1 << 16))
+    at.snapshot(tmp_path)
+    assert busy_once
+    restored = StorageShardServer(token, snapshot=tmp_path / "warehouse-0.dock")
+    assert sorted(restored.desk.warehouse.rows) == [0, 1, 2, 3]
+    assert len(restored.desk.controllers["update"].done) == 0
+    heads, _ = restored.desk.warehouse.cut(torch.arange(4).numpy(), ["tokens"])
+    assert heads[0][0] == "tokens"
+    restored.close()
+
+
+def test_a_rule_that_fails_is_an_answer(dock):
+    @selection
+    def broken(units, ask):
+        return units.nonsense
+
+    try:
+        at = dock(1, (Consumer("update", ("tokens",), rules={"broken": {}}),))
+        with pytest.raises(DockError, match="cannot answer `lease`: AttributeError.*nonsense") as caught:
+            at.lease("update", 1)
+        assert not isinstance(caught.value, Unreachable)
+    finally:
+        RULES.pop("broken")
+
+
+def test_room_that_rows_are_about_to_fill_is_nobody_elses(dock, monkeypatch):
+    at = dock(1, (UPDATE,), max_rows=4)
+    house, seen = at.services[0].desk.warehouse, []
+
+    def between(**marks):
+        seen.append(house.coming_rows)
+        return made(**marks)
+
+    made = services.RowMeta
+    monkeypatch.setattr(services, "RowMeta", between)
+    at.put(tokens(range(4)))
+    assert (seen, house.coming_rows, house.coming_bytes) == ([4], 0, 0)

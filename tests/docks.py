@@ -1,0 +1,37 @@
+"""Fixtures of docks: servers in this process with real sockets, for tests of the dock and of its connections."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from distflow.dock import Consumer, DockClient, StorageShardServer
+
+REWARD = Consumer("reward", ("tokens",), ("rewards",))
+UPDATE = Consumer("update", ("tokens", "rewards"))
+
+
+@pytest.fixture
+def token() -> bytes:
+    return secrets.token_bytes(32)
+
+
+@pytest.fixture
+def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
+    """`dock(warehouses, consumers)`: a client of a new dock; `dock.services` are its parts."""
+    opened: list[StorageShardServer | DockClient] = []
+
+    def make(warehouses: int = 1, consumers: tuple[Consumer, ...] = (REWARD, UPDATE), **limits) -> DockClient:
+        services = [StorageShardServer(token, **limits) for _ in range(warehouses)]
+        opened.extend(services)
+        client = DockClient([service.start() for service in services], token, "tester", patience=5.0)
+        opened.append(client)
+        client.meet(consumers)
+        client.services = services
+        return client
+
+    yield make
+    for one in reversed(opened):
+        one.close()

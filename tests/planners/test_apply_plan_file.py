@@ -1,0 +1,244 @@
+"""A plan for mixed hardware becomes a run; what ranks cannot do is refused, at its line of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.config.load import Spec, load
+from distflow.config.yaml_source import read
+from distflow.errors import InvalidInput
+from distflow.plan import Layout, Plan
+from planners import apply_plan_file, plan
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.plan_file import digests_of, written
+from planners.heterogeneous.runnable import ranks_of, runnable
+from planners.heterogeneous.workload import problem_of
+
+CLUSTER = {
+    "name": "mixed", "links": {"inside": {"gb_s": 50}, "zone": {"gb_s": 10, "latency_us": 20}},
+    "devices": {"new": {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 3000},
+                "old": {"tflops": {"float32": 20}, "memory_gib": 40, "memory_gb_s": 1000}},
+    "machines": {"quick": {"device": "new", "devices": 2}, "slow": {"device": "old", "devices": 2}}}
+MODEL = ["roles.actor.model={architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}", "data.batch=48"]
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path) -> Callable[..., Spec]:
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    return lambda *more, dag="grpo": load(dag, None, [*MODEL, *more], str(tmp_path / "cluster.yaml"))
+
+
+@pytest.fixture
+def obey(spec_of: Callable, tmp_path: Path) -> Callable[..., tuple[Plan, str]]:
+    """`obey(*settings, change=…, ranks=4)`: the chain by the best runnable plan, which `change` may spoil."""
+    def run(*more: str, change: Callable[[dict], Any] = lambda said: None, ranks: int = 4, dag: str = "grpo",
+            later: tuple[str, ...] = ()) -> Plan:
+        spec = spec_of(*more, dag=dag)
+        costed = CostedProblem(problem_of(spec))
+        found = runnable(spec, costed)
+        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
+                       ranks_of(costed.problem, found)).model_dump(mode="json")
+        change(said)
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
+        own = apply_plan_file(spec_of(*more, *later, dag=dag), read(tmp_path / "plan.yaml", "plan.yaml"), ranks)
+        return plan(own, ranks)
+
+    return run
+
+
+def layouts(found: Plan) -> dict[str, Layout]:
+    return {task.node: task.layout for task in found.tasks}
+
+
+def test_shares_have_rows_by_the_speed_of_their_devices(obey: Callable) -> None:
+    found = layouts(obey())
+    for node in ("rollout", "reference", "update"):
+        rows = found[node].rows
+        assert found[node].dp == len(rows) == 4, node
+        assert rows[0] == rows[1] > 2 * rows[2] == 2 * rows[3] > 0, node
+    assert found["reward"] == found["advantage"] == found["rollout"], "what runs no model stays where the rows are"
+
+
+@pytest.mark.parametrize("mode", ["async", "semi_sync"])
+def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable, mode: str) -> None:
+    found = obey(f"mode={mode}")
+    trainer, rollout = found.groups
+    assert (trainer.ranks.start, rollout.ranks.stop) == (0, 4)
+    assert [task.node for task in rollout.plan.chain(0) if task.type != "COMPUTE"] == ["rollout"]
+    rows = layouts(trainer.plan)["update"].rows
+    assert len(rows) in (0, len(trainer.ranks))
+
+
+def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_path: Path) -> None:
+    device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which samples slowly
+    machines = {"one": {"device": "new", "devices": 4}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": {"new": device}, "machines": machines}))
+    trainer, rollout = obey("mode=async").groups
+    assert (trainer.ranks, rollout.ranks) == (range(1), range(1, 4))
+
+
+def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
+    def split(said: dict) -> None:
+        for node in ("reference", "update"):
+            said["tasks"][node] |= {"dp": 2, "tp": 2, "shares": [{"count": 1, "rows": 300, "stages": ["quick"]},
+                                                                 {"count": 1, "rows": 84, "stages": ["slow"]}]}
+
+    found = layouts(obey(change=split))
+    assert found["update"] == found["reference"] == Layout(2, tp=2, rows=(25, 7))
+    assert found["rollout"].tp == 1
+
+
+def two_by_two(said: dict) -> None:
+    """Ranks 0 and 1 train, 2 and 3 sample, with one model."""
+    said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 2}, "ranks": [0, 1]},
+                      {"tasks": ["rollout"], "devices": {"slow": 2}, "ranks": [2, 3]}]
+    for node in ("reference", "update"):
+        said["tasks"][node] |= {"dp": 2, "tp": 1, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
+    said["tasks"]["rollout"] |= {"dp": 1, "tp": 2, "shares": [{"count": 1, "rows": 384, "stages": ["slow"]}]}
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> str:
+    """It need not be there to be planned for."""
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    return "roles.actor.rollout=vllm"
+
+
+def test_a_model_that_samples_apart_is_split_as_the_plan_says(obey: Callable, vllm: str) -> None:
+    rollout = obey("mode=async", vllm, change=two_by_two).groups[1]
+    assert (rollout.replicas, rollout.plan.ranks) == (1, 2)
+    assert rollout.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
+    trainer = obey("mode=semi_sync", vllm, change=two_by_two).groups[0].plan
+    assert trainer.layout_of("actor", samples=True) == Layout(1, tp=2)
+
+
+def test_a_split_over_machines_that_ranks_do_not_have_is_refused(obey: Callable, vllm: str) -> None:
+    def elsewhere(said: dict) -> None:
+        two_by_two(said)
+        said["tasks"]["rollout"]["shares"][0]["stages"] = ["quick"]
+
+    with pytest.raises(InvalidInput, match="shares whose stages are not at ranks that follow each other"):
+        obey("mode=async", vllm, change=elsewhere)
+
+
+def test_a_device_that_the_plan_leaves_idle_infers_nothing(obey: Callable) -> None:
+    def idle(said: dict) -> None:
+        said["tasks"]["reference"] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
+
+    assert layouts(obey(change=idle))["reference"].rows == (1, 1, 0, 0)
+
+
+def test_a_run_by_a_plan_can_be_resumed_without_it(obey: Callable, spec_of: Callable, tmp_path: Path) -> None:
+    """What the plan says is in the configuration that the run leaves."""
+    first = obey()
+    own = apply_plan_file(spec_of(), read(tmp_path / "plan.yaml"), 4)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(own.resolved()["run"]))
+    assert plan(load("grpo", str(tmp_path / "run.yaml")), 4).digest == first.digest
+
+
+def apart(said: dict) -> None:
+    said["groups"] = [{"tasks": ["rollout"], "devices": {"quick": 2}, "ranks": [0, 1]},
+                      {"tasks": ["reference", "update"], "devices": {"slow": 2}, "ranks": [2, 3]}]
+
+
+def left_out(said: dict) -> None:
+    said["groups"][0]["ranks"] = [0, 1, 3]
+
+
+def without_a_task(said: dict) -> None:
+    del said["tasks"]["reference"]
+
+
+def staged(layers: list[int], stages: list[str]) -> Callable[[dict], None]:
+    def change(said: dict) -> None:
+        said["tasks"]["update"] |= {"dp": 2, "pp": 2, "layers": layers,
+                                    "shares": [{"count": 2, "rows": 192, "stages": stages}]}
+
+    return change
+
+
+def on_some(said: dict) -> None:
+    said["tasks"]["update"] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
+
+
+def by_stages(said: dict) -> None:
+    for node in ("reference", "update"):
+        said["tasks"][node] |= {"dp": 2, "pp": 2, "layers": [2, 2],
+                                "shares": [{"count": 1, "rows": 192, "stages": [machine] * 2}
+                                           for machine in ("quick", "slow")]}
+
+
+@pytest.mark.parametrize(("change", "key", "says"), [
+    (apart, "groups:", "2 groups that work at the same time, and in mode sync all ranks run one chain together"),
+    (left_out, "ranks:", "the plan leaves ranks 2 out, and in mode sync all take part"),
+    (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
+    (staged([3, 1], ["quick", "slow"]), "layers:", "node `update` has 3, 1 layers in its stages"),
+    (staged([2, 2], ["quick", "slow"]), "shares:", "shares whose stages are not at ranks that follow each other"),
+    (on_some, "update:", "node `update` takes 2 × 1 of 4 ranks, and a trained model is sharded over all of them"),
+    (by_stages, "pp:", "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
+])
+def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: Path, change: Callable, key: str,
+                                                     says: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        obey(change=change)
+    mistakes = [mistake for mistake in error.value.mistakes if says in mistake.what]
+    assert mistakes, str(error.value)
+    assert mistakes[0].where.file == "plan.yaml"
+    assert key in mistakes[0].where.text
+    assert mistakes[0].hint
+
+
+def test_ranks_that_train_are_the_first_ones(obey: Callable) -> None:
+    with pytest.raises(InvalidInput, match="must be the first ones, .* they are 2, 3, and 0, 1 sample"):
+        obey("mode=async", change=apart)
+
+
+def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
+    def unlike(said: dict) -> None:
+        said["tasks"]["critic"] |= {"dp": 2, "tp": 2, "shares": [
+            {"count": 1, "rows": 192, "stages": [machine]} for machine in ("quick", "slow")]}
+
+    with pytest.raises(InvalidInput, match="the same engine of role `critic`, but split its model differently"):
+        obey(dag="ppo", change=unlike)
+
+
+def test_other_ranks_and_other_layouts_are_refused(obey: Callable) -> None:
+    with pytest.raises(InvalidInput) as error:
+        obey(ranks=2, later=("layouts.update.dp=2",))
+    text = str(error.value)
+    assert "the plan is for the 4 devices of cluster `mixed`, and 2 ranks are started" in text
+    assert "`layouts` says how nodes are split, and so does the plan" in text
+
+
+def test_a_hand_written_run_may_say_rows_too() -> None:
+    found = plan(load("grpo", None, ["layouts.update.rows=[30, 10]"]), 2)
+    assert layouts(found)["update"] == Layout(2, rows=(3, 1))
+    assert [move.kind for task in found.tasks for move in task.transfers if task.node == "update"][0] == "all_to_all"
+    assert layouts(plan(load("grpo", None, ["layouts.update.rows=[7, 7]"]), 2))["update"] == Layout(2)
+    with pytest.raises(InvalidInput, match="says the rows of 3 shares, and 2 ranks make 2") as error:
+        plan(load("grpo", None, ["layouts.update.rows=[3, 1, 1]"]), 2)
+    assert "or divide rows evenly:  --set layouts={}" in str(error.value)
+    with pytest.raises(InvalidInput, match="in mode async ranks that sample take prompts as they get free"):
+        plan(load("grpo", None, ["mode=async", "layouts.rollout.rows=[3, 1]"]), 3)
+    with pytest.raises(InvalidInput, match="no share has rows"):
+        plan(load("grpo", None, ["layouts.update.rows=[0, 0]"]), 2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("dag", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["h200", "h200_a100", "a100_l40s_l4", "multi_zone"])
+def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: str, name: str) -> None:
+    spec = load(dag, None, [f"mode={mode}", "data.batch=512"], name)
+    costed = CostedProblem(problem_of(spec))
+    found = runnable(spec, costed)
+    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
+                   ranks_of(costed.problem, found)).model_dump(mode="json")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
+    ranks = spec.cluster.size
+    own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
+    assert plan(own, ranks).ranks == ranks

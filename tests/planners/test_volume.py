@@ -1,0 +1,31 @@
+"""MindSpeed RL's Table 1, row by row, to the digits that it prints."""
+
+import pytest
+
+from planners.transfers import SampleFlow
+
+K, GIB, MIB = 1024, 2**30, 2**20
+TABLE = [  # G, N, P, n, S, scalars, GiB, seconds at 100 MiB/s, seconds at 1 GiB/s
+    (256, 8, 2 * K, 5, 8 * K, 3, 0.96, 9.92, 0.97),
+    (256, 16, 2 * K, 5, 16 * K, 3, 3.81, 39.0, 3.81),
+    (K, 16, 2 * K, 5, 16 * K, 3, 15.2, 156.1, 15.2),
+    (K, 32, 4 * K, 8, 32 * K, 5, 97.0, 993.3, 97.0),
+    (4 * K, 32, 4 * K, 8, 32 * K, 5, 388.0, 3900, 388.0),
+    (8 * K, 64, 4 * K, 8, 64 * K, 5, 3100, 31000, 3100),
+]
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_table_1(row):
+    *sizes, volume, slow, fast = row
+    flow = SampleFlow(*sizes)
+    assert flow.nbytes / GIB == pytest.approx(volume, rel=0.03)
+    assert flow.seconds(100 * MIB) == pytest.approx(slow, rel=0.03)
+    assert flow.seconds(GIB) == pytest.approx(fast, rel=0.03)
+
+
+def test_warehouses_share_the_volume():
+    flow = SampleFlow(K, 16, 2 * K, 5, 16 * K, 3)
+    alone, shared = flow.through_each_warehouse(1, 5), flow.through_each_warehouse(16, 5)
+    assert shared == alone / 16
+    assert alone / flow.nbytes < 1.001, "metadata are next to nothing"

@@ -1,0 +1,128 @@
+"""Faults to order: once in a run, on the rank and in the step that were asked for or drawn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from distflow.config.run import Fault, Run
+from distflow.recovery.fault_injection import FaultInjector, Injected, NoLimit
+from distflow.recovery.snapshots import Piece, Snapshots
+
+
+def faults(folder: Path, *asked: dict, rank: int = 0, group: str = "trainer", seed: int = 0,
+           ranks: range = range(4), snapshots: Snapshots | None = None) -> FaultInjector:
+    run = Run.model_construct(seed=seed, faults=[Fault(**each) for each in asked])
+    return FaultInjector(run, group, rank, ranks, folder, snapshots or Snapshots())
+
+
+def hits(made: FaultInjector, steps: range, *phases: str) -> list[tuple[int, str]]:
+    """Where it raised."""
+    found = []
+    for step in steps:
+        for phase in phases:
+            try:
+                made(phase, step)
+            except Injected:
+                found.append((step, phase))
+    return found
+
+
+def test_a_fault_happens_in_its_step_and_phase_and_once_in_a_run(tmp_path):
+    asked = {"kind": "raise", "step": 3, "phase": "training", "rank": 0}
+    phases = ("waiting", "training", "saving", "training")
+    assert hits(faults(tmp_path, asked), range(1, 6), *phases) == [(3, "training")]
+    assert hits(faults(tmp_path, asked), range(1, 6), *phases) == [], "the next worker does the step without it"
+
+
+def test_several_faults_of_a_step_are_each_their_own(tmp_path):
+    asked = [{"kind": "raise", "step": 2, "phase": phase, "rank": 0} for phase in ("waiting", "training", "training")]
+    made = faults(tmp_path, *asked)
+    assert hits(made, range(1, 4), "waiting", "training", "training") == [(2, "waiting"), (2, "training"),
+                                                                          (2, "training")]
+
+
+def test_one_rank_of_the_group_is_drawn_and_all_know_which(tmp_path):
+    asked = {"kind": "raise", "share": 1.0, "phase": "training"}
+    found = [hits(faults(tmp_path, asked, rank=rank, ranks=range(2, 6)), range(1, 101), "training")
+             for rank in range(8)]
+    steps = sorted(step for each in found for step, _ in each)
+    assert steps == list(range(2, 101)), "never the first step, and each other one on one rank"
+    assert [bool(each) for each in found] == [False, False, True, True, True, True, False, False]
+    assert all(10 <= len(each) <= 45 for each in found[2:6])
+
+
+def test_another_group_is_left_alone(tmp_path):
+    asked = {"kind": "raise", "step": 1, "phase": "generating", "group": "rollout", "rank": 0}
+    assert hits(faults(tmp_path, asked), range(1, 3), "generating") == []
+    assert hits(faults(tmp_path, asked, group="rollout"), range(1, 3), "generating") == [(1, "generating")]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_share_hits_about_so_many_steps_and_the_seed_decides_which(tmp_path, share):
+    found = {}
+    for seed in (0, 1):
+        asked = {"kind": "raise", "share": share, "phase": "training", "rank": 0}
+        one, again = tmp_path / f"seed {seed}", tmp_path / f"again {seed}"
+        one.mkdir()
+        again.mkdir()
+        found[seed] = hits(faults(one, asked, seed=seed), range(2, 1002), "training")
+        assert len(found[seed]) == pytest.approx(1000 * share, abs=5 * (1000 * share * (1 - share)) ** 0.5)
+        assert hits(faults(again, asked, seed=seed), range(2, 1002), "training") == found[seed]
+    assert found[0] != found[1]
+
+
+def test_without_a_phase_it_comes_at_a_moment_of_the_step(tmp_path):
+    made = faults(tmp_path, {"kind": "raise", "step": 2, "rank": 0})
+    made("training", 1)
+    made("training", 2)  # a timer of at most the last step's length is set
+    until = time.monotonic() + 20
+    while made.due is None and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(Injected, match="fault 0 of the run file was to be raised in step 2"):
+        made("saving", 2)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
+def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
+    child = os.fork()
+    if not child:
+        try:
+            faults(tmp_path, {"kind": kind, "step": 1, "phase": "training", "rank": 0})("training", 1)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if kind == "stop":
+        assert os.WIFSTOPPED(status)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
+    copies = Snapshots()
+    for step in (1, 2):
+        copies.begin(Piece(0, 0, step, 0, 1), {"weight": torch.ones(3)}, {"step": step})
+    made = faults(tmp_path, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
+                  {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=copies)
+    began = time.monotonic()
+    made("saving", 2)
+    assert time.monotonic() - began >= 0.3
+    assert [piece.step for piece in copies.whole()] == [1]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"step": 2, "share": 0.5}])
+def test_step_or_share(wrong):
+    with pytest.raises(ValidationError, match="say in which `step`, or in which `share` of the steps"):
+        Fault(kind="kill", **wrong)
+
+
+def test_no_machine_is_lost_that_is_all_of_the_run(tmp_path):
+    with pytest.raises(NoLimit, match=r"start the machines apart \(--board and --machines\)"):
+        faults(tmp_path, {"kind": "machine", "step": 2, "phase": "training"})

@@ -1,0 +1,194 @@
+"""Who dies together begins together, and for the reason that was first."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from distflow.recovery import restarts
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, verdict
+
+
+def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
+    return Failure(rank, "it broke", "training" if step else "starting", step, finished, **more)
+
+
+@pytest.mark.parametrize(("failures", "budget", "why"), [
+    ([failed()], 20, ""),
+    ([failed(step=1, finished=0)], 20, "it failed before it had done its first step"),
+    ([failed(step=7, finished=0)], 20, "it failed before it had done its first step"),  # of a run that was resumed
+    ([failed(step=0, finished=0)], 20, "it failed before it had done its first step"),
+    ([failed(step=1, finished=1)], 20, ""),  # done, and now it is saved
+    ([failed(), failed(step=4, finished=0)], 20, ""),
+    ([failed(), failed(step=3, finished=0)], 20, "it failed twice in step 3"),
+    ([failed(), failed(step=4), failed()], 20, ""),  # not one after the other
+    ([failed(), failed(step=0, finished=0)], 20, ""),
+    ([failed(), failed(step=0, finished=0), failed(step=0, finished=0)], 20, "its restart has failed twice"),
+    ([failed(), failed(step=0, finished=0), failed(step=3, finished=0)], 20, ""),
+    ([failed(), failed(step=4)], 2, ""),
+    ([Failure(0, "it broke", "waiting")] * 3, 20, ""),  # a rollout that had no prompt yet
+    ([failed()], None, "the run file says  robust: {restart: task}"),
+    ([failed(), failed(step=4), failed(step=5)], 2, "its 2 restarts are used up"),
+    ([failed()], 0, "its 0 restarts are used up"),
+    ([failed(step=9, finished=8, hopeless=True)], 20, "it would fail the next time too"),
+    ([failed(step=0, finished=0, outside=True)], 20, ""),  # killed before its first step
+    ([failed(outside=True), failed(outside=True)], 20, ""),  # killed twice in one step
+    ([failed(), failed(outside=True)], 20, ""),
+    ([failed(outside=True), failed()], 20, ""),
+    ([failed(step=0, finished=0, outside=True)] * 3, 20, ""),  # its restarts were killed
+    ([failed(), failed(outside=True), failed(finished=0)], 20, "it failed twice in step 3"),
+    ([failed(step=0, finished=0, outside=True), failed(step=1, finished=0)], 20, ""),
+    ([failed(outside=True)] * 3, 2, "its 2 restarts are used up"),
+    ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
+])
+def test_what_happens_again_is_a_mistake(failures, budget, why):
+    end = verdict(tuple(failures), budget)
+    assert end.startswith(why)
+    assert bool(end) == bool(why)
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_of(store: dist.Store, rank: int, ranks: int = 3, name: str = "trainer",
+            budget: int = 20) -> RestartCoordinator:
+    return RestartCoordinator(store.clone(), RestartGroup(name, range(ranks), "trainer"), rank, budget)
+
+
+def together(*actions: Callable[[], Attempt]) -> list[Attempt]:
+    """At one moment, each in a thread of its own."""
+    gate = threading.Barrier(len(actions))
+    with ThreadPoolExecutor(len(actions)) as threads:
+        return [job.result() for job in [threads.submit(lambda act=act: (gate.wait(), act())[1]) for act in actions]]
+
+
+def test_those_that_fail_at_once_begin_the_same_life(store):
+    ranks, life = [rank_of(store, rank) for rank in range(3)], Attempt()
+    for number in range(1, 31):
+        found = together(*(partial(each.next, life, failed(number, rank=each.rank)) for each in ranks))
+        assert found[0] == found[1] == found[2]
+        life = found[0]
+        assert (life.number, len(life.failures)) == (number, number)
+        if life.end:
+            break
+    assert number == 21
+    assert life.end.startswith("its 20 restarts are used up")
+
+
+def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
+    """The rank that only misses another sees it first."""
+    monkeypatch.setattr(restarts, "_SETTLE", 30.0)
+    first, second, third = (rank_of(store, rank) for rank in range(3))
+    symptom, cause = failed(rank=0, symptom=True), failed(rank=1)
+
+    def late():
+        while not first.store.check(["0/failed/0"]):
+            time.sleep(0.01)
+        return second.next(Attempt(), cause)
+
+    found = together(lambda: first.next(Attempt(), symptom), late, lambda: third.next(Attempt(), None))
+    assert found[0] == found[1] == found[2]
+    assert found[0].failures == (cause,)
+
+
+def test_of_several_causes_the_first_counts_and_of_symptoms_alone_too(store):
+    for name, symptom in (("causes", False), ("symptoms", True)):
+        ranks = [rank_of(store, rank, name=name) for rank in range(2)]
+        early, late = failed(rank=1, symptom=symptom, time=1.0), failed(rank=0, symptom=symptom, time=2.0)
+        ranks[0].store.set("0/failed/1", Attempt(0, (early,)).pack()[len('{"number": 0, "failures": ['):].split("]")[0])
+        assert ranks[0].next(Attempt(), late).failures == (early,)
+
+
+def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
+    """The rank that lost its neighbour raised an error of its own first."""
+    first, second = (rank_of(store, rank) for rank in range(2))
+    kill = failed(rank=1, outside=True, time=2.0)
+    store.set("lives/trainer/0/failed/0", json.dumps(asdict(failed(rank=0, time=1.0))))
+    assert second.next(Attempt(), kill).failures == (kill,)
+    assert first.next(Attempt(), None).failures == (kill,)
+
+
+def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):
+    monkeypatch.setattr(restarts, "_SETTLE", 0.2)
+    began = time.monotonic()
+    life = rank_of(store, 0).next(Attempt(), failed(symptom=True))
+    assert life.failures[0].symptom
+    assert time.monotonic() - began < 20
+
+
+def test_a_failure_that_comes_late_joins_the_life_that_has_begun(store):
+    first, second = rank_of(store, 0), rank_of(store, 1)
+    following = first.next(Attempt(), failed(rank=0))
+    assert second.over(Attempt())
+    assert second.next(Attempt(), failed(rank=1)) == following
+
+
+def test_the_ranks_of_a_new_machine_begin_one_life_whoever_comes_first(store):
+    first, second = (rank_of(store, rank) for rank in range(2))
+    first.next(Attempt(), failed())  # on the machine before
+    lost = first.before(era=3)
+    assert lost.number == 1
+    following = first.next(lost, failed())
+    assert second.before(era=3).number == 1
+    assert second.next(second.before(era=3), failed()).number == following.number == second.newest().number == 2
+    assert second.before(era=4).number == 2
+
+
+def test_units_know_nothing_of_each_other(store):
+    trainer, rollout = rank_of(store, 0), rank_of(store, 0, name="rollout 0")
+    trainer.next(Attempt(), failed())
+    assert trainer.over(Attempt())
+    assert not rollout.over(Attempt())
+
+
+def test_all_are_done_when_the_last_one_is(store):
+    ranks = [rank_of(store, rank) for rank in range(3)]
+    for each in ranks:
+        assert not each.all_done(Attempt())
+        each.done(Attempt())
+    assert all(each.all_done(Attempt()) for each in ranks)
+    assert not ranks[0].all_done(Attempt(1)), "in the next life all do it again"
+
+
+def test_a_long_history_stays_short(store):
+    """What was shown in full is not carried on."""
+    rank, life = rank_of(store, 0, budget=1000), Attempt()
+    for number in range(1, 101):
+        life = rank.next(life, failed(number, details="x" * 4000))
+    assert len(life.pack()) < 30_000
+    assert life.failures[-1].details
+    assert replace(life.failures[0], details="") == life.failures[0]
+
+
+def fail_at_once(port: int) -> list[str]:
+    rank = dist.get_rank()
+    mine = RestartCoordinator(dist.TCPStore("127.0.0.1", port, is_master=False),
+                              RestartGroup("all", range(3), "ranks"), rank, 100)
+    life, seen = Attempt(), []
+    settle, restarts._SETTLE = restarts._SETTLE, 30.0  # in a rank's process, which goes on to other tests
+    try:
+        for number in range(1, 21):
+            dist.barrier()
+            life = mine.next(life, failed(number, rank=rank, symptom=rank != number % 3))
+            seen.append(life.pack())
+    finally:
+        restarts._SETTLE = settle
+    return seen
+
+
+def test_three_processes_that_fail_at_once_begin_the_same_lives():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    zero, one, two = run_ranks(3, fail_at_once, store.port)
+    assert zero == one == two
+    assert [each.rank for each in Attempt.unpack(zero[-1]).failures] == [number % 3 for number in range(1, 21)]

@@ -1,0 +1,223 @@
+"""Copies that outlive the process that made them, and are whole or not there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from distflow.errors import CheckpointError
+from distflow.recovery import snapshots as module
+from distflow.recovery.snapshots import _UNUSED, Piece, Snapshots
+
+
+def state(salt: float = 0.0, rows: int = 5) -> dict:
+    return {"actor": {"model": {"weight": torch.arange(3.0 * rows).view(rows, 3) + salt,
+                                "half": (torch.arange(7.0) + salt).bfloat16(),
+                                "strided": (torch.arange(6.0) + salt).view(2, 3).t()},
+                      "optimizer": {"step": torch.tensor(4.0 + salt), "none": torch.zeros(0, 3),
+                                    "count": torch.tensor([2**40 + int(salt)])}},
+            "mask": torch.tensor([True, False, bool(salt)])}
+
+
+def zeros(rows: int = 5) -> dict:
+    return _each(torch.zeros_like, state(rows=rows))
+
+
+def _each(change: Callable, tree):
+    return {name: _each(change, each) for name, each in tree.items()} if isinstance(tree, dict) else change(tree)
+
+
+def equal(ours, theirs) -> bool:
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(ours[name], theirs[name]) for name in ours)
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def save(copies: Snapshots, step: int, tree: dict, progress: dict) -> int:
+    size = copies.begin(Piece(0, 0, step, 0, 1), tree, progress)
+    copies.wait()
+    return size
+
+
+def load(copies: Snapshots, step: int, tree: dict) -> dict:
+    return copies.load(copies.whole()[Piece(0, 0, step, 0, 1)], tree)
+
+
+def steps(copies: Snapshots) -> list[int]:
+    return [piece.step for piece in copies.whole()]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Its exit status, negative for a signal."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_is_copied_comes_back():
+    copies, back = Snapshots(), zeros()
+    assert steps(copies) == []
+    save(copies, 3, state(1.0), {"step": 3, "source": {"position": 12}})
+    assert load(copies, 3, back) == {"step": 3, "source": {"position": 12}}
+    assert equal(back, state(1.0))
+
+
+def test_two_steps_are_kept_and_may_grow_and_shrink():
+    copies = Snapshots()
+    for step, rows in ((1, 5), (2, 400), (3, 30_000), (4, 1)):
+        save(copies, step, state(step, rows), {"step": step})
+        assert steps(copies) == [each for each in (step - 1, step) if each]
+    for step, rows in ((3, 30_000), (4, 1)):
+        back = zeros(rows)
+        load(copies, step, back)
+        assert equal(back, state(step, rows))
+
+
+def test_memory_of_slots_that_were_needed_once_is_given_back():
+    copies = Snapshots()
+    save(copies, 1, state(1), {"step": 1})
+    copies.held.append(copies.newest)
+    for step in range(2, 5):
+        save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [1, 3, 4]
+    copies.held.clear()
+    for step in range(5, 5 + _UNUSED):
+        save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [step - 1, step]
+    assert sum(os.fstat(slot.file).st_size > 0 for slot in copies.slots) == 2
+    copies.clear()
+    assert steps(copies) == []
+    save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [step]
+
+
+def test_a_process_leaves_its_copies_to_the_next():
+    """Also those that have grown since the seat last looked."""
+    copies = Snapshots()
+    for step, rows in ((1, 5), (2, 5), (3, 4000)):
+        assert in_child(lambda step=step, rows=rows: save(copies, step, state(step, rows), {"step": step})) == 0
+        assert steps(copies) == [each for each in (step - 1, step) if each]
+    back = zeros(4000)
+    assert in_child(lambda: (load(copies, 3, back), os._exit(7 if equal(back, state(3, 4000)) else 1))) == 7
+
+
+@pytest.mark.parametrize("torn", ["before the tensors", "before the sum"])
+def test_a_writer_that_is_killed_leaves_the_other_copy(torn, monkeypatch):
+    copies = Snapshots()
+    for step in (1, 2):
+        save(copies, step, state(step), {"step": step})
+
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        late = torn == "before the sum"
+        monkeypatch.setattr(*((module, "_sum") if late else (torch.Tensor, "copy_")), killed)
+        save(copies, 3, state(3), {"step": 3})
+
+    assert in_child(work) == -signal.SIGKILL
+    assert steps(copies) == [2]
+    save(copies, 3, state(3), {"step": 3})
+    assert steps(copies) == [2, 3]
+
+
+def test_any_byte_that_has_changed_is_seen():
+    copies = Snapshots()
+    save(copies, 1, state(1), {"step": 1})
+    memory = copies.slots[0].memory()
+    end = int.from_bytes(memory[8:16], "little")
+    for place in range(0, end, 7):
+        before = memory[place]
+        memory[place] ^= 0x10
+        assert steps(copies) == [], place  # none is outside the sum
+        memory[place] = before
+    assert steps(copies) == [1]
+
+
+def test_the_newest_is_the_one_that_is_corrupted_to_order():
+    copies = Snapshots()
+    copies.corrupt()  # nothing to corrupt yet
+    for step in (1, 2):
+        save(copies, step, state(step), {"step": step})
+    copies.corrupt()
+    assert steps(copies) == [1]
+    save(copies, 2, state(2), {"step": 2})
+    assert steps(copies) == [1, 2]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda other: other["actor"]["model"].pop("half"), "differ in actor.model.half"),
+    (lambda other: other["actor"]["model"].update(bias=torch.zeros(2)), "differ in actor.model.bias"),
+    (lambda other: other["actor"]["model"].update(half=torch.zeros(7)),
+     r"actor.model.half as torch.bfloat16 \[7\], the worker as torch.float32 \[7\]"),
+    (lambda other: other["actor"]["model"].update(weight=torch.zeros(3, 5)),
+     r"actor.model.weight as torch.float32 \[5, 3\], the worker as torch.float32 \[3, 5\]"),
+], ids=["less", "more", "dtype", "shape"])
+def test_another_model_is_refused_by_the_name_of_the_tensor(change, message):
+    copies, other = Snapshots(), zeros()
+    save(copies, 1, state(1), {"step": 1})
+    change(other)
+    with pytest.raises(CheckpointError, match=message):
+        load(copies, 1, other)
+
+
+def test_one_that_is_written_to_disk_stays_as_it_is():
+    copies, last = Snapshots(), state(5)
+    save(copies, 1, state(1), {"step": 1})
+    copies.held.append(copies.newest)
+    for step in range(2, 6):
+        save(copies, step, state(step), {"step": step})
+    assert steps(copies) == [1, 4, 5], "and the newest two are there beside it"
+    assert equal(copies.view(copies.held[0], last), state(1))
+    copies.held.clear()
+    save(copies, 6, state(6), {"step": 6})
+    assert {5, 6} <= set(steps(copies))
+
+
+def test_memory_that_nobody_has_any_more_is_given_back():
+    gc.collect()  # what other tests have left
+    before = len(os.listdir("/proc/self/fd"))
+    copies = Snapshots()
+    for step in (1, 2, 3):
+        save(copies, step, state(step), {"step": step})
+    assert len(os.listdir("/proc/self/fd")) > before
+    del copies
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def shards() -> tuple[list[float], list[float], int]:
+    """Three rows on two ranks, and on none; what comes back is this rank's own."""
+    mesh, copies = init_device_mesh("cpu", (2,)), Snapshots()
+    whole = torch.arange(9.0).view(3, 3)
+    tree = {"split": distribute_tensor(whole, mesh, [Shard(0)]), "one": distribute_tensor(whole[:1], mesh, [Shard(0)]),
+            "same": distribute_tensor(whole, mesh, [Replicate()])}
+    size = save(copies, 1, tree, {"step": 1})
+    back = _each(lambda each: each.clone().zero_() if each.numel() else each, tree)
+    load(copies, 1, back)
+    assert all(isinstance(each, DTensor) for each in back.values())
+    return [back[name].full_tensor().flatten().tolist() for name in ("split", "one")], \
+        back["same"].to_local().flatten().tolist(), size
+
+
+def test_each_rank_copies_its_own_shards():
+    whole = [float(each) for each in range(9)]
+    found = run_ranks(2, shards)
+    for parts, same, _ in found:
+        assert parts == [whole, whole[:3]]
+        assert same == whole
+    assert found[0][2] > found[1][2], "the second rank has one row of three, and none of the other"

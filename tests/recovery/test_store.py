@@ -1,0 +1,75 @@
+"""Ranks at one store: told, agreed, or told by name who differs or is missing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from distflow.errors import Disagreement
+from distflow.recovery.store import Store
+
+
+def join(port: int, wait_limit: float) -> Store:
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with mock.patch.dict(os.environ, place):
+        return Store(wait_limit)
+
+
+def error_of(action: Callable[[], object]) -> str:
+    with pytest.raises(Disagreement) as error:
+        action()
+    return str(error.value)
+
+
+def scenarios(port: int) -> dict[str, str]:
+    board, rank = join(port, 60), dist.get_rank()
+    board.agree("plan", "abc", "Why.")
+    seen = {"told": board.tell("folder", "runs/größe-1" if rank == 0 else "elsewhere")}
+    seen["one differs"] = error_of(lambda: board.agree("version", "2" if rank == 1 else "1", "Update it."))
+    seen["two differ"] = error_of(lambda: board.agree("files", f"file {rank}", "Copy them."))
+    hasty = join(port, 3.0)
+    if rank != 1:
+        seen["one missing"] = error_of(lambda: hasty.agree("late", "same", "Why."))
+    if rank != 0:
+        seen["nobody told"] = error_of(lambda: hasty.tell("never"))
+    dist.barrier()
+    return seen
+
+
+def test_three_ranks():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    zero, one, two = run_ranks(3, scenarios, store.port)
+    assert [seen["told"] for seen in (zero, one, two)] == ["runs/größe-1"] * 3
+    for seen in (zero, one, two):
+        assert seen["one differs"] == "the ranks do not have the same version: rank 1 has 2, rank 0 has 1. Update it."
+        assert seen["two differ"] == ("the ranks do not have the same files: rank 1 has file 1, rank 2 has file 2, "
+                                      "rank 0 has file 0. Copy them.")
+    for seen in (zero, two):
+        assert seen["one missing"].startswith("waiting for the late: rank 1 did not come.")
+    for seen in (one, two):
+        assert seen["nobody told"].startswith("waiting for the never: rank 0 did not come.")
+
+
+def test_a_store_that_is_not_there():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody answers there
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with mock.patch.dict(os.environ, place):
+            error = error_of(lambda: Store(0.5))
+    assert f"rank 1 does not reach the others at 127.0.0.1:{place['MASTER_PORT']}" in error
+
+
+def test_alone_without_torchrun():
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        board = Store(10)
+    board.agree("plan", "abc", "Why.")
+    assert board.tell("folder", "runs/a") == "runs/a"
+    assert (board.rank, board.ranks) == (0, 1)

@@ -1,0 +1,511 @@
+"""A real seat in a process of its own, with work that is a few lines long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT, environment
+
+from distflow.telemetry.processes import parent
+
+HEAD = '''
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import torch.distributed as dist
+from distflow.recovery.restarts import RestartGroup
+from distflow.recovery.supervisor import Supervisor
+from distflow.recovery.snapshots import Piece
+from distflow.errors import DistflowError, InvalidInput, RankMissing
+from distflow.config.run import Robust
+
+folder = Path(sys.argv[1])
+
+class Board:
+    rank, store = int(os.environ.get("SEAT", 0)), None
+
+def told(name, text=""):
+    new = folder / f"{name}.of-{os.getpid()}"
+    new.write_text(str(text))
+    new.rename(folder / name)
+
+def lived(berth, steps=1):
+    """As a worker that has come so far."""
+    berth.pulse.enter("training")
+    berth.pulse.begin(steps)
+    for _ in range(steps):
+        berth.pulse.finish()
+'''
+TAIL = '''
+settings = Robust(**dict(globals().get("robust", {})))
+Board.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+seat = Supervisor(Board, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder, settings, {},
+                  globals().get("needless", lambda: False), globals().get("wanted", lambda: True),
+                  hooks=globals().get("hooks"), leave_out=globals().get("leave_out", lambda: False))
+before = len(os.listdir("/proc/self/fd"))
+code = seat.run()
+told("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
+sys.exit(code)
+'''
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a seat whose worker's life is `work(berth)` of the text."""
+    seats = []
+
+    def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen:
+        """`shell`: below another process, as below torchrun."""
+        script = tmp_path / f"seat{len(seats)}.py"
+        script.write_text(HEAD + text + TAIL)
+        line = [sys.executable, str(script), str(tmp_path)]
+        line = ["sh", "-c", '"$@"; exit $?', "sh", *line] if shell else line
+        seats.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True,
+                                      env={**environment(), "PYTHONPATH": str(ROOT), **more}))
+        return seats[-1]
+
+    yield begin
+    for each in seats:
+        each.kill()
+        each.wait()
+        each.stderr.close()
+
+
+@pytest.fixture
+def run(start):
+    """The exit status and what was said."""
+
+    def to_the_end(text: str) -> tuple[int, str]:
+        seat = start(text)
+        _, said = seat.communicate(timeout=120)
+        return seat.returncode, said
+
+    return to_the_end
+
+
+def eventually(path: Path, seconds: float = 60.0) -> str:
+    """What it says, once it is there."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def events_of(folder: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def test_done_is_done(run, tmp_path):
+    assert run("def work(berth):\n    lived(berth)\n") == (0, "")
+    assert (tmp_path / "left").read_text() == "0 1"
+
+
+ENDS = {
+    "raise ValueError('a broken thing')": "ValueError: a broken thing",
+    "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "it was ended by SIGSEGV.",
+    "os._exit(9)": "it ended with exit status 9 and without a word",
+    "sys.exit(8)": "it left by sys.exit(8)",
+    "raise DistflowError('the disk is full')": "the disk is full",
+    "raise MemoryError": "MemoryError",
+    "raise ValueError('\\U0001f600\\x00\\udcff' * 9999)": "ValueError: \U0001f600",
+}
+
+
+def test_a_worker_that_dies_is_started_again_and_its_last_words_are_kept(run, tmp_path):
+    """One end after the other, in a step of its own each."""
+    code, said = run(f"def work(berth):\n    number = berth.life.number\n    lived(berth, number + 1)\n"
+                     f"    if number < {len(ENDS)}:\n        exec({list(ENDS)!r}[number])\n")
+    assert code == 0
+    assert said.count("the run starts again: rank 0 failed in step ") == len(ENDS)
+    for number, (failure, what) in enumerate(zip(events_of(tmp_path, "failure"), ENDS.values(), strict=True)):
+        assert failure["what"].startswith(what)
+        assert (failure["phase"], failure["failed_step"]) == ("training", number + 1)
+        assert ("Traceback" in failure["details"]) == ("Error" in what or "sys.exit" in what)
+    assert [event["life"] for event in events_of(tmp_path, "worker started")] == list(range(len(ENDS) + 1))
+    assert {event["verdict"] for event in events_of(tmp_path, "failure")} == {"starts again"}
+
+
+def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_path):
+    code, said = run("def work(berth):\n    lived(berth, 3)\n    raise ValueError(f'in life {berth.life.number}')\n")
+    assert code == 1
+    assert "Traceback" in said
+    assert "the run is not started again: it failed twice in step 3." in said
+    assert "The first failure was that of rank 0 in step 3: ValueError: in life 0" in said
+    verdicts = [event["verdict"] for event in events_of(tmp_path, "failure")]
+    assert verdicts == ["starts again", "it failed twice in step 3"]
+
+
+@pytest.mark.parametrize(("sign", "code", "verdicts"), [
+    ("SIGKILL", 0, ["starts again"] * 3), ("SIGTERM", 0, ["starts again"] * 3), ("SIGSTOP", 0, ["starts again"] * 3),
+    ("SIGSEGV", 1, ["starts again", "it failed twice in step 3"]),
+])
+def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sign, code, verdicts):
+    """Three times in one step; a fault of its own ends the run at the second time."""
+    ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(berth):\n"
+                   "    berth.pulse.answer()\n    lived(berth, 3)\n    if berth.life.number < 3:\n"
+                   f"        os.kill(os.getpid(), signal.{sign})\n        time.sleep(600)\n")
+    assert ended == code
+    assert [event["verdict"] for event in events_of(tmp_path, "failure")] == verdicts
+
+
+def test_a_unit_without_which_the_run_goes_on_is_left_out(run, tmp_path):
+    """Its seat stays until the run is over, and ends well."""
+    code, said = run("def needless():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"
+                     "    threading.Timer(1.0, told, ('over',)).start()\n    return True\n\n"
+                     "def work(berth):\n    lived(berth, 3)\n    raise ValueError('a mistake')\n")
+    assert code == 0
+    assert "the run is left out, and others sample on" in said
+    event, = events_of(tmp_path, "left out")
+    assert event["why"] == "it failed twice in step 3"
+
+
+def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
+    code, said = run("def work(berth):\n    lived(berth, 3)\n    raise InvalidInput('there is no such file')\n")
+    assert (code, said) == (2, "there is no such file.\n")
+    assert len(events_of(tmp_path, "worker started")) == 1
+
+
+def test_restarts_leave_nothing_behind(run, tmp_path):
+    """Thirty lives: descriptors, threads and processes of the seat are as many as before."""
+    code, _ = run("robust = {'restarts': 100}\n\ndef work(berth):\n    lived(berth, berth.life.number + 2)\n"
+                  "    berth.snapshots.begin(Piece(0, berth.life.number, 1, 0, 1), {}, {})\n"
+                  "    berth.snapshots.wait()\n"
+                  "    if berth.life.number < 30:\n"
+                  "        os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert code == 0
+    assert (tmp_path / "left").read_text() == "0 1"
+    assert all(ends(event["pid"]) for event in events_of(tmp_path, "worker started"))
+
+
+def test_a_full_disk_ends_no_seat(run):
+    """Events cannot be written any more."""
+    code, said = run("def work(berth):\n    lived(berth)\n    if not berth.life.number:\n"
+                     "        (folder / 'events.jsonl').unlink()\n        (folder / 'events.jsonl').mkdir()\n"
+                     "        os._exit(9)\n")
+    assert (code, said.count("starts again")) == (0, 1)
+
+
+def test_sigterm_ends_the_worker_and_the_seat(start, tmp_path):
+    """Which does not end its step in time."""
+    seat = start("robust = {'shutdown_timeout': 0.2}\n\ndef work(berth):\n"
+                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    worker = int(eventually(tmp_path / "worker"))
+    seat.send_signal(signal.SIGTERM)
+    assert seat.wait(60) == 128 + signal.SIGTERM
+    assert ends(worker)
+
+
+STEPS = """
+def work(berth):
+    berth.pulse.enter('training')
+    berth.pulse.begin(7)
+    told('worker', os.getpid())
+    while not berth.pulse.page.stop:
+        time.sleep(0.01)
+    told('asked')
+    while (folder / 'step').exists():
+        time.sleep(0.01)
+    berth.pulse.page.stop = 2
+"""
+
+
+def test_sigterm_lets_the_step_end(start, tmp_path):
+    """Sent twice at once, as `timeout` does."""
+    (tmp_path / "step").touch()
+    seat = start(STEPS)
+    eventually(tmp_path / "worker")
+    for _ in range(2):
+        seat.send_signal(signal.SIGTERM)
+    eventually(tmp_path / "asked")
+    (tmp_path / "step").unlink()
+    assert seat.wait(60) == 128 + signal.SIGTERM
+    assert events_of(tmp_path, "worker ended")[0]["status"] == 0
+    assert events_of(tmp_path, "failure") == []
+
+
+def test_sigint_for_the_second_time_ends_at_once(start, tmp_path):
+    (tmp_path / "step").touch()
+    seat = start(STEPS)
+    worker = int(eventually(tmp_path / "worker"))
+    seat.send_signal(signal.SIGINT)
+    eventually(tmp_path / "asked")
+    until = time.monotonic() + 60
+    while seat.poll() is None and time.monotonic() < until:
+        seat.send_signal(signal.SIGINT)  # within a second it counts as the first
+        time.sleep(0.1)
+    assert seat.wait(60) == 128 + signal.SIGINT
+    assert ends(worker)
+
+
+def test_a_worker_that_starts_may_tidy_up(start, tmp_path):
+    seat = start("def work(berth):\n    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n    try:\n"
+                 "        told('worker', os.getpid())\n        time.sleep(600)\n    finally:\n        told('tidy')\n")
+    eventually(tmp_path / "worker")
+    seat.send_signal(signal.SIGTERM)
+    assert seat.wait(60) == 128 + signal.SIGTERM
+    assert (tmp_path / "tidy").exists()
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(start, tmp_path):
+    """Processes that a user's function has started; one of them holds the pipe of the last words, and has spoken."""
+    seat = start("def work(berth):\n    if berth.life.number:\n        return told('again')\n    lived(berth)\n"
+                 "    program = subprocess.Popen(['sleep', '600'])\n    child = os.fork()\n"
+                 "    if not child:\n        told('ready')\n        time.sleep(600)\n"
+                 "    while not (folder / 'ready').exists():\n        time.sleep(0.01)\n"
+                 "    told('left_behind', f'{child} {program.pid}')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    left = [int(pid) for pid in eventually(tmp_path / "left_behind").split()]
+    eventually(tmp_path / "again")
+    assert seat.wait(60) == 0
+    assert all(ends(pid) for pid in left)
+
+
+def test_a_stopped_worker_is_ended(run, tmp_path):
+    code, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(berth):\n    berth.pulse.answer()\n"
+                  "    lived(berth)\n    if not berth.life.number:\n        os.kill(os.getpid(), signal.SIGSTOP)\n")
+    assert code == 0
+    assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]
+
+
+def test_a_worker_whose_seat_is_killed_ends(start, tmp_path):
+    seat = start("from workers.worker import end_with\n\ndef work(berth):\n    end_with(berth.seat)\n"
+                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    worker = int(eventually(tmp_path / "worker"))
+    seat.kill()
+    assert ends(worker)
+
+
+def test_a_seat_without_a_board_ends(start, tmp_path):
+    """The machine that kept it is gone."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seat = start(f"store = dist.TCPStore('127.0.0.1', {store.port}, is_master=False)\n\ndef work(berth):\n"
+                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    worker = int(eventually(tmp_path / "worker"))
+    del store
+    assert seat.wait(60) == 1
+    assert "the board does not answer" in seat.stderr.read()
+    assert ends(worker)
+
+
+ENDED = "\n\ndef work(berth):\n    continue_stopped(berth.seat, {seconds})\n    lived(berth)\n" \
+        "    told('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+DOCK = "from distflow.dock.process import start\nchild = start(bytes(16))\ntold('dock', child.process.pid)\n"
+
+
+@pytest.mark.parametrize(("which", "what"), [("seat", "the seat of a rank"), ("torchrun", "torchrun"),
+                                             ("dock", "a process beside a seat, such as the dock's,")])
+def test_a_process_that_nobody_else_watches_is_named_and_continued(start, tmp_path, which, what):
+    """By the worker, which lives on."""
+    text = DOCK + "from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=0.5)
+    above = start(text, shell="yes", TORCHELASTIC_RUN_ID="none")
+    worker = int(eventually(tmp_path / "worker"))
+    seat = parent(worker)
+    assert parent(seat) == above.pid
+    victim = {"seat": seat, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
+    os.kill(victim, signal.SIGSTOP)
+    said = above.stderr.readline()
+    assert f"{what} (process {victim}) stood stopped for" in said
+    (tmp_path / "go").touch()
+    assert above.wait(60) == 0
+
+
+def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_path):
+    """The dock is continued before anybody misses it for long: else each following worker ends as this one does."""
+    above = start(DOCK + "from distflow.telemetry.processes import stopped\n\ndef work(berth):\n    lived(berth)\n"
+                  "    if berth.life.number:\n        told('still', stopped(child.process.pid))\n        return\n"
+                  "    os.kill(child.process.pid, signal.SIGSTOP)\n"
+                  "    while not stopped(child.process.pid):\n        time.sleep(0.01)\n"
+                  "    raise DistflowError('the dock does not answer')\n", shell="yes", TORCHELASTIC_RUN_ID="none")
+    assert above.wait(60) == 0
+    assert (tmp_path / "still").read_text() == "False"
+
+
+def test_without_torchrun_a_users_own_processes_stay_stopped(start, tmp_path):
+    above = start("from distflow.recovery.stopped import continue_stopped\n\ndef work(berth):\n"
+                  "    continue_stopped(berth.seat, 0.1)\n    lived(berth)\n"
+                  "    told('threads', [each.name for each in threading.enumerate()])\n"
+                  "    while not (folder / 'go').exists():\n        time.sleep(0.01)\n", shell="yes")
+    assert "stopped" not in eventually(tmp_path / "threads")
+    above.send_signal(signal.SIGSTOP)
+    while state_of(above.pid) != "T":
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    eventually(tmp_path / "left")
+    assert state_of(above.pid) == "T"
+    above.send_signal(signal.SIGCONT)
+    assert above.wait(60) == 0
+
+
+def test_a_worker_that_ends_wakes_its_seat(start, tmp_path):
+    seat = start("from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=600))
+    eventually(tmp_path / "worker")
+    seat.send_signal(signal.SIGSTOP)
+    while state_of(seat.pid) != "T":
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert seat.wait(60) == 0
+
+
+def test_what_left_the_workers_group_and_stands_stopped_ends_with_it(start, tmp_path):
+    """As the guard of a reward does; what stands beside the seat stays."""
+    seat = start("from distflow.recovery.worker_process import start_beside\n\ndef work(berth):\n    lived(berth)\n"
+                 "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+                 "    guard.send_signal(signal.SIGSTOP)\n    told('left_behind', guard.pid)\n\n"
+                 "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef needless():\n    return False\n\n"
+                 "def wanted():\n    later or later.append(start_beside(lambda: time.sleep(600)))\n"
+                 "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
+                 "    told('stayed', f'{beside.poll()} {os.waitpid(later[0], os.WNOHANG)[0]}')\n"
+                 "    beside.kill()\n    os.kill(later[0], signal.SIGKILL)\n")
+    assert seat.wait(60) == 0
+    assert ends(int(eventually(tmp_path / "left_behind")))
+    assert eventually(tmp_path / "stayed") == "None 0"
+
+
+def test_one_that_nobody_needs_may_end_as_it_likes(run, tmp_path):
+    """A rollout whose trainer has done its last step."""
+    code, said = run("needless = lambda: (folder / 'over').exists()\n\ndef work(berth):\n    lived(berth)\n"
+                     "    told('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert (code, said) == (0, "")
+    assert len(events_of(tmp_path, "worker started")) == 1
+
+
+@pytest.mark.parametrize(("listens", "told"), [
+    ("0", ["on_failure 1", "on_leave 2"]),
+    ("hooks_page()", []),
+    ("hook(when='on_leave')(print) and hooks_page()", ["on_leave 2"]),
+], ids=["not known", "none", "one of both"])
+def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, told):
+    """The worker has said which there are; one that failed before it could has left it open."""
+    code, said = run("from distflow.recovery.hooks import hook, page as hooks_page\n\ndef hooks(when, life):\n"
+                     "    told(f'{when} {life.number}')\n\ndef work(berth):\n    lived(berth, berth.life.number + 1)\n"
+                     f"    berth.pulse.page.hooks = {listens}\n    if berth.life.number == 1:\n        return False\n"
+                     "    if not berth.life.number:\n        os._exit(9)\n")
+    assert code == 0, said
+    found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
+    assert found == {*told, *(["on_leave 1"] if "on_leave 2" in told else [])}
+    assert [event["life"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
+    assert len(events_of(tmp_path, "failure")) == 1
+
+
+TWO = """
+from distflow.recovery import restarts
+restarts._SETTLE = 30.0  # for a cause to be told: this machine may be busy
+store, ranks = dist.TCPStore('127.0.0.1', {port}, is_master=False), 2
+robust = {{'restarts': 100}}
+
+def work(berth):
+    lived(berth, berth.life.number + 2)
+    told(f'{{Board.rank}} in {{berth.life.number}}')
+    {body}
+"""
+
+
+@pytest.mark.parametrize(("body", "lives"), [
+    # one is done, the other dies then: both do it again
+    ("""if Board.rank == 1 and not berth.life.number:
+        while not store.clone().check(['lives/the run/0/done/0']):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)""", 2),
+    # both die at once, many times
+    ("""other = folder / f'{1 - Board.rank} in {berth.life.number}'
+    while berth.life.number < 8 and not other.exists():
+        time.sleep(0.001)
+    if berth.life.number < 8:
+        os.kill(os.getpid(), signal.SIGKILL)""", 9),
+    # one only misses the other, and says so first
+    ("""if not berth.life.number:
+        if Board.rank == 0:
+            while not (folder / '1 in 0').exists():
+                time.sleep(0.01)
+            raise RankMissing('rank 1 does not come')
+        while not store.clone().check(['lives/the run/0/failed/0']):
+            time.sleep(0.01)
+        raise ValueError('the cause')""", 2),
+], ids=["done and dead", "both", "symptom"])
+def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [seat.returncode for seat in seats] == [0, 0], said
+    for rank in range(2):
+        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        assert numbers == list(range(lives))
+    verdicts = events_of(tmp_path, "failure")
+    assert [event["life"] + 1 for event in verdicts] == list(range(1, lives)), "one seat speaks for all"
+    if "the cause" in body:
+        assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
+    assert os.path.exists(tmp_path / f"1 in {lives - 1}")
+
+
+def test_seats_whose_workers_give_way_begin_the_next_life_together(start, tmp_path):
+    """One of them a moment later, when the other has begun already; nothing has failed."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    body = "if berth.life.number < 3:\n        time.sleep(0.5 * (Board.rank == berth.life.number % 2))\n" \
+           "        return False"
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [(seat.returncode, words) for seat, words in zip(seats, said)] == [(0, ""), (0, "")]
+    assert events_of(tmp_path, "failure") == []
+    for rank in range(2):
+        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        assert numbers == [0, 1, 2, 3]
+
+
+def test_a_seat_that_rests_is_not_missed_by_the_other(start, tmp_path):
+    """Its worker ends, and the other one's, which notices that, has not failed: both begin another life, once it is
+    wanted again."""
+    import torch.distributed as dist  # most tests here need no torch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    body = """if berth.life.number == 0 and Board.rank == 0:
+        told('pid', os.getpid())
+        signal.pause()
+    if berth.life.number == 0:
+        while not (folder / 'pid').exists() or Path('/proc', (folder / 'pid').read_text(), 'fd').exists():
+            time.sleep(0.01)
+        raise ValueError('the other rank has gone')
+
+def wanted():
+    return Board.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
+"""
+    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
+    said = [seat.communicate(timeout=120)[1] for seat in seats]
+    assert [seat.returncode for seat in seats] == [0, 0], said
+    assert events_of(tmp_path, "failure") == []
+    assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
+    for rank in range(2):
+        assert [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]

@@ -1,0 +1,124 @@
+"""Who does not know the token gets nothing, and costs nothing."""
+
+import contextlib
+import logging
+import socket
+import struct
+import time
+
+import pytest
+
+from distflow.dock import DockClient, DockError, Refused, StorageShardServer, Unreachable
+from distflow.rpc import connection as module
+from distflow.rpc.connection import Connection, connect
+
+LOG = "distflow.dock"
+
+
+@pytest.fixture
+def service(token):
+    service = StorageShardServer(token)
+    service.start()
+    yield service
+    service.close()
+
+
+def logged(caplog, words):
+    """The log is written by the service's thread."""
+    end = time.monotonic() + 60
+    while not any(words in record.getMessage() for record in caplog.records):
+        assert time.monotonic() < end, caplog.text
+        time.sleep(0.005)
+
+
+def test_a_wrong_token_is_refused_and_logged(service, caplog):
+    with caplog.at_level(logging.WARNING, LOG):
+        with pytest.raises(Refused, match="its token is not that of the run"):
+            DockClient([service.address], b"x" * 32, "stranger").status()
+        logged(caplog, "does not know the token of this run")
+    assert "refused 127.0.0.1:" in caplog.text
+
+
+def test_a_server_that_does_not_know_the_token_is_refused(token):
+    """It could answer anything: so it must prove itself too."""
+    impostor = StorageShardServer(b"y" * 32)
+    impostor.listener._meet = lambda sock, peer: (sock.sendall(bytes(32)), sock.recv(64), sock.sendall(bytes(32)))
+    impostor.start()
+    with pytest.raises(Refused, match="does not know this run's token"):
+        connect(impostor.address, token, 5.0)
+    impostor.close()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n" * 8, b"", bytes(64)])
+def test_noise_is_refused(service, caplog, sent):
+    with caplog.at_level(logging.WARNING, LOG):
+        with socket.create_connection(service.address) as sock:
+            sock.sendall(sent)
+            with contextlib.suppress(OSError):  # it may have been hung up on already
+                sock.shutdown(socket.SHUT_WR)
+            assert len(sock.recv(4096)) == 32, "a challenge, and nothing else"
+            with contextlib.suppress(ConnectionResetError):  # what it did not read resets the connection
+                assert sock.recv(4096) == b""
+        logged(caplog, "refused 127.0.0.1:")
+
+
+def test_silence_is_hung_up_on(service, monkeypatch, caplog):
+    monkeypatch.setattr(module, "HANDSHAKE_LIMIT", 0.05)
+    with socket.create_connection(service.address) as sock:
+        sock.settimeout(5)
+        assert len(sock.recv(32)) == 32
+        assert sock.recv(32) == b""
+
+
+@pytest.mark.parametrize("head", [(b"DFD1", 0xFFFFFFFF, 0), (b"DFD1", 0, 1 << 63), (b"DFD2", 0, 0)])
+def test_lengths_are_checked_before_anything_is_allocated(service, token, head):
+    line = connect(service.address, token, 5.0)
+    line.send({"op": "hello", "who": "me", "session": "s"})
+    line.receive()
+    line.sock.sendall(struct.pack("<4sIQ", *head))
+    with pytest.raises((module.ConnectionEnded, ConnectionResetError)):
+        line.receive()
+    line.close()
+
+
+def test_a_request_that_makes_no_sense_is_answered(service, token):
+    line = connect(service.address, token, 5.0)
+    line.send({"op": "hello", "who": "me", "session": "s"})
+    line.receive()
+    for header, buffers in (({"op": "dance"}, [b"x" * 99]), ({}, []), ({"op": "lease", "consumer": 3}, [])):
+        line.send(header, buffers)
+        reply, size = line.receive()
+        assert (reply["error"], size) == ("DockError", 0)
+    line.close()
+
+
+def test_a_token_that_could_be_guessed_is_refused(token):
+    for make in (lambda: StorageShardServer(b"secret"), lambda: connect(("127.0.0.1", 1), b"secret", 1.0)):
+        with pytest.raises(DockError, match="at least 16"):
+            make()
+
+
+def test_nobody_there():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = sock.getsockname()
+    with pytest.raises(Unreachable, match="cannot be reached for 0.1 s"):
+        DockClient([address], bytes(32), "me", patience=0.1).status()
+
+
+def test_a_port_that_is_taken(service, token):
+    with pytest.raises(DockError, match="cannot listen at 127.0.0.1"):
+        StorageShardServer(token, port=service.address[1])
+
+
+def test_many_and_large_buffers_arrive_whole():
+    ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())
+    small, large = [bytes([n % 256]) * (n % 7) for n in range(5000)], [bytes(3 << 14)] * 3
+    ours.sock.settimeout(10)
+    ours.send({"a": 1}, small)
+    assert theirs.receive() == ({"a": 1}, sum(map(len, small)))
+    assert theirs.payload(sum(map(len, small))).numpy().tobytes() == b"".join(small)
+    ours.send({}, large)
+    theirs.skip(theirs.receive()[1])
+    assert ours.sent == theirs.received
+    for line in (ours, theirs):
+        line.close()

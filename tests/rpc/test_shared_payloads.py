@@ -1,0 +1,114 @@
+"""Rows through shared memory: whole, never overwritten, and only between processes that can prove themselves."""
+
+import os
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.dock import Consumer, DockClient
+from distflow.dock.errors import Refused
+from distflow.dock.process import start
+from distflow.rpc import shared_payloads
+from distflow.rpc.shared_payloads import MappedSegments, Segments
+
+UPDATE = Consumer("update", ("tokens",))
+LONG = 20_000
+
+
+def tokens(ids):
+    return Batch(torch.tensor(list(ids)), {"tokens": Ragged.from_rows([torch.arange(LONG) + row for row in ids])})
+
+
+def right(batch):
+    return all(torch.equal(row, torch.arange(LONG) + number)
+               for number, row in zip(batch.ids.tolist(), batch["tokens"].rows, strict=True))
+
+
+def on_wire(dock):
+    """Bytes that went over the sockets of a client: what the kernel counted, headers and payloads that did not lie."""
+    total = 0
+    for line in dock.reach.lines.values():
+        info = line.sock.getsockopt(6, 11, 232)  # TCP_INFO: bytes acked and received, at 120 and 128
+        total += int.from_bytes(info[120:128], "little") + int.from_bytes(info[128:136], "little")
+    return total
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_between_processes(token, monkeypatch, shared):
+    """Through memory on one machine, over the line where the machines have different names; the same rows."""
+    child = start(token)
+    if not shared:
+        monkeypatch.setenv("DISTFLOW_MACHINE", "another")
+    with DockClient([child.address], token, "test") as dock:
+        dock.meet((UPDATE,))
+        kept = []
+        for first in range(0, 20, 4):
+            dock.put(tokens(range(first, first + 4)))
+            lease = dock.lease("update", 4, wait=5)
+            kept.append(dock.fetch(lease))
+            dock.commit(lease)
+        assert all(right(batch) for batch in kept), "a later answer has not been written over an earlier one"
+        moved = 2 * 20 * LONG * 8
+        status = dock.status()[0]
+        assert status["sent"] + status["received"] > moved, "all bytes are counted, however they went"
+        if shared:
+            assert on_wire(dock) < moved / 5, "the first answer shows how large the next may be"
+        else:
+            assert on_wire(dock) > moved
+    child.stop()
+
+
+def test_memory_is_used_again_when_the_rows_are_gone(dock):
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(4)))
+    for _ in range(6):
+        assert right(at.fetch(torch.arange(4), ["tokens"]))
+    line, = at.reach.lines.values()
+    assert line.memory.made <= 5
+
+
+def test_an_answer_that_does_not_fit_comes_over_the_line(dock):
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(40)))
+    for rows in (1, 40, 2, 40, 39):
+        assert right(at.fetch(torch.arange(rows), ["tokens"]))
+
+
+def claimed(token):
+    segments = Segments()
+    return segments, segments.claim(token)
+
+
+def test_the_token_must_stand_in_the_memory(token):
+    segments, claim = claimed(token)
+    assert MappedSegments.onto(claim, token) is not None
+    assert MappedSegments.onto(claim, b"x" * 32) is None
+    segments.spare[0].bytes[0] ^= 1
+    assert MappedSegments.onto(claim, token) is None
+
+
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"process": 2**22}, {"place": [1, 10**6, 1 << 20]}])
+def test_who_is_elsewhere_shares_nothing(token, change):
+    segments, claim = claimed(token)
+    assert MappedSegments.onto(claim | change, token) is None
+    assert segments.made == 1
+
+
+def test_other_files_and_memory_that_may_shrink_are_refused(token, tmp_path):
+    _, claim = claimed(token)
+    windows = MappedSegments.onto(claim, token)
+    opened = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.memfd_create("distflow-dock")]
+    for number, descriptor in enumerate(opened):
+        os.ftruncate(descriptor, 1 << 20)
+        with pytest.raises((Refused, OSError)):
+            windows.arrived({"lies": [[100 + number, descriptor, 1 << 20], 10]}, 0)
+        os.close(descriptor)
+    with pytest.raises(Refused, match="not as large as it says"):
+        windows.arrived({"lies": [[200, claim["place"][1], 1 << 40], 10]}, 0)
+
+
+def test_a_machine_that_shares_nothing_claims_nothing(token, monkeypatch):
+    monkeypatch.setattr(shared_payloads, "machine_name", lambda: "")
+    assert Segments().claim(token) is None
+    assert MappedSegments.onto(None, token) is None

@@ -1,0 +1,81 @@
+"""From whom to pull, and what the board shows."""
+
+import time
+
+import pytest
+
+from distflow.weights.directory import Directory, HeldChunks, SourceEntry
+from distflow.weights.manifest import ManifestDigest, PublishedVersion
+from distflow.weights.sources import can_be_had, is_fed, ordered
+
+KEY = "3.team"
+
+
+def entry(who, have=10, rank=-1, **more):
+    return SourceEntry(who, ("127.0.0.1", 1), rank, (HeldChunks(3, KEY, have, 10, rank < 0),), **more)
+
+
+def entries(*given):
+    return {each.who: each for each in given}
+
+
+def order(*given, mine=0):
+    return [each.who for each in ordered(entries(*given), KEY, "me", mine, [0])]
+
+
+def test_relays_before_the_trainer_and_the_free_before_the_busy():
+    assert order(entry("t", rank=0, serving="half"), entry("busy", serving="x"), entry("full"),
+                 entry("half", have=5, source="t")) == ["full", "half", "t", "busy"]
+
+
+def test_a_relay_is_worth_asking_if_it_is_ahead_and_something_flows_to_it():
+    trainer = entry("t", rank=0, serving="half")
+    assert order(trainer, entry("half", have=5, source="t"), mine=4) == ["half", "t"]
+    assert order(trainer, entry("half", have=5, source="t"), mine=6) == ["t", "half"]
+    assert order(trainer, entry("dry", have=5)) == ["t", "dry"]
+    assert order(entry("other part", rank=1)) == []
+
+
+def test_nobody_is_fed_by_us_or_by_a_ring():
+    below = entry("below", have=2, source="me")
+    ring = entries(entry("a", have=1, source="b"), entry("b", have=1, source="a"), below,
+                   entry("c", have=1, source="below"), entry("d", have=1, source="t"), entry("t", rank=0))
+    assert {who for who, each in ring.items() if is_fed(each, KEY, "me", ring)} == {"d", "t"}
+
+
+def test_whether_a_version_can_be_had():
+    assert can_be_had(entries(entry("full")), KEY, [0, 1])
+    assert can_be_had(entries(entry("t0", rank=0), entry("t1", rank=1)), KEY, [0, 1])
+    assert not can_be_had(entries(entry("t0", rank=0), entry("half", have=5)), KEY, [0, 1])
+
+
+@pytest.fixture
+def pair(store):
+    made = [Directory(store, entry(who), dead=0.3) for who in ("a", "b")]
+    yield made
+    for one in made:
+        one.over.set()
+
+
+def test_who_shows_no_sign_of_life_disappears(pair):
+    ours, theirs = pair
+    theirs.tell()
+    assert list(ours.holders()) == ["b"]
+    end = time.monotonic() + 60
+    while ours.holders():
+        assert time.monotonic() < end
+    assert ours.store.get("holder/b") == b""
+    theirs.tell(serving="a")
+    assert ours.holders()["b"].serving == "a", "it was only slow"
+
+
+def test_a_version_is_revealed_once(pair):
+    ours, theirs = pair
+    first, second = PublishedVersion(1, "x", (ManifestDigest("d", 5, 1),)), PublishedVersion(2, "x",
+                                                                                             (ManifestDigest("e", 5,
+                                                                                                             1),))
+    assert (ours.newest(), ours.heads()) == ("", [])
+    assert ours.reveal(first, [])
+    assert not theirs.reveal(second, []), "somebody was faster"
+    assert theirs.reveal(second, theirs.heads())
+    assert (ours.newest(), ours.heads()) == (second.key, [second, first])

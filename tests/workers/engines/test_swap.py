@@ -1,0 +1,113 @@
+"""With `swap` one engine of a role has its memory at a time, and nothing that it computes changes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.config.run import Lora, RoleRun
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import EngineError
+from workers.engines.embedded import build_model, build_tokenizer
+from workers.roles import Meshes, RoleEngines
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
+
+
+def role_of(swap: bool, lora: Lora | None) -> RoleEngines:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
+    spec = SimpleNamespace(dag=SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")}), run=run,
+                           model_of=lambda name: None)
+    settings = RoleRun(lora=lora, learning_rate=1e-2, swap=swap, generation={"max_new_tokens": 6})
+    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh),
+                       spec, 0)
+
+
+def steps(role: RoleEngines) -> list[Tensor]:
+    """Sampled tokens, their log-probabilities by the trainer, and an update from them, twice; then the weights."""
+    prompts = Ragged.from_rows([torch.tensor([7, 8, 9]), torch.tensor([11, 12])])
+    seen = []
+    for _ in range(3):
+        samples = role.generate(prompts, torch.arange(4), repeats=2)
+        rows = prompts.select(torch.tensor([0, 0, 1, 1]))
+        seen += [samples.tokens.values, role.logprobs(rows, samples.tokens).values]
+        role.update(Batch(torch.arange(4), {"prompts": rows, "responses": samples.tokens}),
+                    lambda logprobs, entropies, micro: -logprobs.sum() / 10)
+    return seen + [weight.clone() for _, weight in role.engine.export()]
+
+
+def equal(lora: Lora | None) -> None:
+    plain, swapped = (steps(role_of(swap, lora)) for swap in (False, True))
+    assert len(plain) == len(swapped) > 6
+    for number, (one, other) in enumerate(zip(plain, swapped)):
+        assert torch.equal(one, other), number
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["whole", "lora"])
+def test_nothing_changes(ranks, lora):
+    run_ranks(ranks, equal, lora)
+
+
+def held(tensors) -> int:
+    """Bytes of the storages of tensors."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def one_at_a_time() -> None:
+    role = role_of(True, None)
+    steps(role)
+    trainer, rollout = role.engine, role.rollout
+    parameters = sum(weight.numel() for weight in rollout.model.parameters())
+    assert held(rollout.model.parameters()) == 0
+    ours = held(trainer.resident())
+    assert ours >= 3 * 4 * parameters / dist.get_world_size()
+    with role.handover.sampling():
+        assert held(trainer.resident()) == 0
+        assert held(rollout.model.parameters()) == 4 * parameters
+        assert role.handover.everything.bytes + role.handover.optimizer.bytes == ours
+    assert held(trainer.resident()) == ours
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_one_engine_has_its_memory(ranks):
+    run_ranks(ranks, one_at_a_time)
+
+
+def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monkeypatch):
+    """Also where the rollout could not sleep: rows are under way."""
+    role = role_of(True, None)
+    steps(role)
+
+    def refuses():
+        raise EngineError("rows are under way")
+
+    monkeypatch.setattr(role.rollout, "sleep", refuses)
+    ours = held(role.engine.resident())
+    with pytest.raises(KeyError), role.handover.sampling():
+        raise KeyError
+    assert held(role.engine.resident()) == ours > 0
+    monkeypatch.undo()
+    role.update(Batch(torch.arange(1), {name: Ragged(torch.tensor([5, 6]), torch.tensor([2]))
+                                        for name in ("prompts", "responses")}), lambda logprobs, *_: -logprobs.sum())
+
+    def loses(*_):
+        raise EngineError("the library died")
+
+    monkeypatch.setattr(role.rollout, "load", loses)
+    with pytest.raises(EngineError, match="the library died"), role.handover.sampling():
+        pass
+    assert held(role.engine.resident()) == ours
+
+
+def test_the_rollout_sleeps_from_the_start(mesh):
+    role = role_of(True, None)
+    assert held(role.rollout.model.parameters()) == 0
+    assert held(role.engine.resident()) > 0

@@ -1,0 +1,227 @@
+"""Two ranks with an engine each, of which one follows: real processes, a real board, weights that are pulled."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines.rollouts import build, tiny
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from distflow.data.batch import Ragged
+from distflow.errors import RankMissing
+from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
+from workers.colocated import ColocatedSource
+from workers.engines.meshes import NAMES
+from workers.engines.shared_engine import SharedEngine
+from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.engines.weight_updates import WeightUpdates
+from workers.rollout import _renew
+
+TOKEN = b"t" * 32
+PROMPTS = [7, 2, 30]
+
+
+def weights(version: int) -> dict:
+    return {name: parameter.data * (1 + version / 10) for name, parameter in tiny().named_parameters()}
+
+
+def engine_here():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=NAMES)
+    return build("hf", mesh, tiny())
+
+
+def updates_here(port: int) -> WeightUpdates:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return WeightUpdates(Puller(store, TOKEN, f"rollout {dist.get_rank()}"), 0)
+
+
+def told(row) -> tuple:
+    return row.id, row.tokens.tolist(), row.versions.tolist(), row.finished
+
+
+class Seen:
+    """An engine whose ended rows are written down."""
+
+    def __init__(self, engine):
+        self.engine, self.rows = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def session(self, *given):
+        session = self.engine.session(*given)
+        for name in ("step", "abort"):
+            setattr(session, name, functools.partial(self._note, getattr(session, name)))
+        return session
+
+    def _note(self, act, *given):
+        rows = act(*given)
+        self.rows += map(told, rows)
+        return rows
+
+
+class Led(TPLeader):
+    """One whose sessions can be looked at."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.led = []
+
+    def session(self, *given):
+        self.led.append(super().session(*given))
+        return self.led[-1]
+
+
+def talk(leading: TPLeader) -> None:
+    """All that can be asked of a session: rows that end, go on, are broken off and begin again."""
+    prompts = Ragged.from_rows([torch.arange(9, 9 + length) for length in PROMPTS])
+    leading.generate(prompts, 2, torch.arange(6), key=5)
+    greedy, kept = leading.session(3, 0.0), leading.session(4, 1.0, True)
+    rows = leading.rows(prompts, 2, torch.arange(10, 16), max_new_tokens=6)
+    for begin in range(0, 6, 2):
+        (greedy if begin else kept).add(rows[begin : begin + 2])
+    while kept.busy:
+        kept.step()
+    kept.extend(rows[0], torch.arange(20, 25), 4)
+    kept.forget(rows[1])
+    kept.step()
+    again = greedy.abort(rows[2:4])
+    greedy.add(again)
+    for session in (greedy, kept):
+        while session.busy:
+            session.step()
+    kept.forget(rows[0])
+
+
+def lead_or_follow(trainer: int) -> tuple[list, int, int]:
+    """On each rank: what its engine sampled, rows that it still knows, and the version it has in the end."""
+    engine, updates = Seen(engine_here()), updates_here(trainer)
+    if dist.get_rank() > 0:
+        following = TPFollowerEngine(engine, updates)
+        following.run()
+        left = sum(len(session.rows) for session in following.sessions)
+    else:
+        leading = Led(engine)
+        talk(leading)
+        stream = SharedEngine(leading, functools.partial(_renew, updates, "continue"))
+        store = dist.TCPStore("127.0.0.1", trainer, is_master=False, wait_for_workers=False)
+        publisher = Publisher(store, TOKEN, rank=0, ranks=1)
+        for version in (1, 2):
+            publisher.publish(version, weights(version))
+            while leading.version < version:
+                stream.renew(stream)
+            talk(leading)
+        leading.part()
+        publisher.close()
+        left = sum(len(session.numbers) for session in leading.led)
+    updates.close()
+    return engine.rows, left, engine.version
+
+
+def test_the_others_do_what_the_first_does():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (first, known, version), (second, left, same) = run_ranks(2, lead_or_follow, store.port)
+    assert first == second
+    assert len(first) == 3 * (6 + 6 + 1 + 2)
+    assert {version for _, _, versions, _ in first for version in versions} == {0, 1, 2}
+    assert version == same == 2
+    assert known == left == 0, "a row that nobody asks for any more is kept"
+
+
+class Talking:
+    """A crew that says the same in each phase, to rows of its own."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def work(self, streams, over):
+        for stream in streams.values():
+            prompts = Ragged.from_rows([torch.arange(9, 12)])
+            stream.rollout.generate(prompts, 2, self.first + torch.arange(2), key=7)
+
+
+def sample_beside() -> list:
+    """Two phases of a rank that trains in between, one of two that share a model."""
+    engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
+    role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
+    crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
+    hybrid = ColocatedSource({"actor": role}, crew, share, enough=0, limit=60.0)
+    for _ in range(2):
+        hybrid.sample(0)
+        dist.all_reduce(torch.ones(1))
+    return engine.rows
+
+
+def test_those_that_train_sample_by_shares():
+    first, second, third, fourth = run_ranks(4, sample_beside)
+    assert first == second
+    assert third == fourth
+    assert [sorted(id for id, *_ in rows) for rows in (first, third)] == [[0, 0, 1, 1], [20, 20, 21, 21]]
+
+
+def left_alone() -> list[str]:
+    """The first rank does something else; what the other one says of it."""
+    share, _ = dist.new_subgroups(2, backend="gloo", timeout=datetime.timedelta(seconds=1))
+    notes = []
+    if dist.get_rank() == 1:
+        role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
+        with pytest.raises(RankMissing) as error:
+            ColocatedSource({"actor": role}, None, share, enough=0, limit=60.0).sample(0)
+        notes = error.value.__notes__
+    dist.barrier()
+    return notes
+
+
+def test_one_that_follows_says_who_has_left_it():
+    _, notes = run_ranks(2, left_alone)
+    assert any(note.startswith("rank 0 takes prompts for this one") for note in notes)
+
+
+class Ahead:
+    """The weights that a rank has pulled."""
+
+    def __init__(self, key: str):
+        self.key, self.version, self.dropped = key, int(key.partition(".")[0] or 0), False
+
+    def arrived(self):
+        return self if self.key and not self.dropped else None
+
+    def drop(self):
+        self.dropped = True
+
+    def loaded(self):
+        self.key = ""
+
+    def tensors(self):
+        return iter(())
+
+
+def disagree(leads: str, follows: str) -> tuple[int, bool]:
+    """One look for weights, by two ranks that have pulled different ones."""
+    engine, ahead = engine_here(), Ahead((leads, follows)[dist.get_rank()])
+    if dist.get_rank() > 0:
+        TPFollowerEngine(engine, ahead).run()
+    else:
+        leading = TPLeader(engine)
+        leading.told_at = 0.0
+        _renew(ahead, "continue", SharedEngine(leading))
+        leading.part()
+    return engine.version, ahead.dropped
+
+
+@pytest.mark.parametrize(("leads", "follows", "loaded", "dropped"), [
+    ("3.a", "3.a", 3, False), ("3.a", "4.a", 0, True), ("4.a", "3.a", 0, True), ("3.a", "3.b", 0, True),
+    ("3.a", "", 0, False), ("", "3.a", 0, False)])
+def test_weights_are_loaded_when_all_ranks_have_the_same(leads, follows, loaded, dropped):
+    """Ranks with unlike ones give them up, and pull the newest: a trainer may have published a number again."""
+    found = run_ranks(2, disagree, leads, follows)
+    assert [version for version, _ in found] == [loaded, loaded]
+    assert [gone for _, gone in found] == [dropped, dropped]

@@ -1,0 +1,109 @@
+"""Weights that come while an engine samples: which of them are news, and what is said where none come."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from weights.movers import Mover
+
+from distflow.weights.directory import Directory, SourceEntry
+from distflow.weights.manifest import ManifestDigest, PublishedVersion
+from distflow.weights.puller import Puller
+from workers.engines import weight_updates
+from workers.engines.weight_updates import WeightUpdates
+
+TOKEN, LIMIT = secrets.token_bytes(32), 60.0
+
+
+@pytest.fixture
+def board() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The events that say so."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(weight_updates, "record", lambda kind, **facts: found.append(facts))
+    monkeypatch.setattr(weight_updates, "_AGAIN", 0.05)
+    monkeypatch.setattr(weight_updates, "_PATIENCE", 0.1)
+    return found
+
+
+@pytest.fixture
+def pulled(board: dist.Store, late: list) -> Iterator[WeightUpdates]:
+    made = WeightUpdates(Puller(dist.PrefixStore("run", board), TOKEN, "rollout 0"), 0)
+    pull, made.tried = made.puller.pull, 0
+
+    def counted(**given: Any) -> Any:
+        made.tried += 1
+        return pull(**given)
+
+    made.puller.pull = counted
+    yield made
+    made.close()
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What there is in the end."""
+    end = time.monotonic() + LIMIT
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+def publisher(board: dist.Store, version: int) -> Mover:
+    made = Mover("publisher", board.port, TOKEN, rank=0, ranks=1)
+    made.ask("publish", version=version, mib=1)
+    return made
+
+
+def test_a_trainer_that_starts_anew_may_use_a_number_again(board: dist.Store, pulled: WeightUpdates) -> None:
+    """What it publishes then is not what the engine has."""
+    keys = set()
+    for version in (5, 5, 6):
+        trainer = publisher(board, version)
+        weights = until(pulled.arrived)
+        assert weights.version == version
+        keys.add(weights.key)
+        pulled.loaded()
+        trainer.kill()
+    assert len(keys) == 3
+
+
+def lose(board: dist.Store) -> None:
+    """A second version was published, and everybody who had it has died."""
+    directory = Directory(dist.PrefixStore("run", board), SourceEntry("somebody", ("127.0.0.1", 1)))
+    assert directory.reveal(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)),
+                            directory.heads())
+
+
+def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(board: dist.Store, pulled: WeightUpdates,
+                                                                       late: list) -> None:
+    trainer = publisher(board, 1)
+    until(pulled.arrived)
+    pulled.loaded()
+    trainer.kill()
+    lose(board)
+    tried = pulled.tried
+    until(lambda: pulled.tried > tried + 3)
+    assert pulled.arrived() is None
+    assert late == [{"who": "rollout 0", "version": 2,
+                     "why": "no process that lives has all of it: the trainer may have died"}]
+    again = publisher(board, 2)
+    assert until(pulled.arrived).version == 2
+    again.kill()
+
+
+def test_what_does_not_come_is_told_once(board: dist.Store, pulled: WeightUpdates, late: list) -> None:
+    lose(board)
+    until(lambda: pulled.tried > 3)
+    (said,) = late
+    assert said["version"] == 2
+    assert "no version of the weights could be pulled" in said["why"]

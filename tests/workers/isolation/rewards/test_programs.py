@@ -1,0 +1,59 @@
+"""Programs and their tests, in the real sandbox."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workers.isolation.rewards.programs import code, program_of
+from workers.isolation.sandbox import runner
+
+ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+DOUBLE = "```\nfor line in open(0):\n    print(2 * int(line))\n```"
+CASES = json.dumps([{"input": "1\n2\n", "output": "2\n4"}, {"input": "5", "output": "10  \n\n"}])
+
+
+def test_the_last_block_is_the_program():
+    assert program_of("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert program_of("```python\nnever closed") == "never closed"
+    assert program_of("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize(("completion", "expected"), [
+    (ADD, 1.0),
+    (ADD.replace("a + b", "a - b"), 0.0),
+    ("no program at all", 0.0),
+    ("```python\ndef add(a, b): return a + b\nraise SystemExit(0)\n```", 1.0),
+    ("```python\nimport os\nos._exit(0)\n```", 0.0),
+    ("```python\nprint('0' * 32)\nraise SystemExit(0)\n```", 0.0),
+    ("```python\ndef add(a, b):\n    while True: pass\n```", 0.0),
+    ("```python\nadd = lambda a, b: open('/etc/passwd') and a + b\n```", 0.0),
+    ("```python\nimport socket\nsocket.socket()\nadd = lambda a, b: a + b\n```", 0.0),
+])
+def test_python_tests(completion, expected):
+    assert code(completion, TESTS, seconds=2.0) == expected
+
+
+def test_inputs_and_outputs():
+    assert code(DOUBLE, CASES, seconds=10.0) == 1.0
+    half = "```\nprint(10)\n```"
+    assert (code(half, CASES), code(half, CASES, partial=True)) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize("tests", ["", " \n", "[]", "{}", '[{"input": "1"}]', "[1]", "3"])
+def test_tests_of_another_form_are_no_reason_for_a_zero(tests):
+    with pytest.raises(ValueError, match="tests in JSON must be a list|there are no tests"):
+        code(ADD, tests)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(monkeypatch, known):
+    kind = runner.isolation()
+    runner.isolation.cache_clear()
+    if known:
+        monkeypatch.setattr(runner, "isolation", lambda *_: kind)
+    monkeypatch.setattr(runner, "_START", 0.0)
+    with pytest.raises(OSError, match="a sandbox has not come up within 0 s"):
+        code("print(1)", "assert True")

@@ -1,0 +1,137 @@
+"""The shipped rewards about texts."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import InvalidInput
+from workers.isolation.rewards.texts import _without_a_process, format, length, math  # noqa: A004
+from workers.isolation.scoring import Scorer
+
+GRADERS, *ANSWERS = map(json.loads, Path(__file__).with_name("answers.jsonl").read_text().splitlines())
+TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
+
+
+@pytest.mark.parametrize(("completion", "answer", "expected"), [
+    ("3 + 4 = 7 #### 7", "#### 7", 1.0),
+    ("#### 8", "#### 7", 0.0),
+    ("7", "#### 7", 0.0),
+    ("#### 1,234", "work #### 1234", 1.0),
+    ("#### 0.50", "#### 1/2", 1.0),
+    ("#### 3/0", "#### 3", 0.0),
+    ("#### 7.", "#### 7", 1.0),
+    ("#### 5 #### 7", "#### 7", 1.0),
+    ("#### ", "#### 7", 0.0),
+    ("", "#### 7", 0.0),
+    ("#### -7", "#### 7", 0.0),
+    ("#### 12 12", "#### 12", 0.0),
+    (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
+    (r"so it is $\boxed{18}$.", "x #### 18", 1.0),
+    (r"so it is $\boxed{17}$.", "x #### 18", 0.0),
+    (r"#### x^2 + 2x + 1", r"#### (x+1)^2", 1.0),
+    ("#### " + "9" * 5000, "#### " + "9" * 5000, 1.0),
+    ("#### " + "9" * 5000, "#### 9", 0.0),
+])
+def test_math_compares_final_answers(completion, answer, expected):
+    assert math(completion, answer) == expected
+    assert _without_a_process(completion, answer) in (None, expected)
+
+
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row["completion"])
+def test_forms_of_answers_beside_other_graders(row):
+    for strict in (True, False):
+        settings = {"completion": row["completion"], "answer": row["reference"], "strict": strict}
+        assert math(**settings) == row["strict" if strict else "lenient"]
+        assert _without_a_process(**settings) in (None, math(**settings))
+    others = {row[grader] for grader in GRADERS["graders"]} - {None}
+    assert row["why"] or others <= {row["strict"]}, "it must be said why the verdict differs from another grader's"
+
+
+def test_the_table_is_long_enough():
+    assert len({(row["completion"], row["reference"]) for row in ANSWERS}) == len(ANSWERS) >= 120
+
+
+def test_a_recipe_may_ask_for_less():
+    columns = {"completions": ["#### 13-7", "so it is 6"], "answers": ["#### 6"] * 2}
+    assert Scorer("math").score(columns, range(2)).rewards == [0.0, 0.0]
+    assert Scorer({"math": {"strict": False}}).score(columns, range(2)).rewards == [1.0, 1.0]
+
+
+def test_plain_numbers_need_no_process():
+    assert _without_a_process("#### 7", "#### 7") == 1.0
+    assert _without_a_process("no answer", "#### 7") == 0.0
+    assert _without_a_process(TOWER, "#### 7") == 0.0
+    assert _without_a_process(TOWER, "#### 7", strict=False) is None
+    assert _without_a_process(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") is None
+    scorer = Scorer("math")
+    before = [worker.process.pid for worker in scorer.pool.workers]
+    assert scorer.score({"completions": ["#### 1"] * 3, "answers": ["#### 1"] * 3}, range(3)).rewards == [1.0] * 3
+    assert [worker.process.pid for worker in scorer.pool.workers] == before
+
+
+@pytest.mark.parametrize("text", ["#### x" + " " * 900 + "y", "a" + " " * 100_000 + "b", "#### 24" + "\n" * 900 + "x",
+                                  "so\n" + "\n" * 100_000 + "no", "#### " + "\u00a0 " * 450 + "y", "#### " + "- " * 490,
+                                  "#### " + "( " * 490, "#### " + "1 " * 490, "#### " + "1," * 490])
+def test_long_texts_are_read_in_the_rank(text):
+    """Where reading takes more than linear time this does not end: nothing bounds a shortcut."""
+    for answer in ("#### 24", "24"):
+        for strict in (True, False):
+            assert _without_a_process(text, answer, strict=strict) in (None, 0.0, 1.0)
+
+
+def test_latex_that_no_computer_finishes_is_bounded():
+    scorer = Scorer({"math": {"timeout": 15.0, "retries": 0}})  # which loads what it compares by
+    start = time.monotonic()
+    scores = scorer.score({"completions": [TOWER, "\\boxed{7}", TOWER + "!", "\\boxed{x + x}"],
+                           "answers": ["9^{9^{9^{9^{8}}}}", "7", "5", "2x"]}, range(4))
+    assert time.monotonic() - start < 120
+    assert [scores.rewards[row] for row in (1, 3)] == [1.0, 1.0]
+    assert [scores.keep[row] for row in (1, 3)] == [True, True]
+    assert scores.rewards[0] == scores.rewards[2] == 0.0
+
+
+@pytest.mark.parametrize(("completion", "expected"), [
+    ("<think>a\nb</think>\n<answer>c</answer>\n", 1.0),
+    ("<think></think><answer></answer>", 1.0),
+    ("<answer>c</answer><think>a</think>", 0.0),
+    ("<think>a</think>", 0.0),
+    ("so: <think>a</think><answer>c</answer>", 0.0),
+    ("<think>a</think> then <answer>c</answer>", 0.0),
+    ("<think>a</think><think>a</think><answer>c</answer>", 0.0),
+])
+def test_format_by_tags(completion, expected):
+    assert format(completion) == expected
+
+
+def test_format_by_other_tags_and_by_pattern():
+    assert format("<a.b>x</a.b>", tags=["a.b"]) == 1.0
+    assert format("<axb>x</axb>", tags=["a.b"]) == 0.0
+    assert format("one\ntwo", pattern=r"one.two") == 1.0
+    assert format("one\ntwo!", pattern=r"one.two") == 0.0
+    with pytest.raises(InvalidInput, match="not both"):
+        format("x", pattern="x", tags=["x"])
+
+
+def test_a_pattern_that_never_ends_is_bounded():
+    scorer = Scorer({"format": {"pattern": "(a+)+$", "timeout": 4.0, "retries": 0}})
+    scores = scorer.score({"completions": ["a" * 50 + "b", "aaa"]}, range(2))
+    assert (scores.keep, scores.rewards, scores.timeouts) == ([False, True], [0.0, 1.0], 1)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [
+    (0, 0.0), (96, 0.0), (97, -1 / 32), (112, -0.5), (128, -1.0), (500, -1.0)])
+def test_length_falls_softly_to_its_cap(tokens, expected):
+    """DAPO eq. 13 with L_max 128 and L_cache 32."""
+    assert length([1] * tokens, cap=128, margin=32) == pytest.approx(expected, abs=1e-6)
+
+
+def test_length_with_a_hard_cap_and_with_a_target():
+    assert [length([1] * count, cap=4) for count in (4, 5)] == [0.0, -1.0]
+    assert [length([1] * count, target=10) for count in (10, 5, 15, 30)] == [0.0, -0.5, -0.5, -1.0]
+    for wrong in ({}, {"cap": 1, "target": 1}):
+        with pytest.raises(InvalidInput, match="needs a `cap` or a `target`"):
+            length([1], **wrong)

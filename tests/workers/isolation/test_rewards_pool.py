@@ -1,0 +1,435 @@
+"""Reward functions that misbehave, in real processes: the others go on, and each failure is named and counted."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+from distflow.errors import EngineError
+from workers.isolation.rewards_pool import FailedSample, Job, RewardPool, RewardProcess, RewardResults
+from workers.isolation.sandbox.processes import descendants
+
+HOSTILE = '''
+import asyncio, msgpack, os, signal, socket, subprocess, sys, time
+from distflow import DistflowError, reward
+
+@reward
+def hostile(completion, answer):
+    if completion == "sleeps":
+        time.sleep(600)
+    if completion == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if completion == "computes":
+        return 97 ** 97 ** 7
+    if completion == "raises":
+        raise KeyError("rows")
+    if completion == "exits":
+        sys.exit(3)
+    if completion == "leaves":
+        os._exit(3)
+    if completion == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "crashes":
+        os.abort()
+    if completion == "recurses":
+        return hostile(completion, answer)
+    if completion == "eats":
+        return len([bytearray(1 << 26) for _ in range(64)])
+    if completion == "forks":
+        os.fork()
+    if completion == "starts":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", answer])
+    if completion == "escapes":
+        program = f"import os, time\\nos.setsid()\\nif not os.fork(): time.sleep(600)  # {answer}"
+        subprocess.run([sys.executable, "-c", program])
+        time.sleep(600)
+    if completion == "closes":
+        os.closerange(3, 4096)
+    if completion.startswith("["):
+        for number in range(3, 4096):
+            try:
+                os.write(number, msgpack.packb(eval(completion)))
+            except OSError:
+                pass
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0],
+            "huge": 1e39}.get(completion, 1.0)
+
+@reward
+async def slow(completion, answer):
+    if completion == "sleeps":
+        await asyncio.sleep(600)
+    if completion == "blocks":
+        time.sleep(600)
+    await asyncio.sleep(0.2)
+    return float(completion)
+
+@reward
+async def meets(completion, answer):
+    if not meeting:
+        meeting.append(asyncio.Barrier(8))
+    await meeting[0].wait()
+    return 1.0
+
+meeting = []
+
+@reward
+def batch(completions, answers):
+    if "sleeps" in completions:
+        time.sleep(600)
+    return [None if text == "none" else float(text) for text in completions]
+
+@reward
+def short(completions, answers):
+    return [1.0]
+
+@reward
+async def batch_async(completions, answers, *, add=0.0):
+    return [float(text) + add for text in completions]
+
+@reward
+def impossible(completion, answer):
+    raise DistflowError("there is no compiler")
+
+@reward
+def pid(completion, answer):
+    return os.getpid()
+'''
+
+
+COROUTINES = ("slow", "meets", "batch_async")
+
+
+@pytest.fixture
+def pool() -> Iterator[RewardPool]:
+    made = RewardPool(2, memory_gib=1.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(pool: RewardPool, module):
+    """Run a reward of the module above for some completions; the results by completion."""
+    name = module(HOSTILE)
+
+    def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> RewardResults:
+        batched = reward in ("batch", "short", "batch_async")
+        rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
+        settings = {"timeout": 4.0, "retries": 0, "batched": batched, "coroutine": reward in COROUTINES}
+        return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
+
+    return run
+
+
+def reason(found: float | FailedSample) -> str:
+    assert isinstance(found, FailedSample), found
+    return found.reason
+
+
+BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "computes": "took longer than 4 s",
+       "raises": "raised KeyError: 'rows'", "exits": "raised SystemExit: 3",
+       "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT",
+       "is killed": "its process was killed by SIGKILL (out of memory?)",
+       "recurses": "raised RecursionError", "eats": "raised MemoryError", "nan": "returned nan, not",
+       "inf": "returned inf, not", "huge": "returned 1e+39, not",
+       "none": "returned None, not", "list": "returned [1.0], not",
+       "text": "returned '1.0', not",
+       "starts": "left 1 processes running", "closes": "its process"}
+
+
+def test_each_way_to_fail_is_named_and_the_others_go_on(run, monkeypatch):
+    monkeypatch.setattr("workers.isolation.rewards_pool._GRACE", 20.0)  # how a process has ended may be known late
+    completions = [text for bad in BAD for text in ("good", bad)]
+    results = run("hostile", completions)
+    assert len(results.values) == len(completions)
+    for place, text in enumerate(completions):
+        if text == "good":
+            assert results.values[place] == 1.0
+        else:
+            assert reason(results.values[place]).startswith(BAD[text])
+    assert results.timeouts == 3
+    assert 'raise KeyError("rows")' in results.values[completions.index("raises")].trace
+
+
+SHARES = '''
+import mmap, os, time
+from distflow import reward
+
+def fill(file, size):
+    for _ in range(size >> 20):
+        os.write(file, bytes(1 << 20))
+
+def touch(size):
+    room = mmap.mmap(-1, size)
+    for place in range(0, size, 4096):
+        room[place] = 1
+    return room
+
+@reward
+def shares(completion, answer):
+    size = 384 << 20
+    if completion == "memfd":
+        fill(os.memfd_create("x"), size)
+    if completion == "open":
+        fill(os.open(answer, os.O_CREAT | os.O_RDWR), size)
+    if completion == "left":
+        file = os.open(answer, os.O_CREAT | os.O_RDWR)
+        time.sleep(2)
+        fill(file, size)
+        os.close(file)
+    if completion in ("mapped", "in a child") and (completion == "mapped" or not os.fork()):
+        room = touch(size)
+    if completion == "little":
+        room, file = touch(size // 4), os.memfd_create("x")
+        fill(file, size // 4)
+        seen = mmap.mmap(file, size // 4)
+        return float(sum(seen[::4096]) == 0 and not os.fork() or os.wait()[1] == 0)
+    time.sleep(600)
+'''
+
+
+@pytest.mark.parametrize("way", ["memfd", "open", "left", "mapped", "in a child"])
+def test_shared_memory_counts_too(module, way):
+    """384 MiB where 256 MiB are allowed, of a kind that no limit of the kernel sees."""
+    pool, file = RewardPool(1, memory_gib=0.25), Path(f"/dev/shm/distflow-test-{uuid.uuid4().hex}")
+    try:
+        found = pool.run([Job("shares", module(SHARES), [[way, str(file)]], [0], timeout=60.0, retries=0)], 90.0)
+        assert reason(found.values[0]).startswith("its process was killed by SIGKILL")
+    finally:
+        pool.close()
+        file.unlink(missing_ok=True)
+
+
+def test_shared_memory_below_the_limit_is_counted_once(module):
+    """96 MiB mapped, and 96 MiB that are both open and mapped, in two processes."""
+    pool = RewardPool(1, memory_gib=0.25)
+    found = pool.run([Job("shares", module(SHARES), [["little", ""]], [0], timeout=60.0, retries=0)], 90.0)
+    pool.close()
+    assert found.values == {0: 1.0}
+
+
+VARIABLES = '''
+import os
+from distflow import reward
+
+@reward
+def sees(completion, answer, *, key_variable=None):
+    return float(completion in os.environ)
+'''
+
+
+def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
+    """But those that a setting names, while its reward is called, and those that the user passes on to all."""
+    names = ["DISTFLOW_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "ASKED_KEY",
+             "PASSED_KEY", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEYS"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("DISTFLOW_PASS_ENV", "PASSED_KEY,OTHER")
+    name, pool, seen = module(VARIABLES), RewardPool(1, memory_gib=1.0), []
+    for settings in ({}, {"key_variable": "ASKED_KEY"}, {}):
+        job = Job("sees", name, [[each, ""] for each in names], list(range(len(names))), settings)
+        seen.append({names[key] for key, value in pool.run([job], 90.0).values.items() if value == 1.0})
+    pool.close()
+    public = set(names[-4:])
+    assert seen == [public, public | {"ASKED_KEY"}, public]
+
+
+def test_one_that_forks_and_comes_back_twice_counts_once(run):
+    results = run("hostile", ["good", "forks", "good", "good"])
+    assert [results.values[place] for place in (0, 2, 3)] == [1.0] * 3
+    assert results.values[1] == 1.0 or "left 1 processes running" in reason(results.values[1])
+
+
+@pytest.mark.parametrize("completion", ["starts", "escapes"])
+def test_what_a_call_starts_does_not_outlive_it(run, completion):
+    marker = str(uuid.uuid4())
+    assert isinstance(run("hostile", [completion], marker).values[0], FailedSample)
+    time_limit = time.monotonic() + 20
+    while left := _processes_with(marker):
+        assert time.monotonic() < time_limit, left
+
+
+def _processes_with(marker: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            found += [folder.name] if marker in (folder / "cmdline").read_text() and state != "Z" else []
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("message", [
+    "['value']", "['value', 1]", "['value', 1, 0, '1.0']", "['value', 1, 0, float('nan')]", "['value', 1, [0], 1.0]",
+    "['failed', 1, 0]", "['impossible', 1]", "[]", "[['value'], 1]", "['value', '1', 0, 1.0]"])
+def test_a_message_that_is_none_costs_the_sample_alone(run, message):
+    results = run("hostile", [message, "good"])
+    assert reason(results.values[0]).startswith("its process")
+    assert results.values[1] == 1.0
+
+
+def test_failed_calls_are_repeated(run, tmp_path, module, pool):
+    name = module(f"""
+        from distflow import reward
+        import pathlib
+
+        @reward
+        def second_time(completion, answer):
+            place = pathlib.Path({str(tmp_path)!r}, completion)
+            if not place.exists():
+                place.touch()
+                raise OSError("not yet")
+            return 0.5
+    """)
+    results = pool.run([Job("second_time", name, [["a", ""], ["b", ""]], [7, 9], retries=1)], 60.0)
+    assert results.values == {7: 0.5, 9: 0.5}
+    assert results.retried == 2
+    results = run("hostile", ["raises", "good"], retries=2)
+    assert (results.retried, results.values[1]) == (2, 1.0)
+
+
+def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
+    first = {run("pid", ["x"]).values[0] for _ in range(5)}
+    assert len(first) == 1
+    assert first != {os.getpid()}
+    run("hostile", ["sleeps"] * 2)
+    assert not first & set(run("pid", ["x"] * 8).values.values())
+
+
+def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
+    run("pid", ["x"] * 8)
+    for worker in pool.workers:
+        worker.process.kill()
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
+
+
+def test_a_process_that_dies_before_it_has_its_job(run, monkeypatch):
+    """Its two pipes break at the same time, with most of the job still to be sent."""
+    begin, killed = RewardProcess.begin, []
+
+    def begin_and_kill(process: RewardProcess, job: Job) -> None:
+        begin(process, job)
+        if len(killed) < 2:
+            assert process.unsent
+            process.process.kill()
+            os.waitid(os.P_PID, process.process.pid, os.WEXITED | os.WNOWAIT)
+            killed.append(process)
+
+    monkeypatch.setattr(RewardProcess, "begin", begin_and_kill)
+    assert set(run("hostile", ["good"] * 8, "x" * 1_000_000, retries=1).values.values()) == {1.0}
+    assert len(killed) == 2
+
+
+def test_async_calls_wait_together(run):
+    """Each call waits for seven others in its process; sixteen are shared by two processes."""
+    assert set(run("meets", ["x"] * 16, timeout=30.0, concurrency=8).values.values()) == {1.0}
+    results = run("meets", ["x"] * 16, concurrency=7)
+    assert {reason(found) for found in results.values.values()} == {"took longer than 4 s"}
+    assert results.timeouts == 16
+
+
+def test_async_function_that_blocks_is_found_and_the_others_are_repeated(run):
+    results = run("slow", ["1", "2", "blocks", "3"], retries=1)
+    assert [results.values[place] for place in (0, 1, 3)] == [1.0, 2.0, 3.0]
+    assert reason(results.values[2]) == "took longer than 4 s"
+
+
+def test_functions_of_lists(run):
+    assert run("batch", ["1", "2", "3"]).values == {0: 1.0, 1: 2.0, 2: 3.0}
+    results = run("batch", ["1", "none", "3"])
+    assert (results.values[0], reason(results.values[1])) == (1.0, "returned None, not a finite number")
+    assert run("batch_async", ["1", "2"], settings={"add": 1.0}).values == {0: 2.0, 1: 3.0}
+    assert {reason(each) for each in run("short", ["1", "2"]).values.values()} == {"returned 1 values for 2 samples"}
+
+
+def test_a_batch_that_fails_is_repeated_sample_by_sample(run):
+    results = run("batch", ["1", "x", "3", "sleeps"], retries=1)
+    assert (results.values[0], results.values[2]) == (1.0, 3.0)
+    assert "could not convert string to float: 'x'" in reason(results.values[1])
+    assert reason(results.values[3]) == "took longer than 4 s"
+
+
+def test_a_function_that_can_never_work_ends_the_run(run, pool):
+    with pytest.raises(EngineError, match="reward `impossible` cannot be computed: there is no compiler"):
+        run("impossible", ["x"] * 4)
+    assert run("pid", ["x"]).values
+
+
+def test_a_module_that_cannot_be_imported_there_ends_the_run(pool):
+    with pytest.raises(EngineError, match="module `no_such_module` fails when it is imported"):
+        pool.run([Job("x", "no_such_module", [["a", "b"]], [0])], 60.0)
+
+
+def test_a_module_that_ends_the_process_ends_the_run(pool, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(EngineError, match="`x` cannot be computed: its process ended with code 7, and so 3 times"):
+        pool.run([Job("x", "deadly", [["a", "b"]] * 9, list(range(9)))], 60.0)
+
+
+def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
+    name = module(HOSTILE)
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.isolation.rewards_pool import Job, RewardPool\n"
+              f"RewardPool(1, 1.0).run([Job('hostile', {name!r}, [['sleeps', '']], [0], timeout=600.0)], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    try:
+        watched = None
+        while watched is None:
+            assert rank.poll() is None
+            children = descendants(rank.pid)
+            watched = os.pidfd_open(min(children)) if children else None
+    finally:
+        rank.kill()
+        rank.wait()
+    assert select.select([watched], [], [], 20.0)[0]
+    os.close(watched)
+
+
+def test_what_a_call_has_started_does_not_outlive_a_rank_that_is_killed(module, tmp_path):
+    name, marker = module(HOSTILE), str(uuid.uuid4())
+    script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+              "from workers.isolation.rewards_pool import Job, RewardPool\n"
+              f"job = Job('hostile', {name!r}, [['escapes', sys.stdin.read()]], [0], timeout=600.0)\n"
+              "RewardPool(1, 1.0).run([job], 600.0)")
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE)
+    rank.stdin.write(marker.encode())
+    rank.stdin.close()
+    try:
+        while not _processes_with(marker):
+            assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.wait()
+    time_limit = time.monotonic() + 20
+    while left := _processes_with(marker):
+        assert time.monotonic() < time_limit, left
+
+
+def test_the_limit_of_a_step(run):
+    start = time.monotonic()
+    results = run("hostile", ["sleeps"] * 50 + ["good"], timeout=60.0, limit=2.0)
+    assert time.monotonic() - start < 30
+    assert reason(results.values[0]) == "was not done when the 2 s of all rewards of a step were over"
+    assert len(results.values) == 51
+
+
+def test_much_and_odd_text_goes_to_and_fro(run):
+    assert run("hostile", ["x" * 300_000 + "\ud800é"] * 8).values == dict.fromkeys(range(8), 1.0)
+
+
+def test_a_process_ends_with_its_pool(run, pool):
+    number = int(run("pid", ["x"]).values[0])
+    pool.close()
+    assert not Path(f"/proc/{number}").exists()

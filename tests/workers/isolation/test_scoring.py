@@ -1,0 +1,247 @@
+"""From recipes to rewards: sums, weights, branches, what is left out, and when the run ends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distflow.contracts.rewards import Term
+from distflow.errors import EngineError, InvalidInput, RewardsFailed
+from distflow.telemetry.metrics import Metrics, current
+from workers.isolation.rewards_pool import FailedSample
+from workers.isolation.scoring import Scorer, _combine, find_reward, report
+
+MODULE = '''
+from distflow import reward
+
+@reward(retries=0)
+def number(completion):
+    return float(completion)
+
+@reward(retries=1, timeout=30.0)
+def size(completion, *, unit: float = 1.0):
+    return len(completion) / unit
+
+@reward
+def passed(completion, tests: str, extra: float = 2.0):
+    return float(tests in completion) * extra
+
+@reward
+async def asked(question, completions_of_before=None):
+    return float(len(question))
+
+@reward
+def together(completions: list[str], scores: list[float]) -> list[float]:
+    return [own - sum(scores) / len(scores) for own in scores]
+
+@reward(retries=0)
+@reward(in_rank=True)
+def inverse(completion, middle=0.0, last=0.0):
+    return None if completion == "none" else 1 / int(completion) + last
+
+@reward(in_rank=True)
+async def not_at_once(completion):
+    return 2.0
+
+@reward(shortcut=lambda completion: 1 / (len(completion) - 1))
+def after_shortcut(completion):
+    return 7.0
+
+@reward
+def never(completion):
+    raise RuntimeError("no licence")
+'''
+
+
+@pytest.fixture
+def score(module):
+    """`score(recipe, **columns)`: what a new scorer says of them."""
+    module(MODULE)
+
+    def score(recipe, scorer=None, **columns):
+        rows = len(next(iter(columns.values())))
+        return (scorer or Scorer(recipe)).score(columns, [100 + row for row in range(rows)])
+
+    return score
+
+
+def test_one_reward(score):
+    scores = score("number", completions=["1", "2.5"])
+    assert (scores.rewards, scores.keep) == ([1.0, 2.5], [True, True])
+    assert scores.of_term == {"number": [1.0, 2.5]}
+
+
+def test_sums_and_weights(score):
+    completions = ["1", "20"]
+    assert score(["number", "size"], completions=completions).rewards == [2.0, 22.0]
+    scores = score({"number": 2, "size": {"weight": -0.5, "unit": 0.25}}, completions=completions)
+    assert scores.rewards == [2 - 0.5 * 4, 40 - 0.5 * 8]
+    assert scores.of_term == {"number": [1.0, 20.0], "size": [4.0, 8.0]}
+
+
+def test_one_function_twice_with_other_settings_in_branches(score):
+    recipe = {"by": "source", "rewards": {"a": {"size": {"unit": 1.0}}, "b": {"size": {"unit": 2.0}}, "c": "number"}}
+    scores = score(recipe, completions=["1234", "1234", "7", "1234"], source=["a", "b", "c", "b"])
+    assert scores.rewards == [4.0, 2.0, 7.0, 2.0]
+    assert scores.of_term == {"size": [4.0, 2.0, 2.0], "number": [7.0]}
+
+
+def test_a_source_without_a_reward(score):
+    recipe = {"by": "source", "rewards": {"gsm8k": "number", "mbpp": "size"}}
+    with pytest.raises(InvalidInput, match="`source` of row 101 is 'gsm8', for .* Did you mean `gsm8k`?.*gsm8k, mbpp"):
+        score(recipe, completions=["1", "2"], source=["gsm8k", "gsm8"])
+
+
+def test_columns_go_to_the_parameters_that_name_them(score):
+    columns = {"completions": ["ab", "b"], "tests": ["a", "a"], "questions": ["why", "how so"]}
+    assert score("passed", **columns).rewards == [2.0, 0.0]
+    assert score("passed", extra=[3.0, 4.0], **columns).rewards == [3.0, 0.0]
+    assert score("asked", **columns).rewards == [3.0, 6.0]
+    assert score("together", completions=["a", "b"], scores=[1.0, 2.0]).rewards == [-0.5, 0.5]
+
+
+def test_what_fails_in_the_rank_costs_its_row_alone(score):
+    scores = score("inverse", completions=["2", "0", "none", "x", "4"], last=[1.0] * 5)
+    assert scores.keep == [True, False, False, False, True]
+    assert scores.rewards == [1.5, 0.0, 0.0, 0.0, 1.25]
+    assert [failed.reason for _, _, failed in scores.failures] == [
+        "raised ZeroDivisionError: division by zero", "returned None, not a finite number",
+        "raised ValueError: invalid literal for int() with base 10: 'x'"]
+    assert score("not_at_once", completions=["a"]).rewards == [2.0]
+    assert score("after_shortcut", completions=["a", "abc"]).rewards == [7.0, 0.5]
+
+
+def test_a_row_of_which_one_reward_fails_is_left_out(score):
+    scores = score({"number": 1.0, "size": 1.0}, completions=["1", "many", "inf", "2"])
+    assert scores.keep == [True, False, False, True]
+    assert scores.rewards == [2.0, 0.0, 0.0, 3.0]
+    assert scores.of_term == {"number": [1.0, 2.0], "size": [1.0, 4.0, 3.0, 1.0]}
+    said = report(scores, [100, 101, 102, 103])
+    assert said.startswith("2 of 4 samples left out: reward `number` ")
+    assert "raised ValueError: could not convert string to float: 'many' (sample 101)" in said
+    assert "\n" not in said
+
+
+def test_nothing_is_said_when_nothing_fails(score):
+    assert report(score("number", completions=["1"]), [100]) == ""
+
+
+def test_a_run_without_any_reward_ends_after_some_steps(score):
+    scorer = Scorer({"number": 1.0, "never": 1.0}, patience=3)
+    for step in range(2):
+        scores = score(None, scorer, completions=["1", "2"])
+        assert report(scores, [5, 6]).startswith("EVERY ONE of 2 samples left out: reward `never` raised RuntimeError: "
+                                                 "no licence (sample 5, and 1 more)")
+        scorer.count(scores, step)
+    match = r"of 3 steps in a row .*\.py:\d+: reward `never` raised RuntimeError: no licence"
+    with pytest.raises(RewardsFailed, match=match) as caught:
+        scorer.count(score(None, scorer, completions=["1", "2"]), 2)
+    assert 'raise RuntimeError("no licence")' in str(caught.value)
+
+
+def test_one_good_sample_and_empty_batches_do_not_end_it(score):
+    scorer = Scorer("number", patience=2)
+    for step, completions in enumerate((["x", "x"], ["1", "x"], ["x", "x"], ["2", "2"], ["x", "x"])):
+        scorer.count(score(None, scorer, completions=completions), step)
+    with pytest.raises(RewardsFailed):
+        scorer.count(score(None, scorer, completions=["x", "x"]), 5)
+    fresh = Scorer("number", patience=1)
+    fresh.count(fresh.score({"completions": []}, []), 0)
+
+
+def test_parts_of_a_step_are_no_steps(score):
+    """Where others train, rewards are computed of the prompts that have come, often of one."""
+    scorer = Scorer("number", patience=2)
+    scorer.count(score(None, scorer, completions=["1"] * 8), 0)
+    for step in (1, 1, 2, 1, 2, 1, 2):
+        scorer.count(score(None, scorer, completions=["x", "x"]), step)
+    with pytest.raises(RewardsFailed, match="of 2 steps in a row"):
+        scorer.count(score(None, scorer, completions=["x", "x"]), 2)
+
+
+def test_timeout_and_retries_of_the_recipe_come_before_those_of_the_function(score):
+    scores = score({"number": {"retries": 3}}, completions=["x", "1"])
+    assert (scores.retried, scores.keep) == (3, [False, True])
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(weights=st.lists(NUMBERS, min_size=1, max_size=4), data=st.data())
+def test_sums_are_exact_and_failures_take_their_row_alone(weights, data):
+    terms = tuple(Term(f"r{number}", weight, path=(number,)) for number, weight in enumerate(weights))
+    row = st.lists(st.one_of(NUMBERS, st.none()), min_size=len(terms), max_size=len(terms))
+    table = data.draw(st.lists(row, max_size=6))
+    results = {(number, place): FailedSample("x") if value is None else value
+               for place, values in enumerate(table) for number, value in enumerate(values)}
+    scores = _combine([terms] * len(table), {term.path: term.path[0] for term in terms}, results)
+    for place, values in enumerate(table):
+        assert scores.keep[place] == (None not in values)
+        expected = math.fsum(w * v for w, v in zip(weights, values)) if scores.keep[place] else 0.0
+        assert scores.rewards[place] == pytest.approx(expected, rel=1e-6, abs=1e-3)
+    assert len(scores.failures) == sum(value is None for values in table for value in values)
+
+
+def test_a_broken_recipe_is_refused():
+    with pytest.raises(InvalidInput, match="cannot be 5"):
+        Scorer(5)
+    with pytest.raises(InvalidInput, match="Did you mean `math`"):
+        find_reward("maths")
+
+REPORTING = '''
+import sys
+from distflow import metric, reward
+
+@reward(retries=1)
+def one_by_one(completion):
+    metric("own/length", len(completion))
+    metric("own/torch", "torch" in sys.modules)
+    if completion == "bad":
+        raise ValueError("no")
+    return 1.0
+
+@reward
+async def in_turns(completion):
+    metric("own/turns", len(completion))
+    return 1.0
+
+@reward
+def together(completions):
+    for completion in completions:
+        metric("own/together", len(completion))
+    return [1.0] * len(completions)
+
+@reward(in_rank=True)
+def at_once(completion):
+    metric("own/at_once", len(completion))
+    return 1.0 / len(completion)
+
+@reward
+def wrong(completion):
+    metric("own/length", "many")
+    return 1.0
+'''
+
+
+def test_what_rewards_report_comes_back_from_their_processes(module):
+    """A call that fails is tried again and does not count."""
+    module(REPORTING)
+    current().take()  # what earlier tests have left
+    scorer = Scorer(["one_by_one", "in_turns", "together", "at_once"], workers=2)
+    scores = scorer.score({"completions": ["a", "bb", "bad", ""]}, range(4))
+    assert (scores.keep, scores.retried) == ([True, True, False, False], 1)
+    found = Metrics()
+    for name, total, count in scores.metrics:
+        found.mean(name, total, count)
+    assert sorted(found.means()) == [("own/at_once", 6.0, 3.0), ("own/length", 3.0, 3.0), ("own/together", 6.0, 4.0),
+                                     ("own/torch", 0.0, 3.0), ("own/turns", 6.0, 4.0)]
+    assert current().means() == []
+
+
+def test_a_metric_that_is_no_number_ends_the_run_and_names_it(module):
+    module(REPORTING)
+    with pytest.raises(EngineError, match=r"reward `wrong` cannot be computed: metric\('own/length', 'many'\)"):
+        Scorer("wrong").score({"completions": ["a"]}, [0])

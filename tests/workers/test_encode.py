@@ -1,0 +1,94 @@
+"""Questions with images become prompts with as many places as the model will see."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from distflow.config.run import Data
+from distflow.data.dataset import open_images
+from distflow.errors import InvalidInput
+from workers.encode import ImageEncoder
+from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE, IMAGE_ID, build_tokenizer
+
+DATA = Data(train="x", images="picture", max_prompt_tokens=30)
+
+
+@pytest.fixture
+def tokenizer():
+    made = build_tokenizer(["before after two of them"], sees=True)
+    assert made.convert_tokens_to_ids(IMAGE) == IMAGE_ID
+    return made
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 90, 200)).save(file, "PNG")
+    return file.getvalue()
+
+
+def seen(tokenizer, question: str, value, folder: Path = Path()):
+    prompts, images = ImageEncoder(EMBEDDED_SIGHT, IMAGE_ID, folder).prompts(tokenizer, DATA,
+                                                                             [{"question": question, "picture": value}])
+    return tokenizer.decode(prompts.values), images
+
+
+@pytest.mark.parametrize(("question", "expected"), [
+    ("after", "<|user|>" + IMAGE * 2 + IMAGE * 4 + "after<|assistant|>"),
+    ("before <image> of <image>", "<|user|>before " + IMAGE * 2 + " of " + IMAGE * 4 + "<|assistant|>")])
+def test_images_stand_where_the_question_says(tokenizer, question, expected):
+    text, images = seen(tokenizer, question, [png(32, 16), {"bytes": png(32, 32), "path": None}])
+    assert text == expected
+    assert images.lengths.tolist() == [2]
+    assert images.values.lengths.tolist() == [16, 32]
+    assert images.values.values.lengths.tolist() == [32] * 48
+    assert images.values.values.values.unique(dim=0).tolist() == [[9, 90, 200]]
+    assert images.values.values.values.dtype == torch.uint8
+
+
+def test_images_stand_where_messages_say(tokenizer):
+    """Without a word of it, before the first one of the user; parts stand as they are."""
+    asked = [{"role": "user", "content": "after"}, {"role": "assistant", "content": "two"},
+             {"role": "user", "content": "of <image>"}]
+    assert seen(tokenizer, asked, [png(32, 16)])[0] == \
+        f"<|user|>after<|assistant|>two<eos><|user|>of {IMAGE * 2}<|assistant|>"
+    asked[2] = {"role": "user", "content": "of"}
+    assert seen(tokenizer, asked, [png(32, 16)])[0].startswith(f"<|user|>{IMAGE * 2}after<|assistant|>two")
+    asked[2] = {"role": "user", "content": [{"type": "text", "text": "of "}, {"type": "image"}]}
+    assert seen(tokenizer, asked, [png(32, 16)])[0].endswith(f"<|user|>of {IMAGE * 2}<|assistant|>")
+
+
+def test_a_question_may_have_no_image(tokenizer):
+    text, images = seen(tokenizer, "after", None)
+    assert text == "<|user|>after<|assistant|>"
+    assert images.lengths.tolist() == [0]
+
+
+@pytest.mark.parametrize(("question", "value", "says"), [
+    ("<image> <image>", [png(16, 16)], "says <image> 2 times and has 1 images"),
+    ("after", [png(64, 64)] * 2, r"2 images has 3. tokens, more than data.max_prompt_tokens \(30\)"),
+    ("after", 7, "field `picture` must be the path of an image"),
+    ("after", "none.png", "`none.png` cannot be read as an image"),
+    ("after", b"text", "4 bytes cannot be read as an image"),
+])
+def test_what_cannot_be_shown_is_refused(tokenizer, question, value, says):
+    with pytest.raises(InvalidInput, match=says):
+        seen(tokenizer, question, value)
+
+
+def test_a_template_without_places_is_refused(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}question{% endfor %}"
+    with pytest.raises(InvalidInput, match="the chat template has 0 places for the 1 images"):
+        seen(tokenizer, "after", png(16, 16))
+
+
+def test_paths_begin_at_the_data(tokenizer, tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/one.png").write_bytes(png(16, 16))
+    for value in ("some/one.png", ["some/one.png"], {"bytes": None, "path": "some/one.png"}):
+        assert seen(tokenizer, "after", value, tmp_path)[1].lengths.tolist() == [1]
+    assert open_images({"picture": Image.new("L", (3, 4))}, "picture", tmp_path)[0].size == (3, 4)

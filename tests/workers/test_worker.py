@@ -1,0 +1,75 @@
+"""What a start leaves in the run's folder when it fails, and when a resume overrides something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from harness import metrics_of
+
+from distflow.errors import EngineError
+from workers import context
+
+SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
+BREAKS_RANK_1 = """
+import os
+import workers.loop
+
+def build_roles(*_):
+    raise RuntimeError("out of memory")
+
+if os.environ["RANK"] == "1":
+    workers.loop.build_roles = build_roles
+"""
+
+
+def _in_force(folder: Path) -> tuple[dict, dict, dict]:
+    return (yaml.safe_load((folder / "run.yaml").read_text()), yaml.safe_load((folder / "dag.yaml").read_text()),
+            json.loads((folder / "plan.json").read_text()))
+
+
+def test_overrides_of_a_resume_are_kept_for_the_next(launch, workspace):
+    folder = workspace / "runs/on"
+    launch(1, *SFT, "--name", "on", "--set", "steps=2")
+    more = "nodes.update.with={aggregate: seq_mean_token_sum}"
+    launch(1, "--resume", "runs/on", "--set", "steps=4", "--set", more)
+    run, dag, plan = _in_force(folder)
+    assert run["steps"] == 4
+    assert dag["nodes"]["update"]["with"] == {"aggregate": "seq_mean_token_sum"}
+    assert plan["tasks"][0]["settings"] == {"aggregate": "seq_mean_token_sum"}
+    assert plan["digest"] == json.loads((folder / "summary.json").read_text())["plan"]
+    launch(1, "--resume", "runs/on", "--set", "data.batch=3")
+    assert _in_force(folder)[0]["steps"] == 4
+    assert set(metrics_of(folder)) == {1, 2, 3, 4}
+
+
+def test_a_resume_that_cannot_start_changes_nothing(launch, workspace):
+    launch(1, *SFT, "--name", "whole", "--set", "steps=2")
+    before = _in_force(workspace / "runs/whole")
+    done = launch(1, "--resume", "runs/whole", "--set", "roles.actor.model.layers=3", "--set", "steps=3", code=None)
+    assert "cannot be loaded into role `actor`" in done.stderr
+    assert _in_force(workspace / "runs/whole") == before
+
+
+def test_a_start_that_fails_on_one_rank_leaves_no_folder(launch, workspace):
+    (workspace / "breaks.py").write_text(BREAKS_RANK_1)
+    (workspace / "broken.yaml").write_text((workspace / "grpo.yaml").read_text().replace("[brevity]",
+                                                                                         "[brevity, breaks]"))
+    done = launch(2, "--dag", "broken.yaml", "--run-file", "tiny.yaml", code=None)
+    assert done.returncode != 0
+    assert "RuntimeError: out of memory" in done.stderr
+    assert not (workspace / "runs").exists()
+
+
+def test_gpus_are_counted_in_another_process(monkeypatch):
+    """Or the seat could not be forked into workers that use them."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append("here") or 3)
+    assert context._gpus() == 3
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
+    with pytest.raises(EngineError, match="could not be counted"):
+        context._gpus()

@@ -1,0 +1,345 @@
+"""Rewards for what a text says and how: `math`, `format`, `length`.
+
+Reads final answers: where the answer stands in a text, and which number it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from distflow import reward
+from distflow.contracts.decorators import Regex
+from distflow.errors import InvalidInput
+
+MARK = "####"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
+_LONGEST = 1000
+"""Characters of a number; Python turns no more than 4,300 digits into one."""
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]+)"
+_VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
+          rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
+_NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[€£¥]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
+_IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
+_NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
+_BEFORE = re.compile(r"[\w\s.,;:'’€£¥&-]*[=≈]?\s*")
+_AFTER = re.compile(r"[\w\s.,;:'’€£¥%/&-]*(?:(?<=[^\W\d_])!)?")
+_OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
+"""Behind a number: what is no part of a word, as `km/h` and `24-year-old` are."""
+_WORD = re.compile(r"[^\W\d_]+")
+_UNITS = frozenset([
+    "g", "m", "s", "h", "l", "L", "C", "F", "W", "V", "J", "N", "cm", "mm", "km", "nm", "ms", "kg", "mg", "lb", "oz",
+    "ft", "in", "mi", "yd", "ml", "mL", "cl", "dL", "hr", "Hz", "kW", "ha", "pm", "am"])
+_SHORT = _UNITS | frozenset([
+    "a", "A", "I", "an", "at", "be", "by", "go", "he", "He", "if", "If", "in", "In", "is", "it", "It", "my", "of",
+    "on", "On", "per", "so", "So", "to", "To", "up", "us", "US", "we", "We"])
+"""Words of one or two letters that may stand beside a number; others are the names of variables."""
+_LEADS = frozenset([
+    "answer", "result", "total", "value", "sum", "cost", "price", "number", "solution", "is", "are", "was", "were",
+    "be", "equals", "equal", "equaling", "gives", "give", "gave", "get", "gets", "got", "have", "has", "had", "need",
+    "needs", "needed", "make", "makes", "made", "earn", "earns", "earned", "pay", "pays", "paid", "spend", "spends",
+    "spent", "costs", "sell", "sells", "sold", "buy", "buys", "bought", "save", "saves", "saved", "take", "takes",
+    "took", "eat", "eats", "ate", "read", "reads", "walk", "walks", "walked", "run", "runs", "ran", "use", "uses",
+    "used", "want", "wants", "about", "approximately", "roughly", "around", "exactly", "only", "just", "another",
+    "precisely", "altogether", "s", "us", "usd", "eur", "gbp", "inr", "rs", "cad", "aud", "dollars", "therefore",
+    "thus", "hence", "so"])
+"""Words that may stand right before a number."""
+_NOT_BEFORE = frozenset([
+    "or", "not", "no", "nor", "never", "neither", "nothing", "none", "without", "but", "except", "than", "least",
+    "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
+    "negative"])
+_NOT_AFTER = frozenset([
+    "or", "not", "no", "never", "but", "is", "are", "was", "were", "plus", "minus", "add", "added", "subtracted",
+    "divided", "multiplied", "modulo", "mod", "twice", "thrice", "double", "triple", "wrong", "incorrect", "false",
+    "itself", "squared", "cubed", "power", "root", "factorial", "half", "halves", "quarter", "quarters", "third",
+    "thirds", "fourths", "fifth", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenth", "tenths", "hundredth",
+    "hundredths", "thousandth", "thousandths", "dozen", "dozens", "hundreds", "thousands", "millions", "billions"])
+"""Words with which a number is not the answer, or not alone."""
+_NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[€£¥]?\s*\.?[0-9])", re.IGNORECASE)
+_SPACES = re.compile(r"\s+")
+_LABEL = re.compile(r"[:=≈]\s*$")
+_TAIL = re.compile(r"\s+(?:is|was) (?:the|my) (?:(?:final|correct|right) )?answer$")
+_TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_COUNTS = _SCALES.keys() | {
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty", "fifty",
+    "sixty", "seventy", "eighty", "ninety"}
+_PART = r"(?:\{\s*([-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*\}|([0-9]))"
+
+
+def _divided(braced: str, top: str, below: str, bottom: str) -> str:
+    """Return a fraction of LaTeX as a sign and two integers that need not be reduced."""
+    parts = [Fraction(braced or top), Fraction(below or bottom)]
+    places = 10 ** max((len(part.partition(".")[2]) for part in (braced, below)), default=0)
+    whole = [int(abs(part) * places) for part in parts]
+    return f"{'-' if (parts[0] < 0) != (parts[1] < 0) else ''}{whole[0]}/{whole[1]}"
+
+
+_MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
+    (r"[−–]", "-"),
+    (r"\{,\}", ","),
+    (r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle", ""),
+    (r"(?<=[0-9])(?:\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),
+    (r"\\(?:text\w*|math\w+|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (rf"\\[cdt]?frac\s*{_PART}\s*{_PART}", lambda found: f" {_divided(*(part or '' for part in found.groups()))} "),
+    (r"\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([0-9]))(?![0-9])", r"e\1\2"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°", " degrees "),
+    (r"(?:(?<=[A-Za-z]{2})|(?<=[\s0-9]m))\s*(?:\^\s*(?:[23]|\{[23]\})|[²³])", ""),
+    (r"\\approx", "≈"),
+    (r"\\%", "%"),
+    (r"\\\$|\\[()\[\],;: ]|\\quad|[$*_`~\"“”\u00a0\u2009\u202f]", " "),
+))
+"""What says nothing about the value, in this order: patterns, and what comes in their place."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, and whether it was written as a fraction or a percentage."""
+
+    value: Fraction
+    divided: bool = False
+    percent: bool = False
+
+    def answers(self, wanted: Number, strict: bool) -> bool:
+        """Return whether this is the wanted number; if `strict`, a division that is not carried out is no integer."""
+        if strict and self.divided and wanted.value.denominator == 1:
+            return False
+        if self.percent and not wanted.percent:
+            return wanted.value in (self.value, self.value / 100)
+        return self.value == wanted.value
+
+
+def marked(text: str) -> str | None:
+    """Return what stands in the last `\\boxed{}` or behind the last `####`, whichever is later; None without both."""
+    boxes = list(_BOX.finditer(text))
+    hashes = text.rfind(MARK)
+    if boxes and boxes[-1].start() > hashes:
+        return _inside(text[boxes[-1].end() :])
+    return None if hashes < 0 else text[hashes + len(MARK) :].strip()
+
+
+def number(text: str) -> Number | None:
+    """Return the number that a final answer gives; None if it gives none, several, or an expression.
+
+    It may be written with a sign, thousands separators, decimals, as a fraction, mixed or scientific number, in LaTeX
+    or Markdown, as a percentage, with a currency, with units and some words around it and remarks in parentheses
+    behind it.
+    """
+    if len(text) > _LONGEST:
+        return None
+    plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
+    found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
+    if not found or not _leads(found["before"]) or not _follows(found["after"]):
+        return None
+    unit = _WORD.findall(found["after"].lower())
+    scale = _SCALES.get(unit[0], 1) if unit else 1
+    if _COUNTS & set(unit[1 if scale > 1 else 0 :]):
+        return None
+    value = _value(found["value"]) * scale * (-1 if found["sign"] == "-" else 1)
+    percent = found["after"].strip().startswith("%") or unit[:1] == ["percent"]
+    return Number(value, "/" in found["value"], percent)
+
+
+def reference_number(text: str) -> Number | None:
+    """Return the number that a reference is, or None: it is read more strictly, as `3a` and `(2,100)` are none.
+
+    It may have a currency, a percent sign, a unit and words in `\text{}`, but no remark, variable or words before it.
+    """
+    bare = _without_markup(_TEXT.sub(" ", text[:_LONGEST]))
+    glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
+    words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
+    if "(" in bare or (glued and len(glued[1]) < 2) or (glued and glued[1] not in _UNITS):
+        return None
+    if any(len(word) == 1 or (len(word) == 2 and word not in _SHORT) for word in words):
+        return None
+    return None if re.match(r"[^0-9]*[^\W\d_]", bare) else number(text)
+
+
+def last_number(text: str) -> Number | None:
+    """Return the last number of a text, wherever it stands."""
+    found = [match[0] for match in _IN_TEXT.finditer(_without_markup(text[-_LONGEST:]))]
+    return number(found[-1]) if found else None
+
+
+def last_sentence(text: str) -> str:
+    """Return the last sentence of the last line."""
+    lines = text.strip().splitlines()
+    return re.split(r"(?<=[.!?])\s+", lines[-1].strip())[-1] if lines else ""
+
+
+def _inside(text: str) -> str:
+    """Return what is between the first brace and its partner, or the first word; "" if the brace is never closed."""
+    if not text.startswith("{"):
+        return re.match(r"\w*", text)[0]
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign == "{") - (sign == "}")
+        if not depth:
+            return text[1:place].strip()
+    return ""
+
+
+def _without_markup(text: str) -> str:
+    """Remove what says nothing about the value; blanks are single before the patterns see them and afterwards."""
+    text = _SPACES.sub(lambda found: found[0] if len(found[0]) == 1 else " ", text)
+    for pattern, to in _MARKUP:
+        text = pattern.sub(to, text)
+    return _SPACES.sub(" ", text)
+
+
+def _without_remarks(text: str) -> str:
+    """Remove what stands in parentheses behind a blank; where they hold the whole text, remove only them."""
+    whole = re.fullmatch(r"\s*\(([^(),]*)\)\s*", text)
+    return whole[1] if whole else re.sub(r"(?<=\s)\([^()]*\)", " ", text)
+
+
+def _leads(before: str) -> bool:
+    """Return whether a number may stand behind these words, or behind the name of a variable, as in `x = 24`."""
+    before = re.sub(r"(?<=\w)['’]s\b", " is", before)
+    if _NAME.fullmatch(before):
+        return True
+    words = _WORD.findall(before)
+    lower = [word.lower() for word in words]
+    if (not _BEFORE.fullmatch(before) or before.rstrip().endswith(("-", "&")) or _NOT_BEFORE & set(lower)
+        or any(len(word) < 3 and word not in _SHORT and word.lower() not in _LEADS for word in words)):
+        return False
+    if lower[-2:-1] and lower[-1] == "of":
+        lower.pop()
+        return lower[-1] in ("answer", "total", "cost", "value", "result")
+    return not lower or lower[-1] in _LEADS or _LABEL.search(before) is not None
+
+
+def _follows(after: str) -> bool:
+    """Return whether what stands behind a number are units and words that leave it what it is."""
+    words = _WORD.findall(after)
+    lower = [word.lower() for word in words]
+    return (_AFTER.fullmatch(after) is not None and not _OPERATOR.search(after) and not _NOT_AFTER & set(lower)
+            and "times" not in lower[:-1] and lower[:1] not in (["a"], ["i"]) and lower[-1:] not in (["a"], ["i"])
+            and all(len(word) > 2 or word in _SHORT for word in words))
+
+
+def _value(text: str) -> Fraction:
+    whole, _, rest = text.replace(",", "").rpartition("/")
+    if not whole:
+        return Fraction(rest)
+    *before, top = whole.split()
+    return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
+
+
+_LONG = re.compile(r"[-+]?[0-9.,]{1000,}")
+"""A number of so many digits is compared as text."""
+
+
+def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:
+    """Return what `math` gives where it has only numbers to compare; None where it must compute."""
+    wanted, given = _final_answers(completion, answer)
+    expected = reference_number(wanted)
+    if given is None:
+        found = None if strict else last_number(completion)
+        return float(found is not None and expected is not None and found.answers(expected, strict))
+    if given and given == wanted:
+        return 1.0
+    if expected is None:
+        return 0.0 if _LONG.fullmatch(wanted) else None
+    found = _given_number(completion, given)
+    if found is not None:
+        return float(found.answers(expected, strict))
+    return 0.0 if strict or _LONG.fullmatch(given) else None
+
+
+@reward(timeout=10.0, shortcut=_without_a_process)
+def math(completion: str, answer: str, *, strict: bool = True) -> float:
+    """1.0 if the completion's final answer equals the reference's, else 0.0.
+
+    The final answer is what stands in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later. A
+    completion without either has none, unless the reference has no `####` either: then it is the whole text, or its
+    last sentence.
+
+    Where the reference is a number, the answer must be one: see `number` for how it may be
+    written. Numbers are compared exactly. `50%` answers 50 and 0.5, and `1/2` answers 0.5, but `48/2` does not answer
+    24. Anything else (LaTeX, sets, equations) is compared by math-verify.
+    `tests/workers/isolation/rewards/answers.jsonl` lists forms of answers with the verdicts of other graders.
+
+    Args:
+        strict: False also takes what is merely equal to a number that was asked for, as `13-7` for 6, and the last
+            number of a completion in which no answer is marked.
+    """
+    verdict = _without_a_process(completion, answer, strict=strict)
+    if verdict is not None:
+        return verdict
+    wanted, given = _final_answers(completion, answer)
+    return float(_equal(wanted, given))
+
+
+def _wrong_form(pattern: str | None = None, tags: list[str] | None = None) -> str:
+    return "takes a `pattern` or `tags`, not both" if pattern is not None and tags is not None else ""
+
+
+def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = None) -> str:
+    if (cap is None) == (target is None):
+        return "needs a `cap` or a `target`\nreward: {length: {cap: 1024, margin: 256}}"
+    if target is not None and (target < 1 or margin):
+        return f"needs a `target` of at least 1, without `margin`, not {target} and {margin}"
+    return "" if cap is None or 0 <= margin <= cap else f"needs a `margin` from 0 to its cap of {cap}, not {margin}"
+
+
+@reward(check=_wrong_form)
+def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None) -> float:  # noqa: A001
+    """1.0 if the completion has the form, else 0.0.
+
+    Args:
+        pattern: a regular expression for the whole completion; `.` stands for line ends too.
+        tags: names of the elements that the completion consists of, each once and in this order, with nothing but
+            space between them; default `[think, answer]`, unless there is a pattern.
+    """
+    if wrong := _wrong_form(pattern, tags):
+        raise InvalidInput(f"reward `format` {wrong}")
+    if pattern is not None:
+        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    tags = ["think", "answer"] if tags is None else tags
+    if any(completion.count(mark) != 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
+        return 0.0
+    whole = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
+    return float(re.fullmatch(rf"\s*{whole}\s*", completion, re.DOTALL) is not None)
+
+
+@reward(in_rank=True, check=_wrong_length)
+def length(response: list[int], *, cap: int | None = None, margin: int = 0, target: int | None = None) -> float:
+    """Between 0.0, for a good length in tokens, and -1.0.
+
+    With `cap`, a response is good up to `cap - margin` tokens; from there it falls in a straight line to -1.0 at
+    `cap` (the soft overlong punishment of DAPO, Yu et al. 2025, eq. 13). With `target`, it falls by
+    |tokens - target| / target.
+    """
+    if wrong := _wrong_length(cap, margin, target):
+        raise InvalidInput(f"reward `length` {wrong}")
+    if target is not None:
+        return -min(1.0, abs(len(response) - target) / target)
+    over = len(response) - (cap - margin)
+    return -min(1.0, max(0.0, over / margin)) if margin else -float(over > 0)
+
+
+def _final_answers(completion: str, answer: str) -> tuple[str, str | None]:
+    """Return the final answers of the reference and of the completion; None where the completion has none."""
+    wanted, given = marked(answer), marked(completion)
+    if given is None and MARK not in answer:
+        given = completion.strip()
+    return answer.strip() if wanted is None else wanted, given
+
+
+def _given_number(completion: str, given: str) -> Number | None:
+    """Read the first line behind a mark; without a mark the whole text, or else its last sentence."""
+    if marked(completion) is not None:
+        return number(given.split("\n")[0])
+    return number(given) or number(last_sentence(given))
+
+
+@functools.lru_cache(maxsize=65536)
+def _equal(wanted: str, given: str) -> bool:
+    from math_verify import parse, verify  # loads sympy: only answers that are no numbers pay for it
+
+    return bool(verify(parse(f"${wanted}$"), parse(f"${given}$")))

@@ -1,0 +1,238 @@
+"""From a recipe and the columns of a batch to rewards, and to what has become of those that failed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
+from distflow.contracts.rewards import SHIPPED, Path, Recipe, RewardContract, Term, read_recipe, reward_contract
+from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
+from distflow.telemetry.metrics import Metrics, recording
+from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
+from workers.isolation.rewards_worker import at_once
+from workers.isolation.user_code import FailureStreak
+
+Columns = dict[str, Sequence[Any]]
+Found = dict[tuple[int, int], float | FailedSample]
+"""By number of the call and of the row."""
+Reported = Sequence[Any]
+"""Name, sum and count."""
+_pools: dict[float, RewardPool] = {}
+"""By the memory that a process may have. Nodes and validation share them."""
+
+
+@dataclass
+class Scores:
+    """What a batch has earned. `rewards` [B] is 0.0 where `keep` [B] is False: a reward of that row has failed."""
+
+    rewards: list[float]
+    keep: list[bool]
+    of_term: dict[str, list[float]] = field(default_factory=dict)
+    """By name of a reward, what it has given before its weight, of the rows whose it is."""
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """[B]: the same by row."""
+    failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)
+    """Name of the reward, place of the row, and why."""
+    retried: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+    metrics: list[Reported] = field(default_factory=list)
+    """What rewards have reported by `metric`."""
+
+
+class Scorer:
+    """Scores batches by one recipe. It counts how many samples in a row have come to nothing."""
+
+    def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
+                 patience: int = 3):
+        self.recipe, flaws = read_recipe(recipe)
+        for flaw in flaws:
+            raise InvalidInput(Diagnostic(flaw.what, None, flaw.hint))
+        self.functions = {term.name: find_reward(term.name) for term in self.recipe.terms}
+        self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
+        self.calls, self.call_of = _distinct(self.recipe.terms)
+        self.pool = _pool(workers or _sensible_number(), memory_gib)
+        self.limit, self.patience, self.failures = limit, patience, FailureStreak()
+
+    def score(self, columns: Columns, names: Sequence[int]) -> Scores:
+        """The rewards of all rows. `names` [B]: what a row is called where people read it.
+
+        Raises:
+            InvalidInput: a row has a source for which the recipe says nothing.
+        """
+        start = time.perf_counter()
+        terms = _terms_of_rows(self.recipe, columns, len(names), names)
+        results: Found = {}
+        jobs: list[Job] = []
+        reported: list[Reported] = []
+        places: list[tuple[int, int]] = []
+        for call, term in enumerate(self.calls):
+            rows = [row for row, own in enumerate(terms) if any(self.call_of[each.path] == call for each in own)]
+            if rest := self._at_once(call, rows, columns, results, reported):
+                keys = list(range(len(places), len(places) + len(rest)))
+                jobs.append(_job(term, self.functions[term.name], self.contracts[term.name], columns, rest, keys))
+                places += [(call, row) for row in rest]
+        done = self.pool.run(jobs, self.limit)
+        results |= {places[key]: value for key, value in done.values.items()}
+        scores = _combine(terms, self.call_of, results)
+        scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
+        scores.seconds = time.perf_counter() - start
+        return scores
+
+    def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found,
+                 reported: list[Reported]) -> list[int]:
+        """What the rank itself can say in no time; the rows that are left. Where a shortcut fails, the function is
+        asked."""
+        term = self.calls[call]
+        function, contract = self.functions[term.name], self.contracts[term.name]
+        marks: RewardMarks = function.__distflow_reward__
+        quick = function if marks.in_rank else marks.shortcut
+        if quick is None or contract.batched or inspect.iscoroutinefunction(function):
+            return rows
+        positional, names = _parameters(contract, columns)
+        how = {"positional": positional, "names": names, "settings": term.settings}
+        rest = []
+        for row, arguments in zip(rows, _arguments(contract, columns, rows)):
+            own = Metrics()
+            with recording(own):
+                value = at_once(quick, how, arguments)
+            if isinstance(value, float):
+                results[call, row] = value
+                reported += own.means()
+            elif marks.in_rank:
+                results[call, row] = FailedSample(value or "returned None, not a finite number")
+            else:
+                rest.append(row)
+        return rest
+
+    def count(self, scores: Scores, step: int) -> None:
+        """Note whether anything is left of a batch, which may be a part of its step.
+
+        Raises:
+            RewardsFailed: with it nothing is left of `patience` steps' worth of samples in a row.
+        """
+        steps = self.failures.count(step, len(scores.keep), scores.keep.count(False))
+        if steps < self.patience:
+            return
+        name, _, failed = scores.failures[-1]
+        where = self.contracts[name].where
+        raise RewardsFailed(f"no sample of {steps:.0f} steps in a row has a reward on this rank: there is nothing to "
+                            f"learn from. The last: {shown(where.file)}:{where.line}: reward `{name}` "
+                            f"{failed.reason}\n{failed.trace}".rstrip())
+
+
+def find_reward(name: str) -> Any:
+    """The registered reward function.
+
+    Raises:
+        InvalidInput: there is none of that name.
+    """
+    if name not in REWARDS:
+        for module in SHIPPED:
+            load_module(module)
+    if name not in REWARDS:
+        raise InvalidInput(f"there is no reward `{name}`. {did_you_mean(name, REWARDS)}")
+    return REWARDS[name]
+
+
+def report(scores: Scores, names: Sequence[int]) -> str:
+    """One line about the rows that failed; "" if none has."""
+    if not scores.failures:
+        return ""
+    lost, every = scores.keep.count(False), "EVERY ONE" if not any(scores.keep) else ""
+    parts = []
+    for name in dict.fromkeys(name for name, _, _ in scores.failures):
+        mine = [(row, failed) for other, row, failed in scores.failures if other == name]
+        reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
+        first = next(row for row, failed in mine if failed.reason == reason)
+        more = f", and {count - 1} more" if count > 1 else ""
+        parts.append(f"reward `{name}` {_one_line(reason)} (sample {names[first]}{more})")
+    return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _pool(size: int, memory_gib: float) -> RewardPool:
+    if memory_gib not in _pools:
+        _pools[memory_gib] = RewardPool(size, memory_gib)
+    _pools[memory_gib].size = max(_pools[memory_gib].size, size)
+    return _pools[memory_gib]
+
+
+def _sensible_number() -> int:
+    """As many as this rank has cores to itself; two at least, so that one that hangs does not stop the rest."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(8, max(2, cores))
+
+
+def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[int]) -> list[tuple[Term, ...]]:
+    if not recipe.by:
+        return [recipe.branches[""]] * rows
+    sources = columns[recipe.by]
+    for row, source in enumerate(sources):
+        if recipe.of(source) is None:
+            raise InvalidInput(f"`{recipe.by}` of row {names[row]} is {source!r}, for which no reward is given. "
+                               f"{did_you_mean(source, recipe.branches, 'There are rewards for')}")
+    return [recipe.branches[source] for source in sources]
+
+
+def _distinct(terms: list[Term]) -> tuple[list[Term], dict[Path, int]]:
+    """The calls to make, and which one each term (by its path) wants: branches may share them."""
+    calls: list[Term] = []
+    call_of: dict[Path, int] = {}
+    for term in terms:
+        alike = (number for number, call in enumerate(calls) if (call.name, call.timeout, call.retries, call.settings)
+                 == (term.name, term.timeout, term.retries, term.settings))
+        call_of[term.path] = next(alike, len(calls))
+        if call_of[term.path] == len(calls):
+            calls.append(term)
+    return calls, call_of
+
+
+def _arguments(contract: RewardContract, columns: Columns, rows: list[int]) -> list[list[Any]]:
+    given = [columns[read.name] for read in contract.columns.values() if read.name in columns]
+    return [[column[row] for column in given] for row in rows]
+
+
+def _parameters(contract: RewardContract, columns: Columns) -> tuple[int, list[str]]:
+    """How many arguments go by position, and the names of the others: a column before them is not there."""
+    there = [read.name in columns for read in contract.columns.values()]
+    positional = there.index(False) if False in there else len(there)
+    return positional, [name for name, read in contract.columns.items() if read.name in columns][positional:]
+
+
+def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, rows: list[int],
+         keys: list[int]) -> Job:
+    marks: RewardMarks = function.__distflow_reward__
+    positional, names = _parameters(contract, columns)
+    arguments = _arguments(contract, columns, rows)
+    if contract.batched:
+        arguments = [[list(values) for values in zip(*arguments)]]
+    return Job(term.name, function.__module__, arguments, keys, term.settings,
+               marks.timeout if term.timeout is None else term.timeout,
+               marks.retries if term.retries is None else term.retries, marks.concurrency, contract.batched,
+               inspect.iscoroutinefunction(function), positional, names)
+
+
+def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: Found) -> Scores:
+    scores = Scores([0.0] * len(terms), [True] * len(terms), parts=[{} for _ in terms])
+    for row, own in enumerate(terms):
+        for term in own:
+            found = results[call_of[term.path], row]
+            if isinstance(found, FailedSample):
+                scores.keep[row] = False
+                scores.failures.append((term.name, row, found))
+            else:
+                scores.rewards[row] += term.weight * found
+                scores.of_term.setdefault(term.name, []).append(found)
+                scores.parts[row][term.name] = found
+        scores.rewards[row] *= scores.keep[row]
+    return scores
