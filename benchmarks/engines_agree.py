@@ -68,7 +68,7 @@ class Pair:
         """A step that moves every weight, and its weights in the rollout and in the plain model."""
         rows = Batch(torch.arange(4), {"prompts": prompts(), "responses": prompts()})
         self.trainer.update(rows, lambda logprobs, *_: -logprobs.sum() / 10, 1.0, 0)
-        self.rollout.load(self.trainer.export(self.rollout.dtype, self.rollout.places()), self.trainer.version)
+        self.rollout.load(self.trainer.export(self.rollout.dtype, self.rollout.weight_buffers()), self.trainer.version)
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, whole in self.trainer.export():

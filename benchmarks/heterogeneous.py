@@ -74,14 +74,14 @@ class Cell:
 
 def verl(problem: Problem, idle: bool = False) -> Problem:
     """All tasks take turns, in equal shares, on all devices or (`idle`) on the best part of them."""
-    together = (tuple(range(len(problem.works))),)
+    together = (tuple(range(len(problem.tasks))),)
     return replace(problem, freedom=Freedom(groupings=(together,), assignment=idle, balance=False))
 
 
 def stream_rl(problem: Problem) -> Problem:
     """Generation on one pool, all else on another, in equal shares."""
-    numbers = range(len(problem.works))
-    sides = tuple(tuple(number for number in numbers if (problem.works[number].kind == GENERATE) == generates)
+    numbers = range(len(problem.tasks))
+    sides = tuple(tuple(number for number in numbers if (problem.tasks[number].kind == GENERATE) == generates)
                   for generates in (True, False))
     return replace(problem, freedom=Freedom(groupings=(sides,), balance=False))
 
@@ -94,7 +94,7 @@ def seconds(problem: Problem, budget: int, seed: int = 0) -> float:
 
 def without(problem: Problem, decision: str, budget: int) -> float:
     """Ours with one of the four decisions switched off."""
-    together = (tuple(range(len(problem.works))),)
+    together = (tuple(range(len(problem.tasks))),)
     if decision == "strategy":  # the best single cut for all tasks
         return min(seconds(replace(problem, freedom=Freedom(cut=cut)), budget // 4) for cut in CUTS)
     freedom = {"grouping": Freedom(groupings=(together,)), "assignment": Freedom(assignment=False),

@@ -91,7 +91,7 @@ def sixty_four(cluster: str, problem: Problem) -> tuple[float, bool]:
     found, quick = timed(lambda: searched(problem))
     answer, slow = timed(lambda: proven(problem, found.placement))
     above = found.placement.seconds / answer.bound - 1
-    print(f"64 devices ({cluster}), {len(problem.works)} tasks, {problem.mode}: hybrid {found.placement.seconds:.2f} s "
+    print(f"64 devices ({cluster}), {len(problem.tasks)} tasks, {problem.mode}: hybrid {found.placement.seconds:.2f} s "
           f"in {quick:.2f} s; proof {answer.placement.seconds:.2f} s, bound {answer.bound:.2f} s, in {slow:.1f} s "
           f"({answer.programs} programs); hybrid {above:.2%} above the bound, {slow / quick:.0f}x faster", flush=True)
     return slow / quick, above <= NEAR

@@ -186,7 +186,7 @@ def reshard(bench: Bench, rollout: HFRollout, trainer: FSDPEngine) -> Part:
 
     def work() -> None:
         nonlocal moved
-        moved = rollout.load(trainer.export(rollout.dtype, rollout.places()), trainer.version)
+        moved = rollout.load(trainer.export(rollout.dtype, rollout.weight_buffers()), trainer.version)
 
     seconds = bench.repeated(work)
     ranks = dist.get_world_size()

@@ -22,7 +22,7 @@ class PlainCopy:
 
     def __init__(self, case: Case, rank: int, out: bool = False):
         self.case, self.rank, self.out = case, rank, out
-        self.neighbours, self.warehouse = HostGroup(rank, 60.0), SharedMemoryPool(rank)
+        self.host_group, self.pool = HostGroup(rank, 60.0), SharedMemoryPool(rank)
         self.got = np.empty(0, dtype=np.uint8)
 
     def load(self, ids: Tensor, columns: Columns) -> None:
@@ -33,15 +33,15 @@ class PlainCopy:
         self.pieces = {rank: [np.array_split(part, len(self.consumers))[number] for part in raw]
                        for number, rank in enumerate(self.consumers)}
         sizes = {rank: sum(map(len, pieces)) for rank, pieces in self.pieces.items()}
-        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.neighbours.gather(msgpack.packb(sizes))]
+        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.host_group.gather(msgpack.packb(sizes))]
         self.sizes = {rank: [said[rank] for said in told] for rank in self.consumers}
         wanted = sum(self.sizes.get(self.rank, [0]))
-        if wanted > max((shelf.size for shelf in self.warehouse.stock().shelves), default=0):
-            self.warehouse.add(wanted)
+        if wanted > max((segment.size for segment in self.pool.notice().segments), default=0):
+            self.pool.add(wanted)
             self.got = np.zeros(wanted, dtype=np.uint8)
         stocks = [PoolNotice.unpack(msgpack.unpackb(part))
-                  for part in self.neighbours.gather(msgpack.packb(self.warehouse.stock()))]
-        self.memory = {rank: self.warehouse.open(stocks, rank, stocks[rank].shelves[-1].number)
+                  for part in self.host_group.gather(msgpack.packb(self.pool.notice()))]
+        self.memory = {rank: self.pool.open(stocks, rank, stocks[rank].segments[-1].number)
                        for rank in self.consumers}
 
     def move(self) -> None:
@@ -50,7 +50,7 @@ class PlainCopy:
             for piece in self.pieces[rank]:
                 target[position : position + len(piece)] = memoryview(piece)
                 position += len(piece)
-        self.neighbours.meet()
+        self.host_group.barrier()
         if self.out and self.rank in self.consumers:
             size = sum(self.sizes[self.rank])
             memoryview(self.got)[:size] = memoryview(self.memory[self.rank])[:size]
@@ -62,7 +62,7 @@ class PlainCopy:
             SystemExit: they differ.
         """
         sent = {rank: zlib.crc32(b"".join(map(bytes, pieces))) for rank, pieces in self.pieces.items()}
-        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.neighbours.gather(msgpack.packb(sent))]
+        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.host_group.gather(msgpack.packb(sent))]
         if self.rank in self.consumers:
             arrived, position = self.got if self.out else self.memory[self.rank], 0
             for said, size in zip(told, self.sizes[self.rank]):

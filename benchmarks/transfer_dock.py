@@ -89,7 +89,7 @@ class Driver:
         self.children = [start(self.token) for _ in range(2)]
         self.addresses = [child.address for child in self.children]
         with DockClient(self.addresses, self.token, "driver", patience=_WAIT) as dock:
-            dock.meet((Consumer("update", _COLUMNS),))
+            dock.configure((Consumer("update", _COLUMNS),))
         self.clients: list[tuple[Any, Connection]] = []
         self.next = 0
 
@@ -155,7 +155,7 @@ def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     services = [StorageShardServer(token) for _ in range(warehouses)]
     batch = batch_of(torch.arange(rows), mean)
     with DockClient([service.start() for service in services], token, "counter") as dock:
-        dock.meet((Consumer("update", _COLUMNS),))
+        dock.configure((Consumer("update", _COLUMNS),))
         dock.put(batch)
         lease = dock.lease("update", rows, wait=_WAIT)
         dock.fetch(lease)

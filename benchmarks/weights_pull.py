@@ -76,15 +76,15 @@ class Trainer:
     def open(self, said: dict[str, Any]) -> dict[str, Any]:
         """What the raw transports need to know."""
         if "worker" in said:
-            self.outlet = transports("ucx", self.publisher.buffers, b"")["ucx"].outlet(said)
-            return self.outlet.reply
+            self.source_end = transports("ucx", self.publisher.buffers, b"")["ucx"].source_end(said)
+            return self.source_end.reply
         return {"port": self.server.getsockname()[1]}
 
     def accept(self) -> None:
         self.sock = self.server.accept()[0]
 
     def lend(self) -> dict[str, Any]:
-        return {"process": os.getpid(), "place": list(self.publisher.buffers.place(self.memory))}
+        return {"process": os.getpid(), "place": list(self.publisher.buffers.address_of(self.memory))}
 
     def send(self, way: str) -> None:
         """All of it, when the other side has said that it is ready."""
@@ -92,7 +92,8 @@ class Trainer:
         if way == "tcp":
             self.sock.sendall(memoryview(self.memory))
         for begin in range(0, len(self.memory) if way == "ucx" else 0, _PART):
-            self.outlet.end.move(self.outlet.end.endpoint.tag_send, self.memory[begin : begin + _PART], lambda _: None)
+            self.source_end.end.move(self.source_end.end.endpoint.tag_send, self.memory[begin : begin + _PART],
+                                     lambda _: None)
 
     @property
     def memory(self) -> numpy.ndarray:
@@ -104,7 +105,7 @@ class Rollout:
 
     def __init__(self, store: dist.Store, token: bytes):
         self.puller = Puller(store, token, "rollout")
-        self.windows = MappedBuffers(self.puller.buffers)
+        self.mapped_buffers = MappedBuffers(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
 
     def pull(self, way: str) -> float:
@@ -127,18 +128,19 @@ class Rollout:
         self.puller.buffers.trim()
 
     def begin(self) -> dict[str, Any]:
-        self.inlet = transports("ucx", self.puller.buffers, b"")["ucx"].inlet({}, 60.0)
-        return self.inlet.said
+        self.puller_end = transports("ucx", self.puller.buffers, b"")["ucx"].puller_end({}, 60.0)
+        return self.puller_end.hello
 
     def connect(self, port: int, reply: dict[str, Any] | None) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port))
         if reply is not None:
-            self.inlet.met(reply)
+            self.puller_end.connect(reply)
 
     def raw(self, way: str, size: int, lent: dict[str, Any]) -> float:
         """Into the staging memory that the next pull that moves bytes will use."""
         target = self.puller.buffers.take(size)
-        source = self.windows.open(lent["process"], BufferAddress(*lent["place"]))[:size] if way == "memory" else None
+        source = self.mapped_buffers.open(lent["process"],
+                                          BufferAddress(*lent["place"]))[:size] if way == "memory" else None
         view = memoryview(target)
         if source is not None:
             source[::4096].max()  # its pages are mapped, as those of a source that was pulled from before
@@ -148,14 +150,15 @@ class Rollout:
         else:
             self.sock.sendall(b"x")
         for begin in range(0, size if way == "ucx" else 0, _PART):
-            self.inlet.end.move(self.inlet.end.endpoint.tag_recv, target[begin : begin + _PART], lambda _: None)
+            self.puller_end.end.move(self.puller_end.end.endpoint.tag_recv, target[begin : begin + _PART],
+                                     lambda _: None)
         while way == "tcp" and filled < size:
             filled += self.sock.recv_into(view[filled:])
         return time.perf_counter() - begun
 
     def copy(self, size: int) -> float:
         """Memory to memory, both of this process."""
-        target, source = self.puller.buffers.take(size), self.puller.whole.holding.memory[0]
+        target, source = self.puller.buffers.take(size), self.puller.whole.chunks.memory[0]
         begun = time.perf_counter()
         memoryview(target)[:] = memoryview(source)[:size]
         return time.perf_counter() - begun

@@ -66,8 +66,8 @@ class Rollout:
 
     def pull(self, version: int, relays: bool) -> float:
         """Seconds until it is here. Without relays only trainer ranks are seen."""
-        puller.ordered = _ORDERED if relays else _trainers
-        puller.ChunkGatherer._successor = _SUCCESSOR if relays else lambda *_: None
+        puller.order_sources = _ORDERED if relays else _trainers
+        puller.ChunkPuller._successor = _SUCCESSOR if relays else lambda *_: None
         begun = time.monotonic()
         weights = self.puller.pull(least=version)
         seconds = time.monotonic() - begun
@@ -77,7 +77,7 @@ class Rollout:
         return seconds
 
 
-_ORDERED, _SUCCESSOR = puller.ordered, puller.ChunkGatherer._successor
+_ORDERED, _SUCCESSOR = puller.order_sources, puller.ChunkPuller._successor
 
 
 def _trainers(*given: Any) -> Sequence[Any]:

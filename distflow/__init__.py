@@ -6,6 +6,7 @@ The public names; each is loaded when it is first used, so that `import distflow
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 __version__ = "0.1.0"
@@ -25,10 +26,15 @@ _HOMES = {
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
 }
+_RENAMED = {"Alarm": "Alert"}
+"""Old public names, which still work, with a warning that names the new one."""
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"distflow.{name} is now called distflow.{_RENAMED[name]}", FutureWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'distflow' has no attribute {name!r}; it has {', '.join(_HOMES)}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,12 +1,12 @@
-"""Everything that distflow raises on purpose.
+"""Exceptions that distflow raises on purpose, and the diagnostics that they carry.
 
 DistflowError
-├── InvalidInput      something that the user wrote cannot work; carries every mistake found, exit code 2
+├── InvalidInput      something that the user wrote cannot work; carries every mistake found; exit code 2
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
-├── CheckpointError   a checkpoint is torn, missing or of another run
+├── CheckpointError   a checkpoint is incomplete, missing or of another run
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
-├── StepFailed        a detector finds a step wrong, and is set to have it done again
+├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
 └── RankMissing       a rank ended, or did not come in time, while others waited for it
 """
@@ -19,22 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ALIKE = 0.6
-"""How much of two words must agree (difflib's ratio) for one to be proposed in place of the other."""
+"""Similarity (difflib's ratio) from which a word is proposed in place of another."""
 _LISTED = 30
 
 
 class DistflowError(Exception):
-    """Root of the tree. Catch it to catch everything that distflow raises on purpose."""
+    """Base of everything that distflow raises on purpose."""
 
     passing = True
-    """Whether a worker that starts again may be spared the error."""
+    """Whether a restarted worker may not meet the error again."""
     elsewhere = False
-    """Whether the cause lies in another process, and says nothing about this one's program."""
+    """Whether the cause is in another process."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """A place in a file: `line` and `column` count from 1; `text` is the whole line; `length` is what to underline."""
+    """Location in a file: `line` and `column` count from 1; `text` is the whole line; `length` is what to underline."""
 
     file: str
     line: int = 0
@@ -46,7 +46,7 @@ class Location:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def excerpt(self, width: int = 110) -> str:
-        """The line with its number, a long one cut around the underlined part."""
+        """Return the line with its number, cut around the underlined part if it is long."""
         if not self.line or not self.text.strip():
             return ""
         indent = len(self.text) - len(self.text.lstrip())
@@ -61,24 +61,24 @@ class Location:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One thing that is wrong: what, where, and what to write instead."""
+    """One mistake: what is wrong, where, and what to write instead."""
 
     what: str
     where: Location | None = None
     hint: str = ""
     lines: tuple[Location, ...] = ()
-    """More lines to show, for a mistake that several lines make together."""
+    """Lines to show in place of `where`, for a mistake that several lines make together."""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         head += "" if head.endswith((".", ":", "?", "\n")) else "."
         shown = self.lines or ((self.where,) if self.where else ())
-        excerpt = "\n".join(filter(None, (spot.excerpt() for spot in shown)))
+        excerpt = "\n".join(filter(None, (location.excerpt() for location in shown)))
         return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part).rstrip()
 
 
 class InvalidInput(DistflowError):
-    """Something that the user wrote cannot work. `mistakes` holds all of them; correct them and start again."""
+    """Mistakes in what the user wrote. `mistakes` holds all of them."""
 
     passing = False
 
@@ -102,7 +102,7 @@ class EngineError(DistflowError):
 
 
 class CheckpointError(DistflowError):
-    """A checkpoint is torn, missing, or of another run. Resume from an older one, or start anew."""
+    """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
 
 
 class Disagreement(DistflowError):
@@ -110,13 +110,12 @@ class Disagreement(DistflowError):
 
 
 class StepFailed(DistflowError):
-    """A detector finds a step wrong, and its setting `restart` says that it is to be done again. If that ends the run,
-    look at the step's rows, or take the setting out."""
+    """A detector refuses a step, and its setting `restart` asks for the step to be repeated. If that ends the run, look
+    at the step's rows, or take the setting out."""
 
 
 class RewardsFailed(DistflowError):
-    """No sample of several steps in a row has a reward, since all rewards, or the environments that samples converse
-    with, have failed. Mend the one that is named."""
+    """Rewards, or the environments that samples converse with, failed for every sample of several steps in a row."""
 
     passing = False
 
@@ -133,27 +132,27 @@ class RankMissing(DistflowError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that was probably meant."""
+    """Return the one of `known` that was probably meant; None if none is similar."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_ALIKE)
     return near[0] if near else None
 
 
 def did_you_mean(word: str, known: Iterable[str], listed: str = "Known") -> str:
-    """`Did you mean …?` followed by what there is; empty if there is nothing to choose from."""
+    """Return `Did you mean …?` followed by what there is; "" if there is nothing to choose from."""
     known = list(known)
     near = nearest(word, known)
     return " ".join(part for part in (f"Did you mean `{near}`?" if near else "", listing(known, listed)) if part)
 
 
 def listing(known: Iterable[str], label: str = "Known") -> str:
-    """`Known: a, b, c.`; a long list is cut."""
+    """Return `Known: a, b, c.`; a long list is cut."""
     known = list(known)
     more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
     return f"{label}: {', '.join(known[:_LISTED])}{more}." if known else ""
 
 
 def shown(path: Path | str) -> str:
-    """A path as short as it can be said: relative if it lies below the current folder."""
+    """Return a path for messages: relative if it is below the current folder."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except ValueError:

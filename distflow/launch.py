@@ -1,7 +1,12 @@
-"""The front door: `torchrun --nproc-per-node 2 distflow/launch.py --dag grpo.yaml`.
+"""Program of every rank: `torchrun --nproc-per-node 2 distflow/launch.py --dag grpo.yaml`.
 
-Every rank loads the same files, computes the same plan and starts one worker. Nothing heavy is imported before
-the files are known to be right.
+    load_spec         DAG, run and cluster files, the same on every rank
+    run_elastic       with --board: join a round of machines, run_ranks, join the next one
+    run_ranks         compute the plan, choose the run's folder, then one of
+      run_supervised    a supervisor in this process, which forks workers and restarts them
+      run_in_process    the worker in this process, for debuggers and --export
+
+Nothing heavy is imported before the files are known to be right.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     # Run as a file, Python puts distflow/ itself on the path; its modules must be found as distflow.NAME only.
-    sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "distflow")]
+    sys.path[:] = [str(ROOT), *(folder for folder in sys.path if Path(folder or ".").resolve() != ROOT / "distflow")]
     if "--in-process" not in sys.argv:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
@@ -32,7 +37,7 @@ from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
-from distflow.recovery.checkpoint_files import whole  # noqa: E402
+from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.run_folder import choose, read_launch  # noqa: E402 - needs the path above
 
@@ -42,14 +47,14 @@ if TYPE_CHECKING:
 INVALID = 2
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
-"""Records of a dataset that are read before the start, evenly spread, and those whose images are read; a bad one among
-the others ends the run later."""
+"""Limits of the records that are read before the start, evenly spread, and of those whose images are read; a bad record
+among the others ends the run later."""
 _PASSES = 100
 _ROWS = 1_000_000
 """A step that makes more passes over the data than this, and asks more questions, is a mistake: it would probably never
 end. To train on a few questions again and again is a way to try things."""
 _PATIENCE = 30.0
-"""Seconds that other ranks leave to rank 0 to say what is wrong, before they say it themselves."""
+"""Seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
     result.add_argument("--board", metavar="HOST:PORT",
-                        help="where machines meet that start apart, each by a torchrun of its own (`distflow board`)")
+                        help="address of the store at which machines meet that each start by a torchrun of their own "
+                        "(`distflow board`)")
     result.add_argument("--machines", metavar="N | MIN:MAX",
                         help="with --board: how many there are, or how many are enough and how many there may be")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
@@ -68,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_arguments(target: argparse.ArgumentParser) -> None:
-    """What `launch.py` and `distflow run` both take."""
+    """Add the options that `launch.py` and `distflow run` both take."""
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
                         help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
@@ -93,32 +99,35 @@ def main(arguments: list[str] | None = None) -> int:
             end_with_torchrun()
         spec = load_spec(options)
         if options.board or options.machines:
-            return apart(spec, options)
+            return run_elastic(spec, options)
         stay_on_loopback()
-        return together(obeying(spec, options, _number("WORLD_SIZE", 1)), options)
+        return run_ranks(apply_plan_option(spec, options, _torchrun_number("WORLD_SIZE", 1)), options)
     except DistflowError as error:
         if options.debug:
             raise
-        report(error, _number("RANK", 0))
+        report(error, _torchrun_number("RANK", 0))
         return INVALID if isinstance(error, InvalidInput) else 1
 
 
-def together(spec: Spec, options: argparse.Namespace, machines: ElasticAgent | None = None) -> int:
-    """This rank's part of a run whose ranks have all been given."""
+def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | None = None) -> int:
+    """Plan and run this rank's part of a run, whose ranks torchrun or `elastic` has assigned. Return the exit code."""
     from planners import plan as make_plan  # a foreign package of that name is refused first
 
-    plan = make_plan(spec, _number("WORLD_SIZE", 1))
-    before = machines.folder() if machines else restarted(spec)
+    plan = make_plan(spec, _torchrun_number("WORLD_SIZE", 1))
+    before = elastic.folder() if elastic else folder_before_restart(spec)
     if not options.resume and before:
         options.resume = str(before)
-    folder = prepare(spec, plan.name, options, _number("RANK", 0))
+    folder = choose_folder(spec, plan.name, options, _torchrun_number("RANK", 0))
     if options.export or options.in_process:
-        return alone(spec, plan, folder, options)
-    return seated(spec, plan, folder, options, machines)
+        return run_in_process(spec, plan, folder, options)
+    return run_supervised(spec, plan, folder, options, elastic)
 
 
-def apart(spec: Spec, options: argparse.Namespace) -> int:
-    """This machine's part of a run whose machines come and go: as long as there is one for it."""
+def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
+    """Run this machine's part of a run whose machines come and go, one round of membership after the other.
+
+    Return the exit code. Raises InvalidInput if options exclude each other.
+    """
     from distflow.recovery.membership import MembershipChanged
     from distflow.recovery.worker_process import SIGNALS
     from planners import plan as make_plan
@@ -130,97 +139,101 @@ def apart(spec: Spec, options: argparse.Namespace) -> int:
         raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
     if options.in_process or options.export:
         raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
-    machines = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
-    while machines.join():
+    elastic = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
+    while elastic.join():
         try:
-            status = together(spec, options, machines)
+            status = run_ranks(spec, options, elastic)
         except MembershipChanged:
-            for number in SIGNALS:  # which the seat has ignored since its end
+            for number in SIGNALS:  # which the supervisor has ignored since its end
                 signal.signal(number, signal.SIG_DFL)
             continue
         except DistflowError as error:
-            machines.conclude(str(error))
+            elastic.conclude(str(error))
             raise
-        machines.conclude("" if status == 0 else f"a machine that trains has failed: {socket.gethostname()}, whose "
-                          "output says why")
+        elastic.conclude("" if status == 0 else f"a machine that trains has failed: {socket.gethostname()}, whose "
+                         "output says why")
         return status
     return 0
 
 
-def seated(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
-           machines: ElasticAgent | None = None) -> int:
-    """Work in a process that may die while this one, its seat, lives on and starts another."""
+def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
+                   elastic: ElasticAgent | None = None) -> int:
+    """Supervise this rank: fork a worker, and another one when it dies. Return the exit code."""
     from distflow.recovery import autoscaler
     from distflow.recovery.supervisor import Supervisor  # imports torch
-    from workers.autoscaler import scaled
-    from workers.context import settle
+    from workers.context import autoscaled, join_run
     from workers.worker import work
 
-    if spec.run.robust.detectors:  # perhaps one of the user's own, which then watches in this process
+    if spec.run.robust.detectors:  # perhaps the user's own, which run in the supervisor
         for module in spec.dag.imports:
             load_module(module)
-    if folder and not _number("TORCHELASTIC_RESTART_COUNT", 0):
+    if folder and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0):
         autoscaler.forget(folder)  # what another job was told
-    place = settle(spec, plan, folder, bool(options.resume), apart=machines)
-    with place.kept(), scaled(place):
-        seat = Supervisor(place.board, place.unit, partial(work, place), place.path, spec.run.robust, place.companions,
-                    place.needless, place.wanted, place.changes, place.call if spec.dag.imports else None, machines,
-                          place.leave_out, place.renew_companions, place.lock)
-        status = seat.run()
-        if status == 0 or seat.stopped:
-            place.part()
+    context = join_run(spec, plan, folder, bool(options.resume), elastic=elastic)
+    with context.serving(), autoscaled(context):
+        supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.path,
+                                spec.run.robust, context.required_processes, context.is_obsolete, context.should_run,
+                                context.live_config, context.call if spec.dag.imports else None, elastic,
+                                context.leave_out, context.restart_required_processes, context.lock)
+        status = supervisor.run()
+        if status == 0 or supervisor.stopped:
+            context.leave()
     return status
 
 
-def alone(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
-    """Work in this process: a debugger sees everything, and nothing is started again."""
+def run_in_process(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
+    """Run the worker in this process, without restarts: a debugger sees everything. Return the exit code."""
     from distflow.recovery.worker_process import WorkerContext
-    from workers.context import settle
+    from workers.context import join_run
     from workers.worker import work
 
-    place = settle(spec, plan, folder, bool(options.resume), alone=bool(options.export))
-    with place.kept():
+    place = join_run(spec, plan, folder, bool(options.resume), alone=bool(options.export))
+    with place.serving():
         work(place, WorkerContext(), Path(options.export) if options.export else None)
-        place.part()
+        place.leave()
     return 0
 
 
 def stay_on_loopback() -> None:
-    """On one machine gloo's connections, which know no token, do not leave it; else it takes the interface to which the
-    machine's name leads. A choice of the user's stands."""
-    alone = int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1
-    if alone and "lo" in [name for _, name in socket.if_nameindex()]:
+    """Bind gloo to the loopback interface if the run has one machine, since its connections are not authenticated.
+
+    By default gloo takes the interface of the machine's name. GLOO_SOCKET_IFNAME of the user is kept.
+    """
+    one_machine = int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1
+    if one_machine and "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def load_spec(options: argparse.Namespace) -> Spec:
-    """The files that the options name."""
+    """Load the files that the options name, or those of the run that they resume."""
     if options.resume:
-        spec = reopened(Path(options.resume), options.overrides, getattr(options, "cluster", None))
-        whole_checkpoint(options.resume)
+        spec = reload_run(Path(options.resume), options.overrides, getattr(options, "cluster", None))
+        newest_checkpoint(options.resume)
         return spec
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
 
 
-def obeying(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
-    """The run as the plan that the options name places it, if they name one."""
+def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
+    """Return the spec with its layouts from the plan file of `--plan`, or as it is without that option."""
     if not options.plan:
         return spec
     from planners import apply_plan_file
 
-    if options.resume:  # what the run says of it is from before
+    if options.resume:  # the layouts in its run file are from before
         spec = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
     return apply_plan_file(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
-def reopened(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """The spec of a run that has begun, whose modules are found where it found them; on another cluster if one is
-    named.
+def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """Load the spec of a run that has begun, and search the user's modules where it did.
+
+    Args:
+        cluster: description of other machines than it ran on.
 
     Raises:
-        InvalidInput: it is no run's folder.
+        InvalidInput: `folder` is no run's folder.
     """
     sys.path += search_paths(folder)
     kept = folder / "cluster.yaml"
@@ -235,29 +248,29 @@ def search_paths(folder: Path) -> list[str]:
     """
     if not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
-    said = read_launch(folder)
-    if said is None:
+    launch = read_launch(folder)
+    if launch is None:
         raise InvalidInput(f"{folder / 'launch.json'} is damaged: it should be  "
                            '{"search": [FOLDER, …], "torchrun": ""}  with the folders of your own modules. Write it '
-                           "anew, or start the run again under another --name.")
-    return said["search"]
+                           "again, or start the run again under another --name.")
+    return launch["search"]
 
 
-def whole_checkpoint(folder: str) -> Path:
-    """The newest whole checkpoint of a run.
+def newest_checkpoint(folder: str) -> Path:
+    """Return the newest complete checkpoint of a run.
 
     Raises:
         InvalidInput: it has none.
     """
-    found = whole(Path(folder, "checkpoints"))
-    if not found:
-        raise InvalidInput(f"{folder} has no whole checkpoint to go on from. Start it anew under another --name; "
+    checkpoints = complete_checkpoints(Path(folder, "checkpoints"))
+    if not checkpoints:
+        raise InvalidInput(f"{folder} has no whole checkpoint to go on from. Start it again under another --name; "
                            "`--set checkpoint.every=N` decides how often a run saves.")
-    return found[-1]
+    return checkpoints[-1]
 
 
-def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
-    """On rank 0: look for mistakes in the data, and choose the folder. The other ranks learn it from the board."""
+def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
+    """Check the data and return the run's folder on rank 0; None on other ranks, which learn it from the store."""
     if rank > 0:
         return None
     for note in check_data(spec):
@@ -266,7 +279,7 @@ def prepare(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Pa
 
 
 def check_data(spec: Spec) -> list[str]:
-    """Read the data of a run. Returns what is no mistake in it, and probably not what was meant.
+    """Read the data of a run, and return notes on what is no mistake but probably not meant.
 
     Raises:
         InvalidInput: a record cannot be used, or the batch is far beyond the records.
@@ -308,26 +321,26 @@ def _check_batch(spec: Spec, records: int) -> list[str]:
     if batch > max(_PASSES * records, _ROWS):
         what = f"`data.batch` asks for {batch:,} questions in each step, and the data has {records:,}"
         hint = f"Instead:  data: {{batch: {records}}}"
-        raise InvalidInput(Diagnostic(what, spec.run_source.spot(("data", "batch")), hint))
+        raise InvalidInput(Diagnostic(what, spec.run_source.location(("data", "batch")), hint))
     return [f"data.batch ({batch:,}) is more than the {records:,} records of the data, so that each step asks some of "
             f"the questions again. Set  data: {{batch: {records}}}"]
 
 
-def restarted(spec: Spec) -> Path | None:
-    """On rank 0: the folder that this run has made before torchrun started all its processes again."""
+def folder_before_restart(spec: Spec) -> Path | None:
+    """Return the folder that this run made before torchrun restarted all its processes; None on ranks other than 0."""
     from distflow.telemetry.run_folder import of_torchrun
 
-    again = _number("TORCHELASTIC_RESTART_COUNT", 0) > 0 and _number("RANK", 0) == 0
-    return of_torchrun(spec.run.output) if again else None
+    on_rank_0 = _torchrun_number("RANK", 0) == 0
+    return of_torchrun(spec.run.output) if on_rank_0 and _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0) else None
 
 
-def _number(name: str, otherwise: int) -> int:
-    """What torchrun says of this process."""
+def _torchrun_number(name: str, otherwise: int) -> int:
+    """Return a number that torchrun put into the environment of this process."""
     return int(os.environ.get(name, otherwise))
 
 
 def refuse_foreign_packages() -> None:
-    """Make sure that `planners` and `workers`, which are generic names, are distflow's own, and load them.
+    """Import `planners` and `workers`, whose names are generic, and check that they are distflow's own.
 
     Raises:
         InvalidInput: names the package that shadows ours.
@@ -335,17 +348,19 @@ def refuse_foreign_packages() -> None:
     for name in ("planners", "workers"):
         found = importlib.util.find_spec(name)
         folders = list(found.submodule_search_locations or ()) if found else []  # of a namespace package too
-        place = Path(folders[0] if folders else found.origin).resolve() if found else None
-        if place != ROOT / name:
-            raise InvalidInput(f"`{name}` is found at {place or 'no place'}, but distflow's own lies at {ROOT / name}. "
+        path = Path(folders[0] if folders else found.origin).resolve() if found else None
+        if path != ROOT / name:
+            raise InvalidInput(f"`{name}` is found at {path or 'no place'}, but distflow's own lies at {ROOT / name}. "
                                "Another package of that name shadows it: rename that one, take its folder off "
                                "PYTHONPATH, or run from another folder.")
         importlib.import_module(name)  # from here on it is found, whatever folders of the user's are searched later
 
 
 def report(error: DistflowError, rank: int) -> None:
-    """One message from rank 0. The others find the same mistake; they wait for torchrun to end them, and speak only
-    if rank 0 did not find it."""
+    """Print the error once for all ranks: on rank 0, and on the others only if torchrun has not ended them by then.
+
+    The other ranks find the same mistakes in what the user wrote, so they wait first.
+    """
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])

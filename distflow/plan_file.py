@@ -1,14 +1,11 @@
-"""From what was measured of devices and links to a cluster description: what `distflow probe` writes.
+"""Files about mixed hardware: the cluster description of `distflow probe`, the plan of `distflow plan --out`.
+
+    DeviceProbe, LinkProbe → cluster_of_probes    measurements of ranks, to a description of types, machines and links
+    PlacedPlan, read_plan_file                    a plan, with digests of the DAG, cluster and work that it is made for
+    NodeTiming                                    what a node took on one rank, from which the cost model is calibrated
 
 Devices whose rates all differ by less than `ALIKE` are of one type. Ranks keep their order: machines that are alike are
-folded into one `count` only where they follow each other, and a machine with unlike devices is described as several,
-linked as its devices are.
-
-A plan for mixed hardware as a file: what `distflow plan --out` writes and reads again.
-
-It belongs to one DAG, one cluster and one amount of work, and says their digests; for another it is refused.
-
-What a run shows of its nodes: on which rank they took how long, and for how much.
+folded into one `count` only where they follow each other, and a machine with unlike devices is described as several.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from distflow.errors import Diagnostic, InvalidInput
 
 
 class Digests(Document):
-    """Of what a plan was made for."""
+    """Digests of the DAG, the cluster and the amount of work that a plan was made for."""
 
     dag: str
     cluster: str
@@ -38,8 +35,10 @@ class Digests(Document):
 
 
 class PlacedGroup(Document):
-    """Works that take turns on the same devices: how many of each kind of machine, and their ranks, which count through
-    the machines in the order of the cluster file."""
+    """Tasks that take turns on the same devices.
+
+    `devices` counts them by kind of machine; `ranks` number them through the machines in the order of the cluster file.
+    """
 
     tasks: list[str] = Field(min_length=1)
     devices: dict[str, PositiveInt]
@@ -55,8 +54,10 @@ class PlacedShares(Document):
 
 
 class PlacedTask(Document):
-    """How a work is split, the seconds that the cost model says it takes, and those to bring its state from host memory
-    and back where it takes turns."""
+    """Layout of a task, and the seconds that the cost model predicts for it.
+
+    `swap_seconds`: to load its state from host memory and back where it shares devices.
+    """
 
     dp: PositiveInt
     tp: PositiveInt = 1
@@ -70,8 +71,10 @@ class PlacedTask(Document):
 
 
 class PlacedPlan(Document):
-    """`seconds` of an iteration and the `bound` below which no plan can come, both by the cost model; `rest_seconds`
-    come to them that no task takes, as runs have shown."""
+    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans.
+
+    `rest_seconds` are added to both: what runs have taken beside their tasks.
+    """
 
     made_for: Digests
     solver: str
@@ -82,34 +85,37 @@ class PlacedPlan(Document):
     tasks: dict[str, PlacedTask] = Field(min_length=1)
 
 
-def digest(said: Any) -> str:
-    """16 hexadecimal digits of what can be written as JSON."""
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits for a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def placed_plan(source: YamlSource, expected: Digests) -> PlacedPlan:
-    """The plan of a file.
+def read_plan_file(source: YamlSource, expected: Digests) -> PlacedPlan:
+    """Return the plan of a file.
 
     Raises:
-        InvalidInput: it is no plan, or one for another DAG, cluster or amount of work.
+        InvalidInput: the file holds no plan, or one for another DAG, cluster or amount of work.
     """
-    found, mistakes = check(PlacedPlan, source)
-    if mistakes or found is None:
+    plan, mistakes = check(PlacedPlan, source)
+    if mistakes or plan is None:
         raise InvalidInput(mistakes)
     names = {"dag": "DAG", "cluster": "cluster", "work": "amount of work (models, rows, lengths or mode)"}
-    others = [Diagnostic(f"this plan is for another {name}: its digest is {getattr(found.made_for, key)}, and here "
-                         f"{getattr(expected, key)}", source.spot(("made_for", key)),
+    others = [Diagnostic(f"this plan is for another {name}: its digest is {getattr(plan.made_for, key)}, and here "
+                         f"{getattr(expected, key)}", source.location(("made_for", key)),
                          "Plan again:  distflow plan DAG --cluster FILE --solver hybrid --out FILE")
-              for key, name in names.items() if getattr(found.made_for, key) != getattr(expected, key)]
+              for key, name in names.items() if getattr(plan.made_for, key) != getattr(expected, key)]
     if others:
         raise InvalidInput(others)
-    return found
+    return plan
 
 
 @dataclass
 class NodeTiming:
-    """What a node took on one rank in one step: seconds on the clock; its rows, the tokens of their prompts, and of
-    those where a prompt that rows share counts once; the tokens of their responses, and of the longest one."""
+    """Wall-clock seconds and sizes of a node on one rank in one step.
+
+    Tokens: `prompt` over all rows, `read` counts a prompt that rows share once, `response` over all rows, `longest`
+    response.
+    """
 
     seconds: float = 0.0
     rows: int = 0
@@ -119,7 +125,7 @@ class NodeTiming:
     longest: int = 0
 
     def add(self, other: NodeTiming) -> None:
-        """A further draw of the same step."""
+        """Add a further draw of the same step."""
         self.seconds += other.seconds
         self.rows += other.rows
         self.prompt += other.prompt
@@ -130,14 +136,14 @@ class NodeTiming:
 
 ALIKE = 0.25
 _NEAR = 0.5
-"""Machines stand in one zone if their link has at least this part of the best one's bandwidth."""
+"""Machines are in one zone if their link has at least this part of the best one's bandwidth."""
 Ends = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
 @dataclass(frozen=True)
 class DeviceProbe:
-    """A rank's device: the machine that it is in, counted in the order of ranks, and rates in the units of `Device`."""
+    """Measured device of a rank: its machine, counted in the order of ranks, and rates in the units of `Device`."""
 
     machine: int
     name: str
@@ -154,18 +160,18 @@ class DeviceProbe:
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """What was measured between two ranks, while as many others of the same two machines measured too."""
+    """Measured link between two ranks, while the other ranks of the same two machines measured theirs."""
 
     gb_s: float
     latency_us: float
 
 
-def described(name: str, devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[str, Any]:
-    """A `Cluster`, as a mapping.
+def cluster_of_probes(name: str, devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[str, Any]:
+    """Return a `Cluster` as a mapping.
 
     Args:
         devices: by rank.
-        links: between neighbours in a machine, and between ranks at the same place of each pair of machines.
+        links: between neighbours in a machine, and between ranks of the same index in each pair of machines.
     """
     blocks = _blocks(devices)
     types = _types(devices)
@@ -183,40 +189,40 @@ def described(name: str, devices: Sequence[DeviceProbe], links: Mapping[Ends, Li
 
 
 def _blocks(devices: Sequence[DeviceProbe]) -> list[range]:
-    """Ranks that follow each other on one machine and have alike devices."""
-    def together(one: int, other: int) -> bool:
+    """Return the runs of ranks that follow each other on one machine and have alike devices."""
+    def same_block(one: int, other: int) -> bool:
         return devices[one].machine == devices[other].machine and devices[one].alike(devices[other])
 
-    return [range(same[0], same[-1] + 1) for same in _runs(range(len(devices)), together)]
+    return [range(same[0], same[-1] + 1) for same in _runs(range(len(devices)), same_block)]
 
 
 def _foldable(one: range, other: range, devices: Sequence[DeviceProbe], zones: Mapping[int, str]) -> bool:
     return len(one) == len(other) and zones[one[0]] == zones[other[0]] and devices[one[0]].alike(devices[other[0]])
 
 
-def _runs(items: Sequence[Any], together: Callable[[Any, Any], bool]) -> list[list[Any]]:
-    """Items that follow each other and go together with the first of their run."""
-    found: list[list[Any]] = []
+def _runs(items: Sequence[Any], belongs: Callable[[Any, Any], bool]) -> list[list[Any]]:
+    """Split items into runs, in each of which all belong to the first."""
+    runs: list[list[Any]] = []
     for item in items:
-        if found and together(found[-1][0], item):
-            found[-1].append(item)
+        if runs and belongs(runs[-1][0], item):
+            runs[-1].append(item)
         else:
-            found.append([item])
-    return found
+            runs.append([item])
+    return runs
 
 
 def _types(devices: Sequence[DeviceProbe]) -> dict[str, list[DeviceProbe]]:
-    """The devices of each type, by a name that says what they are."""
-    found: dict[str, list[DeviceProbe]] = {}
+    """Return the devices of each type, by a name made from the devices' own."""
+    types: dict[str, list[DeviceProbe]] = {}
     for device in devices:
-        same = next((members for members in found.values() if members[0].alike(device)), None)
+        same = next((members for members in types.values() if members[0].alike(device)), None)
         if same is not None:
             same.append(device)
             continue
         plain = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_")
-        names = [plain, *(f"{plain}_{number}" for number in range(2, len(found) + 2))]
-        found[next(name for name in names if name not in found)] = [device]
-    return found
+        names = [plain, *(f"{plain}_{number}" for number in range(2, len(types) + 2))]
+        types[next(name for name in names if name not in types)] = [device]
+    return types
 
 
 def _type_of(device: DeviceProbe, types: Mapping[str, list[DeviceProbe]]) -> str:
@@ -230,57 +236,59 @@ def _device(members: Sequence[DeviceProbe]) -> dict[str, Any]:
 
 def _pairs(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> \
         dict[Ends, list[LinkProbe]]:
-    """What was measured between two blocks, which are named by their first ranks: between their machines, or within
-    the one that both are parts of."""
-    found = {}
-    for place, one in enumerate(blocks):
-        for other in blocks[place + 1:]:
+    """Return the links between the machines of two blocks, or within the machine of both, by their first ranks."""
+    pairs = {}
+    for index, one in enumerate(blocks):
+        for other in blocks[index + 1:]:
             machines = {devices[one[0]].machine, devices[other[0]].machine}
-            found[one[0], other[0]] = [link for ends, link in links.items()
+            pairs[one[0], other[0]] = [link for ends, link in links.items()
                                        if {devices[end].machine for end in ends} == machines]
-    return found
+    return pairs
 
 
-def _apart(ends: Ends, devices: Sequence[DeviceProbe]) -> bool:
+def _between_machines(ends: Ends, devices: Sequence[DeviceProbe]) -> bool:
     return devices[ends[0]].machine != devices[ends[1]].machine
 
 
 def _zones(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[int, str]:
-    """Of each block, by its first rank: those that good links join are in one zone. A link is good if all devices
-    together get much through it, or if each of them does, however few they are."""
+    """Return the zone of each block, by its first rank: blocks that good links join are in one zone.
+
+    A link is good if its bandwidth over all devices is near to the best one's, or its bandwidth for each device is.
+    """
     pairs = _pairs(blocks, devices, links)
     speeds = {ends: (sum(link.gb_s for link in measured), median(link.gb_s for link in measured))
-              for ends, measured in pairs.items() if _apart(ends, devices)}
+              for ends, measured in pairs.items() if _between_machines(ends, devices)}
     best = [max(each) for each in zip(*speeds.values())]
     zone = {block[0]: number for number, block in enumerate(blocks)}
     for ends in pairs:
         if ends not in speeds or any(speed >= _NEAR * most for speed, most in zip(speeds[ends], best)):
             one, other = (zone[end] for end in ends)
-            zone = {block: min(one, other) if at in (one, other) else at for block, at in zone.items()}
+            zone = {block: min(one, other) if number in (one, other) else number for block, number in zone.items()}
     numbers = sorted(set(zone.values()))
-    return {block: ZONE if len(numbers) == 1 else f"{ZONE}{numbers.index(at) + 1}" for block, at in zone.items()}
+    return {block: ZONE if len(numbers) == 1 else f"{ZONE}{numbers.index(number) + 1}"
+            for block, number in zone.items()}
 
 
 def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe],
              zones: Mapping[int, str]) -> dict[str, Any]:
-    """`links` of a zone and `paths` between zones: medians over their pairs of machines."""
-    found: dict[tuple[str, ...], list[dict[str, float]]] = {}
+    """Return `links` of a zone and `paths` between zones: medians over their pairs of machines."""
+    joined: dict[tuple[str, ...], list[dict[str, float]]] = {}
     for ends, measured in _pairs(blocks, devices, links).items():
-        places = tuple(sorted({zones[end] for end in ends}))
-        found.setdefault(places if len(places) > 1 else (), []).append(_link(measured, _apart(ends, devices)))
-    joined = {places: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")}
-              for places, each in found.items()}
-    paths = [{"between": list(places), **link} for places, link in joined.items() if places]
-    return {**({"links": {"zone": joined[()]}} if () in joined else {}), **({"paths": paths} if paths else {})}
+        names = tuple(sorted({zones[end] for end in ends}))
+        joined.setdefault(names if len(names) > 1 else (), []).append(_link(measured, _between_machines(ends, devices)))
+    medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")}
+               for names, each in joined.items()}
+    paths = [{"between": list(names), **link} for names, link in medians.items() if names]
+    return {**({"links": {"zone": medians[()]}} if () in medians else {}), **({"paths": paths} if paths else {})}
 
 
-def _link(measured: Sequence[LinkProbe], together: bool = False) -> dict[str, float]:
-    """The usual one, or (`together`) what those that were measured at the same time have in all."""
+def _link(measured: Sequence[LinkProbe], parallel: bool = False) -> dict[str, float]:
+    """Return the median link, or with `parallel` the sum of those that were measured at the same time."""
     speeds = [link.gb_s for link in measured]
-    return {"gb_s": _number([sum(speeds)] if together else speeds),
+    return {"gb_s": _number([sum(speeds)] if parallel else speeds),
             "latency_us": _number([link.latency_us for link in measured])}
 
 
 def _number(values: Sequence[float]) -> float:
-    """The median, to three digits."""
+    """Return the median, to three digits."""
     return float(f"{median(values):.3g}")

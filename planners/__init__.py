@@ -1,4 +1,4 @@
-"""From a DAG, a run and a cluster to a plan. Pure functions: no torch, no clock, no files."""
+"""Plans a run from a DAG, a run file and a cluster. Pure functions: no torch, no clock, no files."""
 
 from planners.apply_plan_file import apply_plan_file
 from planners.planner import plan

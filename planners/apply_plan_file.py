@@ -1,7 +1,7 @@
-"""A plan for mixed hardware, as the run that obeys it: its shares become the rows of `layouts`, its groups `groups`.
+"""Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
-What the solvers may choose is more than what ranks can do: they run one chain together, or train on the first of them
-and sample on the others; and a work's shares follow each other, each with as many layers in each stage.
+Solvers may choose more than ranks can do: ranks run one chain together, or train on the first of them and sample on the
+others; and a task's shares follow each other, each with equally many layers in each stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Groups, Parallel
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan_file import PlacedPlan, PlacedTask, placed_plan
+from distflow.plan_file import PlacedPlan, PlacedTask, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
@@ -22,54 +22,54 @@ AGAIN = "Plan for what ranks can do:  distflow plan DAG --cluster FILE --solver 
 
 
 def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
-    """The run with the layouts and groups of the plan in a file; mistakes about these then point there.
+    """Return the run with the layouts and groups of the plan in a file; mistakes about these then point there.
 
     Raises:
         InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run.
     """
     problem = problem_of(spec)
-    plan = placed_plan(source, digests_of(spec, problem))
+    plan = read_plan_file(source, digests_of(spec, problem))
     mistakes = list(_check(spec, problem, plan, source, ranks))
     if mistakes:
         raise InvalidInput(mistakes)
-    alone = problem.mode == SYNC
-    training = range(ranks) if alone else _training(problem, plan)
-    layouts = {work.name: _parallel(problem, plan.tasks[work.name], training) for work in problem.works
-               if alone or work.kind != GENERATE}
-    layouts |= {work.name: Parallel(tp=plan.tasks[work.name].tp) for work in problem.works  # they divide no rows
-                if work.name not in layouts and plan.tasks[work.name].tp > 1}
-    if alone:
+    synchronous = problem.mode == SYNC
+    training = range(ranks) if synchronous else _training(problem, plan)
+    layouts = {task.name: _parallel(problem, plan.tasks[task.name], training) for task in problem.tasks
+               if synchronous or task.kind != GENERATE}
+    layouts |= {task.name: Parallel(tp=plan.tasks[task.name].tp) for task in problem.tasks  # they divide no rows
+                if task.name not in layouts and plan.tasks[task.name].tp > 1}
+    if synchronous:
         layouts |= _beside(spec, layouts)
-    groups = spec.run.groups if alone else Groups(rollout=ranks - len(training))
+    groups = spec.run.groups if synchronous else Groups(rollout=ranks - len(training))
     run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks})
     return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
 
 
 def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
-    """What cannot be run, and why."""
+    """Yield what cannot be run."""
     devices = sum(problem.hardware.all)
     if ranks != devices:
         yield Diagnostic(f"the plan is for the {devices} devices of cluster `{spec.cluster.name}`, and {ranks} "
-                         f"rank{'s are' if ranks > 1 else ' is'} started", source.spot(("groups",), key=True),
+                         f"rank{'s are' if ranks > 1 else ' is'} started", source.location(("groups",), key=True),
                          f"Start {devices} ranks, one for each device, in the order of the cluster file.")
     if spec.run.layouts:
         yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
-                         spec.run_source.spot(("layouts",), key=True),
+                         spec.run_source.location(("layouts",), key=True),
                          "Leave it out of the run file, or start without  --plan")
-    names = [work.name for work in problem.works]
+    names = [task.name for task in problem.tasks]
     if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
             != sorted(names):
         yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
-                         source.spot(("tasks",), key=True), AGAIN)
+                         source.location(("tasks",), key=True), AGAIN)
         return
     found = list(_check_groups(problem, plan, source, devices))
     yield from found
-    for work in problem.works if not found else ():
-        yield from _check_task(problem, plan, work, source)
+    for task in problem.tasks if not found else ():
+        yield from _check_task(problem, plan, task, source)
 
 
 def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, devices: int) -> Iterator[Diagnostic]:
-    where = source.spot(("groups",), key=True)
+    where = source.location(("groups",), key=True)
     if problem.mode == SYNC:
         if len(plan.groups) > 1:
             yield Diagnostic(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
@@ -77,9 +77,10 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, device
         elif sorted(plan.groups[0].ranks) != list(range(devices)):
             idle = sorted(set(range(devices)) - set(plan.groups[0].ranks))
             yield Diagnostic(f"the plan leaves ranks {', '.join(map(str, idle))} out, and in mode sync all take part",
-                          source.spot(("groups", 0, "ranks"), key=True), f"Take them out of the cluster, or:  {AGAIN}")
+                          source.location(("groups", 0, "ranks"), key=True),
+                             f"Take them out of the cluster, or:  {AGAIN}")
         return
-    sampling = {work.name for work in problem.works if work.kind == GENERATE}
+    sampling = {task.name for task in problem.tasks if task.kind == GENERATE}
     halves = [set(group.tasks) for group in plan.groups]
     if sorted(map(sorted, halves)) != sorted(map(sorted, (sampling, plan.tasks.keys() - sampling))):
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
@@ -93,47 +94,48 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, device
                          f"Name the machines that train first in the cluster file, or:  {AGAIN}")
 
 
-def _check_task(problem: Problem, plan: PlacedPlan, work: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
-    task, path = plan.tasks[work.name], ("tasks", work.name)
-    width, apart, devices = task.tp * task.pp, problem.mode != SYNC and work.kind == GENERATE, sum(problem.hardware.all)
-    if apart and task.pp > 1:
-        yield Diagnostic(f"node `{work.name}` has its layers in {task.pp} stages, and in this mode each rank that "
-                         "samples has all of them", source.spot(path, key=True), AGAIN)
+def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
+    placed, path = plan.tasks[task.name], ("tasks", task.name)
+    width, devices = placed.tp * placed.pp, sum(problem.hardware.all)
+    apart = problem.mode != SYNC and task.kind == GENERATE
+    if apart and placed.pp > 1:
+        yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
+                         "samples has all of them", source.location(path, key=True), AGAIN)
         return
     if apart and width == 1:
         return  # its ranks take prompts as they get free, whatever shares were expected
     training = range(devices) if problem.mode == SYNC else _training(problem, plan)
     ranks = range(len(training), devices) if apart else training
-    if len(set(task.layers)) > 1:
-        yield Diagnostic(f"node `{work.name}` has {', '.join(map(str, task.layers))} layers in its stages, and an "
-                         "engine has as many in each", source.spot((*path, "layers"), key=True), AGAIN)
-    if len(ranks) % width or (work.kind == TRAIN and task.dp * width != len(ranks)):
-        yield Diagnostic(f"node `{work.name}` takes {task.dp} × {width} of {len(ranks)} ranks"
-                         + (", and a trained model is sharded over all of them" if work.kind == TRAIN else ", which "
-                            f"{width} does not divide"), source.spot(path, key=True), AGAIN)
-    elif _rows(problem, task, ranks) is None:
-        yield Diagnostic(f"node `{work.name}` has shares whose stages are not at ranks that follow each other",
-                         source.spot((*path, "shares"), key=True), AGAIN)
+    if len(set(placed.layers)) > 1:
+        yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
+                         "engine has as many in each", source.location((*path, "layers"), key=True), AGAIN)
+    if len(ranks) % width or (task.kind == TRAIN and placed.dp * width != len(ranks)):
+        yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks"
+                         + (", and a trained model is sharded over all of them" if task.kind == TRAIN else ", which "
+                            f"{width} does not divide"), source.location(path, key=True), AGAIN)
+    elif _rows(problem, placed, ranks) is None:
+        yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
+                         source.location((*path, "shares"), key=True), AGAIN)
 
 
 def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
-    """The ranks of the group that trains, where it has its own."""
-    trained = {work.name for work in problem.works if work.kind == TRAIN}
+    """Return the ranks of the group that trains, where it has its own."""
+    trained = {task.name for task in problem.tasks if task.kind == TRAIN}
     return next((sorted(group.ranks) for group in plan.groups if trained.intersection(group.tasks)), [])
 
 
-def _parallel(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> Parallel:
-    return Parallel(tp=task.tp, pp=task.pp, ep=task.ep, rows=_rows(problem, task, ranks))
+def _parallel(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> Parallel:
+    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, placed, ranks))
 
 
-def _rows(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> list[int] | None:
-    """The rows of each share of `ranks`, none for one that is idle; None if the plan's stages are elsewhere."""
-    at = [site.name for site in problem.hardware.sites for _ in range(site.devices)]
-    left = [(shares.stages, shares.rows, shares.count) for shares in task.shares]
+def _rows(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> list[int] | None:
+    """Return the rows of each share of `ranks`, 0 for an idle one; None if the plan's stages are elsewhere."""
+    at = [device_group.name for device_group in problem.hardware.device_groups for _ in range(device_group.devices)]
+    left = [(shares.stages, shares.rows, shares.count) for shares in placed.shares]
     result = []
-    for first in range(ranks[0], ranks[-1] + 1, task.tp * task.pp):
-        stages = [at[first + stage * task.tp] for stage in range(task.pp)]
-        alike = all(at[first + rank] == stages[rank // task.tp] for rank in range(task.tp * task.pp))
+    for first in range(ranks[0], ranks[-1] + 1, placed.tp * placed.pp):
+        stages = [at[first + stage * placed.tp] for stage in range(placed.pp)]
+        alike = all(at[first + rank] == stages[rank // placed.tp] for rank in range(placed.tp * placed.pp))
         index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
         if index is None or not alike:
             result.append(0)
@@ -145,9 +147,9 @@ def _rows(problem: Problem, task: PlacedTask, ranks: Sequence[int]) -> list[int]
 
 
 def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
-    """Nodes that run no model divide rows as the first node that they follow does, so that rows stay where they are,
-    but for those of a share that splits its model: its ranks have alike parts of them. Not for runs with groups, whose
-    ranks divide what arrives evenly."""
+    """Return the layouts of nodes that run no model: they divide rows as the first node that they follow does, so that
+    rows stay where they are; the ranks of a share that splits its model have equal parts. Runs with groups divide what
+    arrives evenly instead."""
     found = dict(layouts)
     while True:
         more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])
@@ -159,7 +161,7 @@ def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
 
 
 def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
-    """The run file with the plan's lines for what the plan says."""
+    """Return the run's source with the plan's locations for what the plan says."""
     def moved(spots: dict) -> dict:
         found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
         found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}

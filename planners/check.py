@@ -1,12 +1,8 @@
-"""What is no mistake in a plan, and probably not what was meant.
+"""Checks a DAG against its run, and binds each node to its function: the one that it names, or the default of its
+(role, type).
 
-Does each role's model say what the functions that use it ask: a vocabulary, or one number for each token?
-
-Which function each node runs: the one that it names, or the default of its (role, type).
-
-Is a response as likely to a role as its tokens are when they are sampled? The temperature decides.
-
-Faults to order that could never happen are mistakes of the run file.
+Checked are roles and their models, heads (a vocabulary, or one number for each token), temperatures, and ordered faults
+that could never happen. Notes name what is no mistake, but probably not meant.
 """
 
 from __future__ import annotations
@@ -17,10 +13,10 @@ from distflow.config.dag import COMPUTE_ROLES
 from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
 from distflow.config.run import Fault, RoleRun, Run
-from distflow.contracts.environments import reading
-from distflow.contracts.rewards import with_columns
+from distflow.contracts.environments import with_environment_columns
+from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.signature import ENGINE_TYPES, Contract
-from distflow.contracts.templates import with_fields
+from distflow.contracts.templates import with_template_columns
 from distflow.errors import Diagnostic, did_you_mean, listing, nearest
 from distflow.plan import TRAINER
 from planners.columns import NodeColumns
@@ -31,7 +27,7 @@ _SAYS = {"lm": "a vocabulary (head: lm)", "value": "one number for each token (h
 
 
 def check_heads(spec: Spec, bound: dict[str, Contract], roles: list[str]) -> list[Diagnostic]:
-    """Functions on roles with the other head, and the heads of `roles` that their models' folders cannot give."""
+    """Return mistakes for functions on roles with the other head, and for heads that models' folders cannot give."""
     found = [_of_node(spec, node, contract) for node, contract in bound.items()]
     found += [_of_folder(spec, role) for role in roles]
     return [mistake for mistake in found if mistake]
@@ -40,23 +36,23 @@ def check_heads(spec: Spec, bound: dict[str, Contract], roles: list[str]) -> lis
 def _of_node(spec: Spec, node: str, contract: Contract) -> Diagnostic | None:
     name, marks = spec.dag.nodes[node].role, contract.marks
     role = spec.dag.roles.get(name)
-    doubtful = any(path[:2] == ("roles", name) for path in spec.dag_source.doubtful)
-    if role is None or doubtful or marks.type not in ENGINE_TYPES or marks.head in (None, role.head):
+    recovered = any(path[:2] == ("roles", name) for path in spec.dag_source.recovered)
+    if role is None or recovered or marks.type not in ENGINE_TYPES or marks.head in (None, role.head):
         return None
     what = (f"node `{node}`: function `{contract.name}` needs a model that gives {_SAYS[marks.head]}, and that of role "
             f"`{name}` gives {_SAYS[role.head]}")
     fitting = [f"`{other}`" for other, item in spec.dag.roles.items() if item.head == marks.head]
     hint = f"Give the node another role ({', '.join(fitting)}), or instead:" if fitting else "Instead:"
     hint += f"  {name}: {{…, head: {marks.head}}}"
-    return Diagnostic(what, spec.dag_source.spot(("nodes", node, "role")), hint)
+    return Diagnostic(what, spec.dag_source.location(("nodes", node, "role")), hint)
 
 
 def _of_folder(spec: Spec, name: str) -> Diagnostic | None:
-    """A frozen head must come with the model; a trained one may start anew where it is a value head."""
+    """Check that a frozen head comes with the model; a trained value head may be initialised."""
     role, shape = spec.dag.roles[name], spec.shape_of(name)
     if shape is None:
         return None
-    where, hint = spec.dag_source.spot(("roles", name), key=True), ""
+    where, hint = spec.dag_source.location(("roles", name), key=True), ""
     if role.head == "lm" and shape.labels is not None:
         what = f"role `{name}` needs a model with a vocabulary, and its folder holds a classifier"
         hint = f"Give it a language model, or instead:  {name}: {{…, head: value}}"
@@ -73,7 +69,7 @@ def _of_folder(spec: Spec, name: str) -> Diagnostic | None:
 
 
 def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
-    """The contract of each node, the nodes whose role or function does not exist, and all mistakes about both."""
+    """Return the contract of each node, the nodes whose role or function does not exist, and the mistakes found."""
     bound: dict[str, Contract] = {}
     nameless, mistakes = _check_node_roles(spec)
     for name, node in spec.dag.nodes.items():
@@ -81,13 +77,13 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
         if node.function is None:
             contract, mistake = _default(spec, name, name in nameless)
         elif contract and contract.marks.type != node.type and not _doubtful(spec, name, "type"):
-            where = spec.dag_source.spot(("nodes", name, "type"))
+            where = spec.dag_source.location(("nodes", name, "type"))
             what = f"node `{name}` has type {node.type}, but its function `{contract.name}` is {contract.marks.type}"
             mistake = Diagnostic(what, where, f"Instead:  type: {contract.marks.type}")
         if mistake:
             mistakes.append(mistake)
         if contract:
-            for with_more in (with_columns, reading, with_fields):
+            for with_more in (with_reward_columns, with_environment_columns, with_template_columns):
                 contract = with_more(spec, name, contract)
             bound[name] = contract
     mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),
@@ -106,16 +102,16 @@ def _default(spec: Spec, name: str, nameless: bool) -> tuple[Contract | None, Di
     what = (f"node `{name}` names no function, and {'several are' if fitting else 'none is'} the default for "
             f"role `{node.role}` and type {node.type}")
     hint = f"Add  function: NAME.  {listing([contract.name for contract in fitting or of_type], 'It may be one of')}"
-    return None, Diagnostic(what, spec.dag_source.spot(("nodes", name), key=True), hint)
+    return None, Diagnostic(what, spec.dag_source.location(("nodes", name), key=True), hint)
 
 
 def _doubtful(spec: Spec, node: str, key: str) -> bool:
-    """Whether loading has already complained about it."""
-    return ("nodes", node, key) in spec.dag_source.doubtful
+    """Return whether loading has already reported it."""
+    return ("nodes", node, key) in spec.dag_source.recovered
 
 
 def _check_node_roles(spec: Spec) -> tuple[set[str], list[Diagnostic]]:
-    """The nodes whose role does not exist."""
+    """Return the nodes whose role does not exist, and the mistakes."""
     nameless, mistakes, dag = set(), [], spec.dag
     for name, node in dag.nodes.items():
         function = spec.functions.get(node.function or "")
@@ -130,14 +126,14 @@ def _check_node_roles(spec: Spec) -> tuple[set[str], list[Diagnostic]]:
         hint = did_you_mean(node.role, known, "Roles") or "Declare it under `roles:`."
         if not nearest(node.role, known) and known:
             hint += f" Or declare it:  roles: {{{node.role}: {{}}}}"
-        mistakes.append(Diagnostic(what, spec.dag_source.spot(("nodes", name, "role")), hint))
+        mistakes.append(Diagnostic(what, spec.dag_source.location(("nodes", name, "role")), hint))
     return nameless, mistakes
 
 
 def _check_copies(spec: Spec) -> list[Diagnostic]:
     mistakes, dag, source = [], spec.dag, spec.dag_source
     for name, role in dag.roles.items():
-        where = source.spot(("roles", name, "copy_of"))
+        where = source.location(("roles", name, "copy_of"))
         if role.copy_of is not None and role.copy_of not in dag.roles:
             what = f"role `{name}` is a copy of `{role.copy_of}`, which is not a role"
             hint = did_you_mean(role.copy_of, [other for other in dag.roles if other != name], "Roles")
@@ -152,7 +148,7 @@ def _check_copies(spec: Spec) -> list[Diagnostic]:
 
 
 def _check_training(spec: Spec, bound: dict[str, Contract], nameless: set[str]) -> list[Diagnostic]:
-    """A node that trains needs a role that is declared `trained`, and the other way round."""
+    """Check that nodes train the roles that are declared `trained`, and no others."""
     mistakes, dag, source = [], spec.dag, spec.dag_source
     training = {}
     for name, node in dag.nodes.items():
@@ -162,45 +158,45 @@ def _check_training(spec: Spec, bound: dict[str, Contract], nameless: set[str]) 
         if role in dag.roles and not dag.roles[role].trained:
             what = f"node `{name}` trains role `{role}`, which is not declared as trained"
             hint = f"Instead:  {role}: {{trained: true}}"
-            mistakes.append(Diagnostic(what, source.spot(("roles", role), key=True), hint))
-    unknown = bool(nameless.intersection(training.values())) or any(path[:1] == ("nodes",) for path in source.doubtful)
+            mistakes.append(Diagnostic(what, source.location(("roles", role), key=True), hint))
+    unknown = bool(nameless.intersection(training.values())) or any(path[:1] == ("nodes",) for path in source.recovered)
     for role, settings in dag.roles.items():
         if settings.trained and role not in training and not unknown:
             what = f"role `{role}` is declared as trained, but no MODEL_TRAIN node trains it"
             hint = f"Add a node  {{role: {role}, type: MODEL_TRAIN, …}}  or take `trained` away."
-            mistakes.append(Diagnostic(what, source.spot(("roles", role), key=True), hint))
+            mistakes.append(Diagnostic(what, source.location(("roles", role), key=True), hint))
     return mistakes
 
 
 def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
-    """A DAG must use a model, and validation have one that is trained and answers; not asked while roles are
+    """Check that a DAG uses a model, and validation has one that is trained and answers; skipped while roles are
     `unknown`."""
     types = {node.type for node in spec.dag.nodes.values()}
-    if unknown or spec.dag_source.doubtful:
+    if unknown or spec.dag_source.recovered:
         return []
     if not types.intersection(ENGINE_TYPES):
         hint = f"Add a node of type {' or '.join(ENGINE_TYPES)}."
-        return [Diagnostic("no node runs a model", spec.dag_source.spot(("nodes",), key=True), hint)]
+        return [Diagnostic("no node runs a model", spec.dag_source.location(("nodes",), key=True), hint)]
     answering = [role for role in spec.dag.roles.values() if role.trained and role.head == "lm"]
     if spec.run.validation and not answering:
         what = f"`validation` asks how well a trained role answers, but DAG `{spec.dag.name}` trains none"
         if "MODEL_TRAIN" in types:
             what += " that has a vocabulary to answer with"
-        return [Diagnostic(what, spec.run_source.spot(("validation",), key=True), "Take `validation` out.")]
+        return [Diagnostic(what, spec.run_source.location(("validation",), key=True), "Take `validation` out.")]
     return []
 
 
 def _check_run_roles(spec: Spec) -> list[Diagnostic]:
-    """A model must be there for each role that computes; a role that no DAG knows is probably misspelt."""
+    """Check that each role that computes has a model; a role that the DAG does not know is probably misspelt."""
     mistakes, source = [], spec.run_source
-    # A run file may serve several DAGs; what stands on the command line is meant for this one.
+    # A run file may serve several DAGs; the command line is meant for this one.
     ordered = {path[1]: spot for path, spot in source.keys.items() if len(path) > 1 and path[0] == "roles"
                and spot.file.startswith("--set ")}
     foreign = [role for role in spec.run.roles if role not in spec.dag.roles
                and (role not in COMPUTE_ROLES or role in ordered)]
     for role in foreign:
         what = f"the run file has a role `{role}`, but DAG `{spec.dag.name}` does not"
-        where = ordered.get(role) or source.spot(("roles", role), key=True)
+        where = ordered.get(role) or source.location(("roles", role), key=True)
         if role in ordered:
             what = f"DAG `{spec.dag.name}` has no role `{role}`, so that this would change nothing"
         mistakes.append(Diagnostic(what, where, did_you_mean(role, spec.dag.roles, "Roles")))
@@ -212,26 +208,26 @@ def _check_run_roles(spec: Spec) -> list[Diagnostic]:
     for role in missing:
         if any(nearest(other, spec.dag.roles) == role for other in foreign):
             continue  # it stands there, misspelt
-        if any(path[:2] == ("roles", role) for path in source.doubtful):
+        if any(path[:2] == ("roles", role) for path in source.recovered):
             continue  # it stands there, and loading has said what is wrong with it
         what = f"role `{role}` has no model in {source.file}"
         hint = f"Add it:  roles: {{{role}: {{model: path/to/model}}}}"
-        mistakes.append(Diagnostic(what, source.spot(("roles", role), key=True), hint))
+        mistakes.append(Diagnostic(what, source.location(("roles", role), key=True), hint))
     return mistakes
 
 
 def model_roles(spec: Spec) -> list[str]:
-    """The roles that need a model, by name."""
+    """Return the roles that need a model, sorted."""
     return sorted({node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES} & set(spec.dag.roles))
 
 
-_JUDGED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"
+_SCORED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"
 
 
 def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """Nodes whose role judges what another one has given, at another temperature: their log-probabilities could not be
-    compared, and a divergence between them would be wrong. A temperature of a node's own is compared with that of
-    the nodes whose log-probabilities it reads, and of those that read what it writes."""
+    """Return mistakes for nodes whose role scores another one's responses at another temperature: log-probabilities
+    could not be compared, and a divergence between them would be wrong. A node's own temperature is compared with that
+    of the nodes whose log-probabilities it reads, and of those that read its own."""
     mistakes: dict[str, Diagnostic] = {}
     own = {node: setting_value(spec, node, contract, _SETTING) for node, contract in bound.items()
            if _SETTING in contract.settings}
@@ -240,7 +236,7 @@ def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, 
         if own.get(node) is not None:
             continue
         role, marks = spec.dag.nodes[node].role, bound[node].marks
-        for column in (each for each in flow.reads if each.parameter == _JUDGED):
+        for column in (each for each in flow.reads if each.parameter == _SCORED):
             writer = bound.get(column.producer)
             if writer is None or "COMPUTE" in (writer.marks.type, marks.type) or marks.head != "lm":
                 continue
@@ -266,7 +262,7 @@ def _unlike(spec: Spec, node: str, bound: dict[str, Contract], own: dict[str, fl
         if writer in own and either and given[writer] not in (None, wanted):
             what = (f"node `{writer}` writes log-probabilities at temperature {given[writer]:g}, but node `{node}`, "
                     f"which reads them, has {wanted:g}")
-            found[writer] = Diagnostic(what, spec.dag_source.spot(("nodes", writer)),
+            found[writer] = Diagnostic(what, spec.dag_source.location(("nodes", writer)),
                                        f"Instead:  {writer}: {{…, with: {{temperature: {wanted:g}}}}}")
     return found
 
@@ -286,11 +282,11 @@ def _compared(spec: Spec, node: str, role: str, giver: str) -> Diagnostic | None
     hint = f"Instead:  roles: {{{role}: {{…, generation: {{temperature: {_temperature(other):g}}}}}}}"
     if giver in spec.lineage(role):
         hint += f"\nIt copies `{giver}`, but has none of its settings, since the run file gives it some of its own."
-    return Diagnostic(what, spec.run_source.spot(("roles", role, "generation", "temperature")), hint)
+    return Diagnostic(what, spec.run_source.location(("roles", role, "generation", "temperature")), hint)
 
 
 def _in_force(spec: Spec, role: str) -> RoleRun | None:
-    """A frozen role that computes with the base of an adapted one has that one's settings."""
+    """Return the settings of a role; a frozen one that computes with the base of an adapted one has that one's."""
     return spec.settings_of(base_of(spec, role) or role) if role in spec.dag.roles else None
 
 
@@ -299,13 +295,13 @@ def _temperature(settings: RoleRun) -> float:
 
 
 def check_faults(spec: Spec, groups: Mapping[str, range]) -> list[Diagnostic]:
-    """What is wrong with each fault, where the run file has it. `groups`: the ranks of each."""
-    return [Diagnostic(f"fault {number}: {what}", spec.run_source.spot(("faults", number, key)), hint)
+    """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each."""
+    return [Diagnostic(f"fault {number}: {what}", spec.run_source.location(("faults", number, key)), hint)
             for number, fault in enumerate(spec.run.faults) for key, what, hint in _wrong(spec, fault, groups)]
 
 
 def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tuple[str, str, str]]:
-    """The key that is wrong, what is wrong with it, and what to write instead."""
+    """Yield the key that is wrong, what is wrong with it, and what to write instead."""
     if fault.group not in groups:
         yield "group", f"mode {spec.run.mode} has no group `{fault.group}`: all ranks are the trainer's", \
             "Take `group` out, or write  mode: async"
@@ -322,13 +318,13 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
         yield "step", f"there is no step {fault.step} in a run of {spec.run.steps}", ""
 
 
-_APART = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fuse")
-"""What the run file says of ranks that sample while others train."""
+_GROUP_KEYS = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fuse")
+"""Keys of the run file for ranks that sample while others train."""
 
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns],
              generating: set[str]) -> tuple[str, ...]:
-    """One line each. `generating`: the roles that sample."""
+    """Return a line for each thing that is probably not meant. `generating`: the roles that sample."""
     notes = [*learning_notes(spec, bound, flows)]
     notes += [f"role `{role}` stands in the run file, and DAG `{spec.dag.name}` has none of that name: its settings "
               "change nothing" for role in spec.run.roles if role not in spec.dag.roles]
@@ -337,7 +333,8 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
     notes += untested(spec)
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
-              for key in _APART if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default]
+              for key in _GROUP_KEYS if spec.run.mode == "sync" and getattr(spec.run,
+                                                                            key) != Run.model_fields[key].default]
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating
@@ -356,7 +353,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
 
 
 def _idle(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[tuple[str, str, str]]:
-    """(node, column, setting) where a node reads a column only for a setting that is 0."""
+    """Yield (node, column, setting) where a node reads a column only for a setting that is 0."""
     for node, contract in bound.items():
         for setting, parameter in contract.marks.requires.items():
             if not setting_value(spec, node, contract, setting):

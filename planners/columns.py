@@ -1,35 +1,35 @@
-"""Who writes what each node reads, and the rows that each node works on.
-
-What an annotation says of a column's form.
-"""
+"""Traces columns through the DAG: the writer of each column read, its form, and the rows that each node works on."""
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import KEEP, REWARD_PARTS, ROW, SOURCE, Column
-from planners.graph import Graph
 from planners.settings import repeats_of, setting_value
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 KNOWN = {"Tensor", "Ragged", "list[str]"}
 
 
 def plain_form(annotation: str) -> str:
-    """`torch.Tensor` as `Tensor`, `Optional[Ragged]` as `Ragged`, `Sequence[str]` as `list[str]`."""
+    """Return `torch.Tensor` as `Tensor`, `Optional[Ragged]` as `Ragged`, `Sequence[str]` as `list[str]`."""
     return " | ".join(part for part in accepted(annotation) if part != "None")
 
 
 def accepted(annotation: str) -> tuple[str, ...]:
-    """The forms that an annotation allows, `None` among them; empty if there is no annotation."""
+    """Return the forms that an annotation allows, `None` among them; empty if there is no annotation."""
     return tuple(dict.fromkeys(_parts(ast.parse(annotation, mode="eval").body))) if annotation else ()
 
 
 def fits(given: str, wanted: str) -> bool:
-    """Whether a column of the form `given` can be passed as `wanted`. What these rules do not know fits."""
+    """Return whether a column of the form `given` can be passed as `wanted`. Unknown forms fit."""
     forms = set(accepted(wanted)) - {"None"}
     return not given or given not in KNOWN or not forms <= KNOWN or not forms or given in forms
 
@@ -59,13 +59,13 @@ SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
                  "token_rewards"}
-"""Parameters that say something of a response's tokens, as do those that end in `_logprobs`. All that a node reads must
-be of the same responses."""
+"""Parameters about a response's tokens, as are those that end in `_logprobs`. All that a node reads must be of the same
+responses."""
 
 
 @dataclass(frozen=True)
 class NodeColumns:
-    """What one node reads and writes. `fan`: the nodes that repeated its input rows, outermost first."""
+    """Columns that a node reads and writes. `fan`: the nodes that repeated its input rows, outermost first."""
 
     reads: tuple[Column, ...]
     writes: tuple[str, ...]
@@ -73,11 +73,11 @@ class NodeColumns:
     out_fan: tuple[str, ...]
     repeats: int
     forms: dict[str, str]
-    """The form of each column that it reads, as its writer declares it; where that is silent, as the reader does."""
+    """Form of each column read, as its writer declares it, else as the reader does."""
 
 
 def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]]:
-    """The columns that each bound node writes."""
+    """Return the columns that each bound node writes."""
     result = {}
     for node, contract in bound.items():
         settings = spec.dag.nodes[node]
@@ -86,12 +86,12 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
     return result
 
 
-def trace(spec: Spec, graph: Graph, order: list[str], bound: dict[str, Contract],
+def trace(spec: Spec, graph: DiGraph, order: list[str], bound: dict[str, Contract],
           unsure: set[str]) -> tuple[dict[str, NodeColumns], list[Diagnostic]]:
-    """The flow of each bound node, in order.
+    """Return the columns of each bound node, in order, and the mistakes found.
 
     Behind a node of `unsure` (it, its function or its dependencies were refused) no column is reported as missing:
-    it may be there once that mistake is mended.
+    it may be there once that mistake is fixed.
     """
     tracer = _Tracer(spec, graph, bound, unsure)
     flows = {node: tracer.visit(node) for node in order if node in bound}
@@ -100,8 +100,12 @@ def trace(spec: Spec, graph: Graph, order: list[str], bound: dict[str, Contract]
 
 
 class _Tracer:
-    def __init__(self, spec: Spec, graph: Graph, bound: dict[str, Contract], unsure: set[str]):
-        self.spec, self.graph, self.bound = spec, graph, bound
+    def __init__(self, spec: Spec, graph: DiGraph, bound: dict[str, Contract], unsure: set[str]):
+        import networkx as nx
+
+        self.spec, self.bound = spec, bound
+        self.closure = nx.transitive_closure_dag(graph)
+        """Has an edge from each node to every node that waits for it, directly or not."""
         self.mistakes: list[Diagnostic] = []
         self.written = written(spec, bound)
         self.writers: dict[str, list[str]] = {}
@@ -114,7 +118,7 @@ class _Tracer:
         self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
-        self.unsure = graph.downstream({*unsure, *misnamed})
+        self.unsure = {*unsure, *misnamed}.union(*map(self.closure.successors, [*unsure, *misnamed]))
 
     def visit(self, node: str) -> NodeColumns:
         contract, settings = self.bound[node], self.spec.dag.nodes[node]
@@ -136,13 +140,14 @@ class _Tracer:
         return NodeColumns(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
 
     def check_writers(self) -> None:
-        """Two nodes that write one column must run in a known order."""
+        """Check that two nodes that write one column run in a known order."""
         for column, nodes in self.writers.items():
             if column in (KEEP, REWARD_PARTS):
-                continue  # each drops rows, or says what it gave; nobody reads the column
+                continue  # each drops rows, or reports parts of rewards; no node reads the column
             for index, first in enumerate(nodes):
                 for second in nodes[index + 1 :]:
-                    if not self.graph.ordered(first, second) and not {first, second} & self.unsure:
+                    ordered = self.closure.has_edge(first, second) or self.closure.has_edge(second, first)
+                    if not ordered and not {first, second} & self.unsure:
                         self._unordered(column, first, second)
 
     def _unordered(self, column: str, first: str, second: str) -> None:
@@ -155,20 +160,20 @@ class _Tracer:
         return f"Rename it:  {node}: {{…, writes: {{{column}: {node}_{column}}}}}"
 
     def _producer(self, node: str, read: Read, column: str) -> str | None:
-        """The last of the nodes upstream that write a column, else the dataset."""
+        """Return the last of the upstream nodes that write a column, else the dataset."""
         writers = [writer for writer in self.writers.get(column, ()) if writer != node]
-        upstream = [writer for writer in writers if writer in self.graph.ancestors[node]]
+        upstream = [writer for writer in writers if self.closure.has_edge(writer, node)]
         if upstream:
-            return max(upstream, key=lambda writer: len(self.graph.ancestors[writer]))
+            return max(upstream, key=self.closure.in_degree)
         if column in self.given:
             return SOURCE
-        earlier = [writer for writer in writers if node not in self.graph.ancestors[writer]]
+        earlier = [writer for writer in writers if not self.closure.has_edge(node, writer)]
         if node not in self.unsure and (earlier or not self._is_optional(node, read)):
             self._missing_column(node, read, column, earlier, writers)
         return None
 
     def _of_others(self, node: str, read: Read, own: Column | None, producer: str) -> bool:
-        """Whether an optional column is there, but of other responses than `own`: those of a turn before, say."""
+        """Return whether an optional column is there, but of other responses than `own`: of an earlier turn, say."""
         if own is None or not _is_of_responses(read.name) or node in self.unsure:
             return False
         ours, theirs = self.fans.get(own.producer, ()), self.fans.get(producer, ())
@@ -177,7 +182,7 @@ class _Tracer:
         if self._is_optional(node, read):
             return True
         shorter, longer = sorted((ours, theirs), key=len)
-        if longer[: len(shorter)] == shorter:  # else `_fan` says so
+        if longer[: len(shorter)] == shorter:  # else `_fan` reports it
             self._mixed(node, read, own, producer)
         return False
 
@@ -200,7 +205,7 @@ class _Tracer:
     def _missing_column(self, node: str, read: Read, column: str, earlier: list[str], writers: list[str]) -> None:
         settings, function, where = self.spec.dag.nodes[node], self.bound[node].name, self._spot(node)
         if earlier:
-            where = self.spec.dag_source.spot(("nodes", node, "dependencies"))
+            where = self.spec.dag_source.location(("nodes", node, "dependencies"))
             dependencies = ", ".join([*settings.dependencies, earlier[0]])
             what = f"node `{node}` reads column `{column}`, which node `{earlier[0]}` writes, but does not wait for it"
             hint = f"Instead:  {node}: {{…, dependencies: [{dependencies}]}}"
@@ -221,16 +226,16 @@ class _Tracer:
         self.mistakes.append(Diagnostic(what, where, hint))
 
     def _check_fields(self) -> None:
-        """A field of the data's own must not take the place of a column that every dataset gives."""
+        """Check that no field of the data has the name of a column that every dataset gives."""
         for index, name in enumerate(self.spec.run.data.columns):
             if name in SOURCE_FORMS or (name == "images" and self.spec.run.data.images):
                 what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
                 hint = f"Take it out, or give the field another name in the data. Taken: {', '.join(SOURCE_FORMS)}."
-                where = self.spec.run_source.spot(("data", "columns", index))
+                where = self.spec.run_source.location(("data", "columns", index))
                 self.mistakes.append(Diagnostic(what, where, hint))
 
     def _form(self, column: str, producer: str) -> str:
-        """The form in which a column is written; "" if its writer does not say."""
+        """Return the form in which a column is written; "" if its writer declares none."""
         if producer == SOURCE:
             return self.given[column]
         forms = self.bound[producer].returns
@@ -251,10 +256,10 @@ class _Tracer:
                 what = f"node `{node}`: setting `{setting}` needs column `{column}`, which no node before it writes"
                 hint = f"Add a node that writes it to its dependencies, or set  {setting}: 0"
                 path = ("nodes", node, "with", setting)
-                self.mistakes.append(Diagnostic(what, self.spec.dag_source.spot(path, key=True), hint))
+                self.mistakes.append(Diagnostic(what, self.spec.dag_source.location(path, key=True), hint))
 
     def _check_images(self, node: str, read: set[str]) -> None:
-        """A model must not read prompts that have places for images without what stands there."""
+        """Check that a model that reads prompts with image placeholders reads the images too."""
         contract = self.bound[node]
         blind = "prompts" in read and "images" not in read
         if self.spec.run.data.images and contract.marks.type in ENGINE_TYPES and blind:
@@ -272,13 +277,13 @@ class _Tracer:
             for name in getattr(settings, kind):
                 if name not in names:
                     what = f"node `{node}`: function `{contract.name}` {kind} no `{name}`"
-                    where = self.spec.dag_source.spot(("nodes", node, kind, name), key=True)
+                    where = self.spec.dag_source.location(("nodes", node, kind, name), key=True)
                     self.mistakes.append(Diagnostic(what, where, did_you_mean(name, names, f"It {kind}")))
                     right = False
         return right
 
     def _check_names(self, node: str) -> bool:
-        """A node must not write one column twice, nor one of the dataset."""
+        """Check that a node writes no column twice, and none of the dataset."""
         right, names = True, self.written[node]
         for column in dict.fromkeys(names):
             what, hint = f"node `{node}` writes column `{column}` twice", "Give each another name under `writes:`."
@@ -304,7 +309,7 @@ class _Tracer:
         return fan
 
     def _spot(self, node: str) -> Location:
-        return self.spec.dag_source.spot(("nodes", node), key=True)
+        return self.spec.dag_source.location(("nodes", node), key=True)
 
 
 def _is_of_responses(parameter: str) -> bool:

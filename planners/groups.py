@@ -1,12 +1,11 @@
-"""The DAG cut at the border between those that sample and those that train (RobustRL §2.1).
+"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1).
 
-The rollout group runs the nodes that sample, what these need, and all functions of no model that read only what is
-there: rewards are computed while others are still sampled, of whole prompts, but not of all of a step together. What
-works on rows that may have been dropped, what `layouts` names, and everything else runs in the trainer. Between the
-two, columns pass through the dock.
+The rollout group runs the nodes that sample, their inputs, and all COMPUTE nodes that read only its columns: rewards
+are computed per prompt while others are still sampled. Nodes on rows that may have been dropped, nodes in `layouts`,
+and everything else run in the trainer. Between the two, columns pass through the dock.
 
-Of the trainer's nodes, those in which a model looks at each row by itself, and at nothing but what others have made of
-it, need not wait for the whole step: they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
+Trainer nodes in which a model reads each row by itself, and only columns of that row, need not wait for the whole step:
+they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
 """
 
 from __future__ import annotations
@@ -23,48 +22,47 @@ from planners.resampling import draws_of
 from planners.transfers import row_bytes
 
 _READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
-"""What a person wants to see of some rows, whether or not the trainer reads it."""
+"""Columns for samples.jsonl, whether or not the trainer reads them."""
 
 
 @dataclass(frozen=True)
 class GroupCut:
-    """The nodes of the rollout group, what crosses from each of them, and the ranks of each half."""
+    """Nodes of the rollout group, the columns that cross from each of them, and the ranks of each half."""
 
     nodes: frozenset[str]
     crossing: dict[str, tuple[str, ...]]
     fused: frozenset[str]
-    """The trainer's nodes that run on prompts as they come."""
+    """Trainer nodes that run on prompts as they arrive."""
     chain: tuple[str, ...]
     trainer: int
     """Ranks that train."""
     replicas: int
-    """Rollouts, each of which samples by itself."""
+    """Independent rollouts."""
     model: Layout
-    """How one of them holds its model."""
+    """Layout of one rollout's model."""
     sampling: frozenset[str]
     """Roles that sample."""
 
     @property
     def samplers(self) -> dict[str, Layout]:
-        """How those that train hold the models that sample, by role: split as elsewhere if that is possible."""
+        """Layouts of the trainer's rollout models, by role: split as in a rollout where that is possible."""
         shares, rest = divmod(self.trainer, self.model.width)
         return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
     def notes(self, spec: Spec) -> tuple[str, ...]:
-        """What nobody may have meant."""
         if self.samplers or spec.run.validation is None:
             return ()
         return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
                 "ranks over which that of a rollout is split do not divide them",)
 
     def elsewhere(self, training: bool) -> frozenset[str]:
-        """The nodes that one half does not run."""
+        """Return the nodes that one half does not run."""
         return self.nodes if training else frozenset(self.chain) - self.nodes
 
 
 def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
         ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
-    """Which node runs where, and what is wrong with that."""
+    """Return which node runs where, and the mistakes in that."""
     nodes: set[str] = set()
     mistakes = []
     sampling = [node for node in chain if node in bound and bound[node].samples]
@@ -82,8 +80,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
-        mistakes.append(Diagnostic(what, spec.run_source.spot(("mode",)), "Instead:  mode: sync"))
-    mistakes += _check_fans(spec, crossing, flows) + _check_hybrid(spec, sampling, nodes, chain)
+        mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
+    mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     trainer, model, found = _sizes(spec, sampling, ranks)
     fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
     replicas = max((ranks - trainer) // model.width, 1)
@@ -92,8 +90,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     return halves, [*mistakes, *found]
 
 
-def picture(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
-    """Both halves as one plan: every task where it runs."""
+def joined(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
+    """Return both halves as one plan: every task where it runs."""
     first = halves.trainer
     own = {task.node: task for task in trainer.chain(0)}
     for task in rollout.tasks:
@@ -103,12 +101,12 @@ def picture(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
     tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
                   for node in halves.chain for task in [own[node]])
     groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, first, halves.replicas, rollout))
-    memory = max((trainer.memory, rollout.memory), key=lambda tenants: sum(tenant.bytes for tenant in tenants))
+    memory = max((trainer.memory, rollout.memory), key=lambda items: sum(item.bytes for item in items))
     return replace(trainer, ranks=ranks, tasks=tasks, groups=groups, memory=memory)
 
 
 def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    """The trainer's tasks. Those of the other half only bring what crosses, and fused ones what they have written."""
+    """Return the trainer's tasks. Those of the other half only bring what crosses, and fused ones their outputs."""
     own = {task.node: task.writes for task in tasks if task.node not in halves.nodes}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
     return tuple(task if task.node in own and task.node not in halves.fused else _bringing(task, bring)
@@ -116,7 +114,7 @@ def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
 
 
 def of_early(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    """The tasks that are fused; those of the other half bring what these read."""
+    """Return the fused tasks; those of the other half bring what these read."""
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in halves.fused}
     read = set().union(*wanted.values())
@@ -132,7 +130,7 @@ def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
 
 def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns],
               bound: dict[str, Contract]) -> tuple[Transfer, ...]:
-    """What passes through the dock, by producer."""
+    """Return the transfers through the dock, by producer."""
     result = []
     for node, names in halves.crossing.items():
         rows, forms = spec.run.data.batch, dict(zip(flows[node].writes, bound[node].returns))
@@ -149,8 +147,8 @@ def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
            nodes: set[str]) -> frozenset[str]:
-    """Of the nodes beside `nodes`, which the other half runs, those that need not wait for a whole step. What a filter
-    comes before is computed of the rows that it leaves, and weights that a step has changed are not those before it."""
+    """Return the trainer's nodes that need not wait for a whole step. Nodes behind a filter run on the rows that it
+    leaves, and nodes behind a role's training need its new weights."""
     ahead = {node for node in nodes if KEEP not in flows[node].writes}
     fused: set[str] = set()
     trained: set[str] = set()
@@ -193,24 +191,24 @@ def _through(move: Transfer, task: Task, halves: GroupCut, dock: dict[str, Trans
 def _too_late(spec: Spec, node: str, late: str) -> Diagnostic:
     what = (f"mode {spec.run.mode}: node `{node}` samples, but needs node `{late}`, which runs in the trainer; both "
             "would wait for each other in every step")
-    return Diagnostic(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")
+    return Diagnostic(what, spec.dag_source.location(("nodes", node), key=True), "Instead:  mode: sync")
 
 
 def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """What crosses travels with the rows of the last repetition, so that all others must be of rows that these stem
-    from."""
+    """Check that all columns that cross belong to rows from which the rows of the last repetition stem, with which they
+    travel."""
     finest = max(crossing, key=lambda node: len(flows[node].out_fan), default="")
     for node in crossing:
         fan = flows[node].out_fan
         if flows[finest].out_fan[: len(fan)] != fan:
             what = (f"mode {spec.run.mode}: the trainer needs columns of nodes `{finest}` and `{node}`, which repeat "
                     "the same rows independently, so that they cannot travel together")
-            return [Diagnostic(what, spec.dag_source.spot(("nodes", node), key=True), "Instead:  mode: sync")]
+            return [Diagnostic(what, spec.dag_source.location(("nodes", node), key=True), "Instead:  mode: sync")]
     return []
 
 
-def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Diagnostic]:
-    """That those that train have what they sample with."""
+def _check_colocated(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Diagnostic]:
+    """Check that ranks that train have the roles that sample, in mode semi_sync."""
     there = {spec.dag.nodes[node].role for node in chain
              if node not in nodes and spec.dag.nodes[node].type in ENGINE_TYPES}
     alone = [node for node in sampling if spec.dag.nodes[node].role not in there]
@@ -218,11 +216,11 @@ def _check_hybrid(spec: Spec, sampling: list[str], nodes: set[str], chain: list[
         return []
     what = (f"in mode semi_sync ranks that train sample too, but role `{spec.dag.nodes[alone[0]].role}` of node "
             f"`{alone[0]}` only samples, so that they do not have it")
-    return [Diagnostic(what, spec.dag_source.spot(("nodes", alone[0]), key=True), "Instead:  mode: async")]
+    return [Diagnostic(what, spec.dag_source.location(("nodes", alone[0]), key=True), "Instead:  mode: async")]
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
-    """How many ranks train, how a rollout holds its model, and what is wrong with that."""
+    """Return how many ranks train, the layout of a rollout's model, and the mistakes in that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
@@ -232,20 +230,20 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
     if ranks < 2:
         what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
         remedy = "Start 2 ranks (--ranks 2), or  mode: sync"
-        return 1, Layout(1), [Diagnostic(what, spec.run_source.spot(("mode",)), remedy)]
-    hybrid = mode == "semi_sync"
-    fitting = [some for some in range(width, ranks, width) if not hybrid or not (ranks - some) % width]
+        return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
+    colocated = mode == "semi_sync"
+    fitting = [some for some in range(width, ranks, width) if not colocated or not (ranks - some) % width]
     if count not in fitting:
         what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width)}"
-        more = f"a multiple of {width} ranks, {2 * width} or more" if hybrid else f"at least {width + 1} ranks"
+        more = f"a multiple of {width} ranks, {2 * width} or more" if colocated else f"at least {width + 1} ranks"
         nearest = min(fitting, key=lambda some: abs(some - count), default=0)
         remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
-        return 1, Layout(1), [Diagnostic(what, spec.run_source.spot(("groups", "rollout")), remedy)]
+        return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("groups", "rollout")), remedy)]
     return ranks - count, model, _check_role(spec, sampling, split) if width > 1 else []
 
 
 def _unfit(ranks: int, count: int, width: int) -> str:
-    """What is wrong with so many ranks that sample, each model on `width` of them."""
+    """Say what is wrong with so many ranks that sample, each model on `width` of them."""
     if count >= ranks:
         return "which leaves none to train"
     if count % width:
@@ -254,8 +252,9 @@ def _unfit(ranks: int, count: int, width: int) -> str:
 
 
 def _check_role(spec: Spec, sampling: list[str], split: str) -> list[Diagnostic]:
-    """That one role samples, if its model is split."""
+    """Check that one role samples, if its model is split."""
     if len({spec.dag.nodes[node].role for node in sampling}) < 2:
         return []
     what = "several roles sample, and ranks that share a model, as `layouts` wants it, follow one of them"
-    return [Diagnostic(what, spec.run_source.spot(("layouts", split)), f"Instead:  layouts: {{{split}: {{tp: 1}}}}")]
+    return [Diagnostic(what, spec.run_source.location(("layouts", split)),
+                       f"Instead:  layouts: {{{split}: {{tp: 1}}}}")]

@@ -26,14 +26,14 @@ def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
         if flow.fan and all(_answers(spec, other, bound[other]) == 1 for other in flow.fan):
             last, setting = flow.fan[-1], bound[flow.fan[-1]].marks.repeats
             mistakes.append(Diagnostic(f"{what}, and node `{last}` gives one: nothing could be learnt",
-                                       spec.dag_source.spot(("nodes", last, "with", setting), key=True),
+                                       spec.dag_source.location(("nodes", last, "with", setting), key=True),
                                        f"Instead:  {last}: {{…, with: {{{setting}: 8}}}}"))
             continue
         for alike in (other for other in flow.fan if _is(bound[other], "generate") and _greedy(spec, other)):
             role, key = spec.dag.nodes[alike].role, _greedy(spec, alike)
             mistakes.append(Diagnostic(f"{what}, and with `{key}` all that node `{alike}` gives are the same: nothing "
                                        "could be learnt",
-                                       spec.run_source.spot(("roles", role, "generation", key.partition(":")[0])),
+                                       spec.run_source.location(("roles", role, "generation", key.partition(":")[0])),
                                     f"Instead:  roles: {{{role}: {{…, generation: {{temperature: 1.0, top_k: 0}}}}}}"))
     return mistakes
 
@@ -56,8 +56,8 @@ def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
 
 def _answers(spec: Spec, node: str, contract: Contract) -> Any:
     """Return how many rows a node is told to make of one; of a setting that is wrong, what stands there."""
-    doubtful = ("nodes", node, "with") in spec.dag_source.doubtful
-    return None if doubtful else setting_value(spec, node, contract, contract.marks.repeats)
+    recovered = ("nodes", node, "with") in spec.dag_source.recovered
+    return None if recovered else setting_value(spec, node, contract, contract.marks.repeats)
 
 
 def _is(contract: Contract, *names: str) -> bool:

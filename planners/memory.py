@@ -1,4 +1,4 @@
-"""What one rank's memory must hold, in bytes.
+"""Estimates the memory of a rank, in bytes, and refuses plans that cannot fit.
 
 Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §5): training in mixed precision with
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
@@ -10,7 +10,7 @@ that is not trained keeps those of one layer.
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
 once on a rank whose rollout shares it; a role that copies it shares it too.
 
-`dtype: auto` is counted as what the model's config.json says that its weights are, for want of knowing the device.
+`dtype: auto` is counted as the dtype in the model's config.json, since the device is not known.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
 whole, are a few in ten thousand; FSDP leaves experts whole), context parallelism the tokens of activations, expert
@@ -20,8 +20,8 @@ the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time. Offloaded states c
 (MindSpeed RL §3.2) has either what it trains with or what it samples with.
 
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
-together, and rows that find no page wait. So the cache of all rows at their longest is no need of theirs, and where
-`memory_gib` is not known only their weights are counted, for want of what to take the share of.
+together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
+`memory_gib` is not known only their weights are counted.
 """
 
 from __future__ import annotations
@@ -43,57 +43,58 @@ _LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**25
 _HALVES = ("bfloat16", "float16")
 _PAGED = ("vllm", "sglang")
-"""What samples with a cache in pages, within a share of the GPU."""
+"""Rollout engines with a paged cache, within a share of the GPU."""
 _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
-"""Ends of names."""
+"""Suffixes of memory items' names."""
 Layouts = dict[tuple[str, bool], Layout]
-"""How all ranks hold the model of a role's engine, by role and whether it is the one that samples."""
+"""Layout of the model of each engine, by role and whether it is the one that samples."""
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
              training: bool = True) -> tuple[MemoryItem, ...]:
-    """The tenants of each rank, largest first. `training`: whether roles have the engine that trains and infers."""
-    tenants: list[MemoryItem] = []
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains and
+    infers."""
+    items: list[MemoryItem] = []
     for role in roles:
         shape = spec.shape_of(role)
         if shape:
-            tenants += _role_tenants(spec, role, shape, role in generating, layouts) if training else \
-                _sampling_tenants(spec, role, shape, layouts)
-    return tuple(sorted(tenants, key=lambda tenant: (-tenant.bytes, tenant.name)))
+            items += _role_items(spec, role, shape, role in generating, layouts) if training else \
+                _rollout_items(spec, role, shape, layouts)
+    return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
 
 
-def needed(tenants: Iterable[MemoryItem]) -> int:
-    """Bytes of a rank at its fullest: what is always there, and the larger of each role's phases."""
+def needed(items: Iterable[MemoryItem]) -> int:
+    """Return the bytes of a rank at its fullest: what is always there, and the larger of each role's phases."""
     phases: dict[str, Counter[str]] = {}
     always = 0
-    for tenant in tenants:
-        if tenant.phase:
-            phases.setdefault(tenant.name.partition(":")[0], Counter())[tenant.phase] += tenant.bytes
+    for item in items:
+        if item.phase:
+            phases.setdefault(item.name.partition(":")[0], Counter())[item.phase] += item.bytes
         else:
-            always += tenant.bytes
+            always += item.bytes
     return always + sum(max(sizes.values()) for sizes in phases.values())
 
 
-def refuse_overflow(spec: Spec, tenants: tuple[MemoryItem, ...]) -> list[Diagnostic]:
-    """A mistake if the tenants do not fit the cluster's ranks; names the largest. One more for each engine whose
-    weights alone are larger than its share of a rank."""
+def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnostic]:
+    """Return a mistake if the memory items do not fit the cluster's ranks, naming the largest, and one for each engine
+    whose weights alone are larger than its share of a rank."""
     limit = spec.cluster.memory_gib
-    total = needed(tenants)
-    if limit is None or not tenants:
+    total = needed(items)
+    if limit is None or not items:
         return []
-    mistakes = [_beyond_share(spec, tenant, limit) for tenant in tenants if _has_share(spec, tenant)]
+    mistakes = [_beyond_share(spec, item, limit) for item in items if _has_share(spec, item)]
     if total <= limit * GIB:
         return mistakes
-    largest = tenants[0]
-    what = (f"a rank needs {_gib(total)} and has {limit:g} GiB. The largest tenant is `{largest.name}` with "
+    largest = items[0]
+    what = (f"a rank needs {_gib(total)} and has {limit:g} GiB. The largest memory item is `{largest.name}` with "
             f"{_gib(largest.bytes)} = {largest.formula}")
-    where = spec.cluster_source.spot(("memory_gib",)) if spec.cluster_source else Location("cluster")
-    return [*mistakes, Diagnostic(what, where, _remedy(spec, tenants, limit * GIB))]
+    where = spec.cluster_source.location(("memory_gib",)) if spec.cluster_source else Location("cluster")
+    return [*mistakes, Diagnostic(what, where, _remedy(spec, items, limit * GIB))]
 
 
-def _has_share(spec: Spec, tenant: MemoryItem) -> bool:
-    """Whether these are weights of an engine that has a share for them: they stand alone only if they do not fit."""
-    role, _, kind = tenant.name.partition(": ")
+def _has_share(spec: Spec, item: MemoryItem) -> bool:
+    """Return whether these are weights of an engine with a share: they are an item of their own only if too large."""
+    role, _, kind = item.name.partition(": ")
     return kind == "rollout weights" and spec.settings_of(role).rollout in _PAGED
 
 
@@ -102,7 +103,7 @@ def _beyond_share(spec: Spec, weights: MemoryItem, limit: float) -> Diagnostic:
     settings = spec.settings_of(role)
     what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: {settings.rollout}` "
             f"may take {settings.generation.memory_share:g} of {limit:g} GiB (roles.{role}.generation.memory_share)")
-    where = spec.run_source.spot(("roles", role, "generation", "memory_share"))
+    where = spec.run_source.location(("roles", role, "generation", "memory_share"))
     larger = f"Raise  roles.{role}.generation.memory_share  , or s" if weights.bytes < limit * GIB else "S"
     return Diagnostic(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
 
@@ -111,12 +112,12 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 1024**2:.2f} MiB"
 
 
-def _remedy(spec: Spec, tenants: tuple[MemoryItem, ...], limit: float) -> str:
-    for role in {tenant.name.partition(":")[0] for tenant in tenants if tenant.name.endswith(_SAMPLING_WEIGHTS)}:
-        phased = tuple(_in_phase(tenant) if tenant.name.startswith(f"{role}:") else tenant for tenant in tenants)
-        if spec.dag.roles[role].trained and needed(phased) <= limit < needed(tenants):
+def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
+    for role in {item.name.partition(":")[0] for item in items if item.name.endswith(_SAMPLING_WEIGHTS)}:
+        phased = tuple(_in_phase(item) if item.name.startswith(f"{role}:") else item for item in items)
+        if spec.dag.roles[role].trained and needed(phased) <= limit < needed(items):
             return f"Let it have one engine's memory at a time:  roles.{role}.swap: true"
-    role, _, kind = tenants[0].name.partition(": ")
+    role, _, kind = items[0].name.partition(": ")
     if kind == "activations":
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
@@ -128,12 +129,12 @@ def _remedy(spec: Spec, tenants: tuple[MemoryItem, ...], limit: float) -> str:
     return "Use a smaller model, or  dtype: bfloat16"
 
 
-def _in_phase(tenant: MemoryItem) -> MemoryItem:
-    """A tenant of a role that swaps."""
-    return replace(tenant, phase=SAMPLING if ": rollout" in tenant.name else TRAINING)
+def _in_phase(item: MemoryItem) -> MemoryItem:
+    """Return the memory item in its phase, for a role that swaps."""
+    return replace(item, phase=SAMPLING if ": rollout" in item.name else TRAINING)
 
 
-def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[MemoryItem]:
+def _rollout_items(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[MemoryItem]:
     settings = spec.settings_of(role)
     if settings is None:
         return []
@@ -141,11 +142,11 @@ def _sampling_tenants(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> 
 
 
 def _width(shape: Shape, settings: RoleRun) -> int:
-    """Bytes of a number in the forward pass."""
+    """Return the bytes of a number in the forward pass."""
     return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
-def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[MemoryItem]:
+def _role_items(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[MemoryItem]:
     settings = spec.settings_of(role)
     if settings is None:
         return []
@@ -156,23 +157,23 @@ def _role_tenants(spec: Spec, role: str, shape: Shape, generates: bool, layouts:
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role)
     if has_adapters:
-        tenants = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
+        items = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
     else:
-        tenants = [] if shared else _weights(spec, role, shape, own, width)
-    tenants.append(_activations(role, settings, shape, trained, own, width, outputs))
+        items = [] if shared else _weights(spec, role, shape, own, width)
+    items.append(_activations(role, settings, shape, trained, own, width, outputs))
     if generates:
-        tenants += _rollout(spec, role, shape, sampling.tp, width, has_adapters)
-    return [_in_phase(tenant) for tenant in tenants] if settings.swap and generates and trained else tenants
+        items += _rollout(spec, role, shape, sampling.tp, width, has_adapters)
+    return [_in_phase(item) for item in items] if settings.swap and generates and trained else items
 
 
 def _rollout(spec: Spec, role: str, shape: Shape, tp: int, width: int, has_adapters: bool) -> list[MemoryItem]:
-    """Weights and cache; with adapters, the weights are those that it trains with."""
+    """Return the items of weights and cache; with adapters, the weights are those that it trains with."""
     generation, limit = spec.settings_of(role).generation, spec.cluster.memory_gib
     weights = [] if has_adapters else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
     if spec.settings_of(role).rollout in _PAGED:
         share = int(generation.memory_share * (limit or 0) * GIB)
-        if limit is None or sum(tenant.bytes for tenant in weights) > share:
+        if limit is None or sum(item.bytes for item in weights) > share:
             return weights
         return [MemoryItem(f"{role}: rollout engine", share,
                            f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
@@ -214,7 +215,7 @@ def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) ->
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
-    """Parameters that a rank computes with."""
+    """Return how many parameters a rank computes with."""
     experts = shape.expert_parameters
     if engine == "megatron":
         experts = -(-experts // (layout.tp * layout.ep))
@@ -228,10 +229,10 @@ def _by(**sizes: int) -> str:
 def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[MemoryItem]:
     n = shape.parameters
     count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
-    tenants = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
-                          f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
-               MemoryItem(f"{role}: weights while computing", (n + count) * width,
-                          f"({n:,} + {count:,} of adapters) × {width} B")]
+    items = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
+                        f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
+             MemoryItem(f"{role}: weights while computing", (n + count) * width,
+                        f"({n:,} + {count:,} of adapters) × {width} B")]
     if generates:  # training computes with the rollout's own base
-        return [*tenants, MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
-    return [*tenants, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]
+        return [*items, MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
+    return [*items, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]

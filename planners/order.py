@@ -1,38 +1,48 @@
-"""The order in which nodes run: by depth, one at a time, with as few model switches as depth order allows."""
+"""Serialises the DAG: by depth, one node at a time, with as few model switches as depth order allows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from distflow.config.dag import Dag
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, Location, listing, nearest
-from planners.graph import Graph, find_cycle
+
+if TYPE_CHECKING:  # its import takes 0.1 s, which help need not wait for
+    from networkx import DiGraph
 
 
-def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[Graph, set[str], list[Diagnostic]]:
-    """The dependencies as a graph, the nodes whose dependencies are wrong, and what is wrong with them.
+def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[DiGraph, set[str], list[Diagnostic]]:
+    """Return an acyclic graph with an edge from each dependency to the node that waits for it, the nodes whose
+    dependencies are wrong, and the mistakes in them.
 
-    A dependency that cannot be is left out, so that the rest can be checked. `writers` says who writes a column: a
-    dependency is sometimes a column's name.
+    Impossible dependencies are left out, so that the rest can be checked.
+
+    Args:
+        writers: the node that writes each column, for dependencies that name a column by mistake.
     """
-    before: dict[str, list[str]] = {node: [] for node in dag.nodes}
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(dag.nodes)
     mistakes, unsure = [], set()
     for name, node in dag.nodes.items():
         for index, dependency in enumerate(node.dependencies):
             if dependency in dag.nodes and dependency != name:
-                before[name].append(dependency)
+                graph.add_edge(dependency, name)
                 continue
-            where = source.spot(("nodes", name, "dependencies", index))
+            where = source.location(("nodes", name, "dependencies", index))
             describe = _itself if dependency == name else _unknown
             mistakes.append(describe(dag, name, dependency, where, writers))
             unsure.add(name)
-    while cycle := find_cycle(before):
+    while not nx.is_directed_acyclic_graph(graph):
+        cycle = [node for node, _ in nx.find_cycle(graph.reverse(copy=False))]
         node, dependency = _least_wanted(dag, source, cycle)
-        mistakes.append(_circle(dag, source, cycle, node, dependency))
-        before[node] = [other for other in before[node] if other != dependency]
+        mistakes.append(_cycle(dag, source, cycle, node, dependency))
+        graph.remove_edge(dependency, node)
         unsure.update(cycle)
-    return Graph(before), unsure, mistakes
+    return graph, unsure, mistakes
 
 
 def _itself(dag: Dag, node: str, dependency: str, where: Location, writers: Mapping[str, str]) -> Diagnostic:
@@ -51,21 +61,21 @@ def _unknown(dag: Dag, node: str, dependency: str, where: Location, writers: Map
 
 
 def _least_wanted(dag: Dag, source: YamlSource, cycle: list[str]) -> tuple[str, str]:
-    """The edge (node, dependency) of a circle that was most likely not meant.
+    """Return the edge (node, dependency) of a cycle that was most likely not meant.
 
-    Whoever waits for a training node probably wants its new weights, which come by themselves in the next step; else
-    it is the edge that points furthest down the file.
+    A node that waits for a training node probably wants its new weights, which come by themselves in the next step;
+    else it is the edge that points furthest down the file.
     """
     def unlikeliness(edge: tuple[str, str]) -> tuple[bool, int]:
-        lines = [source.spot(("nodes", end), key=True).line for end in edge]
+        lines = [source.location(("nodes", end), key=True).line for end in edge]
         return dag.nodes[edge[1]].type == "MODEL_TRAIN", lines[1] - lines[0]
 
     return max(zip(cycle, [*cycle[1:], cycle[0]]), key=unlikeliness)
 
 
-def _circle(dag: Dag, source: YamlSource, cycle: list[str], node: str, dependency: str) -> Diagnostic:
+def _cycle(dag: Dag, source: YamlSource, cycle: list[str], node: str, dependency: str) -> Diagnostic:
     edges = list(zip(cycle, [*cycle[1:], cycle[0]]))
-    lines = {name: source.spot(("nodes", name), key=True).line for name in cycle}
+    lines = {name: source.location(("nodes", name), key=True).line for name in cycle}
     edges.sort(key=lambda edge: lines[edge[0]])
     digits, width = max(len(str(line)) for line in lines.values()), max(map(len, cycle))
     waits = "\n".join(f"    {lines[name]:>{digits}} |  {name:<{width}}   waits for  {other}" for name, other in edges)
@@ -81,16 +91,19 @@ def _without(dag: Dag, node: str, dependency: str) -> str:
     return f"{node}: {{…, dependencies: [{', '.join(rest)}]}}" if rest else f"{node}: {{…}}  without `dependencies`"
 
 
-def serialize(dag: Dag, graph: Graph) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """All nodes in the order in which every rank runs them, and the dependencies added to force it.
+def serialize(dag: Dag, graph: DiGraph) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Return all nodes in the order in which every rank runs them, and the dependencies added to force it.
 
     Depth order as in DistFlow §4.2. Within a depth, COMPUTE nodes need no model and go first; the others are
     grouped by role, and the groups are ordered so that over the whole chain models change as rarely as depth
     order allows (exact: dynamic programming over the role that ends each depth). Ties go to the smaller id.
     """
+    import networkx as nx
+
+    levels = [sorted(level) for level in nx.topological_generations(graph)]
     order: list[str] = []
     added: list[tuple[str, str]] = []
-    for level, roles in zip(graph.levels, _role_orders(dag, graph.levels)):
+    for level, roles in zip(levels, _role_orders(dag, levels)):
         compute = [node for node in level if dag.nodes[node].type == "COMPUTE"]
         models = [node for role in roles for node in level
                   if dag.nodes[node].role == role and dag.nodes[node].type != "COMPUTE"]
@@ -101,7 +114,7 @@ def serialize(dag: Dag, graph: Graph) -> tuple[list[str], tuple[tuple[str, str],
 
 
 def _role_orders(dag: Dag, levels: list[list[str]]) -> list[list[str]]:
-    """For each depth, the order of its model roles. State: the role resident at the end of a depth."""
+    """Return the order of the model roles of each depth. State: the role resident at the end of a depth."""
     best: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {"": (0, ())}
     for level in levels:
         roles = sorted({dag.nodes[node].role for node in level if dag.nodes[node].type != "COMPUTE"})
@@ -119,7 +132,7 @@ def _role_orders(dag: Dag, levels: list[list[str]]) -> list[list[str]]:
 
 
 def _with_ends(roles: list[str], resident: str) -> list[tuple[str, ...]]:
-    """One order for each possible last role, beginning with the resident one wherever it can."""
+    """Return one order for each possible last role, beginning with the resident one where possible."""
     orders = []
     for last in roles:
         others = [role for role in roles if role != last]

@@ -1,4 +1,4 @@
-"""Where each node runs. A node uses all ranks of its group unless the run says less; in sync mode, all are one group.
+"""Gives each node its layout: all ranks of its group unless the run says less; in sync mode, all are one group.
 
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
 those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
@@ -22,22 +22,22 @@ _WHOLE = Layout(1).split
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """What the run file says of a node's layout, and what the node is."""
+class _LayoutRequest:
+    """Layout that the run file requests for a node."""
 
     node: str
     role: str
     engine: tuple[str, bool] | None
-    """The role whose engine it is and whether that samples; None for a node without a model."""
+    """Role of the engine and whether that samples; None for a node without a model."""
     split: dict[str, int] | None
-    """None if the run file says nothing of it."""
+    """None if the run file does not name it."""
     dp: int | None
     rows: tuple[int, ...] = ()
 
 
-def place(spec: Spec, ranks: int, sampling: set[str],
-          elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Diagnostic]]:
-    """The layout of each node, and the layouts that `ranks` cannot host.
+def place_nodes(spec: Spec, ranks: int, sampling: set[str],
+                elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Diagnostic]]:
+    """Return the layout of each node, and mistakes for the layouts that `ranks` cannot host.
 
     Args:
         sampling: the nodes that sample.
@@ -47,140 +47,142 @@ def place(spec: Spec, ranks: int, sampling: set[str],
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
             what = f"`layouts` names `{name}`, which is not a node of DAG `{spec.dag.name}`"
-            where = source.spot(("layouts", name), key=True)
+            where = source.location(("layouts", name), key=True)
             mistakes.append(Diagnostic(what, where, did_you_mean(name, spec.dag.nodes, "Nodes")))
-    wishes = [_Wish(name, "", None, None, None) if name in elsewhere else _wish(spec, name, sampling)
-              for name in spec.dag.nodes]
-    leaders: dict[Any, _Wish] = {}
-    for wish in wishes:
-        if wish.engine and wish.split is not None:
-            leaders.setdefault(wish.engine, wish)
+    requests = [_LayoutRequest(name, "", None, None, None) if name in elsewhere else _request(spec, name, sampling)
+                for name in spec.dag.nodes]
+    leaders: dict[Any, _LayoutRequest] = {}
+    for request in requests:
+        if request.engine and request.split is not None:
+            leaders.setdefault(request.engine, request)
     layouts = {}
-    for wish in wishes:
-        leader = next((leaders[engine] for engine in _models(spec, wish) if engine in leaders), wish)
+    for request in requests:
+        leader = next((leaders[engine] for engine in _models(spec, request) if engine in leaders), request)
         split = leader.split or _WHOLE
-        found = _check_node(spec, wish, leader, ranks)
-        if leader is wish and wish.split and wish.engine and not found:
-            found = check_split(spec, wish.node, wish.engine, split)
+        found = _check_node(spec, request, leader, ranks)
+        if leader is request and request.split and request.engine and not found:
+            found = check_split(spec, request.node, request.engine, split)
         layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
-        found = found or _check_shares(spec, wish, layout, ranks, shares) + _check_environment(spec, wish, layout)
-        rows = proportion(wish.rows) if not found else ()
-        layouts[wish.node] = Layout(min(wish.dp or shares, shares), 0, **layout.split, rows=rows)
+        found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
+        rows = proportion(request.rows) if not found else ()
+        layouts[request.node] = Layout(min(request.dp or shares, shares), 0, **layout.split, rows=rows)
         mistakes += found
-    return layouts, mistakes + _check_replicas(spec, wishes, layouts, ranks)
+    return layouts, mistakes + _check_replicas(spec, requests, layouts, ranks)
 
 
-def _check_replicas(spec: Spec, wishes: list[_Wish], layouts: dict[str, Layout], ranks: int) -> list[Diagnostic]:
-    """That the ranks over which a role is sharded can be divided into its replicas."""
+def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout],
+                    ranks: int) -> list[Diagnostic]:
+    """Check that the ranks over which a role is sharded divide into its replicas."""
     found = {}
-    for wish in wishes:
-        own = spec.run.roles.get(wish.role)
-        if own and wish.engine == (wish.role, False) and ranks > 0:
-            layout = layouts[wish.node]
+    for request in requests:
+        own = spec.run.roles.get(request.role)
+        if own and request.engine == (request.role, False) and ranks > 0:
+            layout = layouts[request.node]
             shards = ranks // layout.width * layout.cp
             if shards % own.replicas:
-                what = (f"role `{wish.role}` wants {own.replicas} replicas, which do not divide the {shards} ranks "
+                what = (f"role `{request.role}` wants {own.replicas} replicas, which do not divide the {shards} ranks "
                         "that share a model")
                 fitting = ", ".join(str(count) for count in range(1, shards + 1) if not shards % count)
-                where = spec.run_source.spot(("roles", wish.role, "replicas"))
-                found[wish.role] = Diagnostic(what, where, f"One of  replicas: {fitting}")
+                where = spec.run_source.location(("roles", request.role, "replicas"))
+                found[request.role] = Diagnostic(what, where, f"One of  replicas: {fitting}")
     return list(found.values())
 
 
 def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
                    ranks: int) -> dict[tuple[str, bool], Layout]:
-    """How all ranks hold the model of each role's engine, by role and whether it is the one that samples."""
+    """Return the layout of the model of each engine, by role and whether it is the one that samples."""
     return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
                                     if node.role == role and node.type in ENGINE_TYPES
                                     and (name in sampling) == samples], ranks)
             for role in roles for samples in (False, True)}
 
 
-def _models(spec: Spec, wish: _Wish) -> list[tuple[str, bool]]:
-    """The engines whose split the node takes over, the first of them that is split."""
-    if wish.engine is None:
+def _models(spec: Spec, request: _LayoutRequest) -> list[tuple[str, bool]]:
+    """Return the engines whose split the node follows, in order of preference."""
+    if request.engine is None:
         return []
-    role, samples = wish.engine
+    role, samples = request.engine
     alike = [name for name in spec.lineage(role)[1:] if spec.settings_of(name) is spec.settings_of(role)]
-    return [wish.engine, *((name, False) for name in alike if not samples and wish.split is None)]
+    return [request.engine, *((name, False) for name in alike if not samples and request.split is None)]
 
 
-def _wish(spec: Spec, name: str, sampling: set[str]) -> _Wish:
+def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     node, asked = spec.dag.nodes[name], spec.run.layouts.get(name)
     engine = None
     if node.type in ENGINE_TYPES and node.role in spec.dag.roles:
         engine = (node.role, True) if name in sampling else (base_of(spec, node.role) or node.role, False)
     said = asked.model_fields_set & _WHOLE.keys() if asked else set()
     split = {size: getattr(asked, size) for size in _WHOLE} if said else None
-    return _Wish(name, node.role, engine, split, *((asked.dp, tuple(asked.rows)) if asked else (None,)))
+    return _LayoutRequest(name, node.role, engine, split, *((asked.dp, tuple(asked.rows)) if asked else (None,)))
 
 
-def _check_node(spec: Spec, wish: _Wish, leader: _Wish, ranks: int) -> list[Diagnostic]:
-    """That a node may split its work as it wishes, and as the others of its engine."""
-    where = spec.run_source.spot(("layouts", wish.node))
-    split = {size: count for size, count in (wish.split or {}).items() if count > 1}
-    if wish.engine is None and split:
-        what = f"node `{wish.node}` wants {_said(split)}, but it computes with no model that could be split"
-        return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{dp: N}}}}")]
-    if wish.split is not None and wish.split != leader.split:
-        what = (f"nodes `{leader.node}` and `{wish.node}` compute with the same engine of role `{wish.role}`, but "
-                f"split its model differently: {_said(leader.split)} and {_said(wish.split)}")
-        return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{{_said(leader.split)}}}}}")]
-    width = Layout(1, **wish.split).width if wish.split else 1
-    if wish.split is not None and ranks > 0 and ranks % width:
-        what = f"node `{wish.node}` splits its model over {width} ranks ({_said(split)}), which do not divide {ranks}"
+def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
+    """Check that a node may split its model as requested, and as the others of its engine."""
+    where = spec.run_source.location(("layouts", request.node))
+    split = {size: count for size, count in (request.split or {}).items() if count > 1}
+    if request.engine is None and split:
+        what = f"node `{request.node}` wants {_said(split)}, but it computes with no model that could be split"
+        return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{dp: N}}}}")]
+    if request.split is not None and request.split != leader.split:
+        what = (f"nodes `{leader.node}` and `{request.node}` compute with the same engine of role `{request.role}`, "
+                f"but split its model differently: {_said(leader.split)} and {_said(request.split)}")
+        return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{_said(leader.split)}}}}}")]
+    width = Layout(1, **request.split).width if request.split else 1
+    if request.split is not None and ranks > 0 and ranks % width:
+        what = (f"node `{request.node}` splits its model over {width} ranks ({_said(split)}), which do not divide "
+                f"{ranks}")
         return [Diagnostic(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
-    if wish.split and (ranks // width * wish.split["cp"]) % wish.split["ep"]:
-        what = (f"node `{wish.node}` cuts the experts {wish.split['ep']} ways (ep) over {ranks // width} shares × cp "
-                f"{wish.split['cp']}, which {wish.split['ep']} does not divide")
-        shape, over = spec.shape_of(wish.role), ranks // width * wish.split["cp"]
+    if request.split and (ranks // width * request.split["cp"]) % request.split["ep"]:
+        what = (f"node `{request.node}` cuts the experts {request.split['ep']} ways (ep) over {ranks // width} shares "
+                f"× cp {request.split['cp']}, which {request.split['ep']} does not divide")
+        shape, over = spec.shape_of(request.role), ranks // width * request.split["cp"]
         fitting = [str(ep) for ep in range(1, over + 1) if not over % ep and not (shape.experts if shape else ep) % ep]
         return [Diagnostic(what, where, f"One of  ep: {', '.join(fitting)}")]
     return []
 
 
-def _check_shares(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
-    dp, where = min(wish.dp or shares, shares), spec.run_source.spot(("layouts", wish.node, "rows"))
-    if wish.rows and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
-        what = (f"node `{wish.node}` says the rows of its shares, and in mode {spec.run.mode} ranks that sample take "
-                "prompts as they get free")
+def _check_shares(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
+    dp, where = min(request.dp or shares, shares), spec.run_source.location(("layouts", request.node, "rows"))
+    if request.rows and spec.run.mode != "sync" and request.engine and request.engine[1]:
+        what = (f"node `{request.node}` says the rows of its shares, and in mode {spec.run.mode} ranks that sample "
+                "take prompts as they get free")
         return [Diagnostic(what, where, "Leave `rows` out of it.")]
-    if wish.rows and len(wish.rows) != dp and ranks > 0:
+    if request.rows and len(request.rows) != dp and ranks > 0:
         each = f" of {layout.width} ranks" if layout.width > 1 else ""
-        what = f"node `{wish.node}` says the rows of {len(wish.rows)} shares, and {ranks} ranks make {dp}{each}"
-        return [Diagnostic(what, where, f"Start {len(wish.rows) * layout.width} ranks, say the rows of {dp}, in "
+        what = f"node `{request.node}` says the rows of {len(request.rows)} shares, and {ranks} ranks make {dp}{each}"
+        return [Diagnostic(what, where, f"Start {len(request.rows) * layout.width} ranks, say the rows of {dp}, in "
                            "proportion, or divide rows evenly:  --set layouts={}")]
-    return _check_dp(spec, wish, layout, ranks, shares)
+    return _check_dp(spec, request, layout, ranks, shares)
 
 
-def _check_dp(spec: Spec, wish: _Wish, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
-    where, node = spec.run_source.spot(("layouts", wish.node, "dp")), wish.node
-    if (wish.dp or 1) > shares and spec.run.mode != "sync" and wish.engine and wish.engine[1]:
-        what = f"node `{node}` wants dp {wish.dp}, and in mode {spec.run.mode} each rollout is a share of its own"
+def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
+    where, node = spec.run_source.location(("layouts", request.node, "dp")), request.node
+    if (request.dp or 1) > shares and spec.run.mode != "sync" and request.engine and request.engine[1]:
+        what = f"node `{node}` wants dp {request.dp}, and in mode {spec.run.mode} each rollout is a share of its own"
         return [Diagnostic(what, where, f"Leave `dp` out of it, and say how many ranks sample:  "
-                           f"groups: {{rollout: {(wish.dp or 1) * layout.width}}}")]
-    if wish.dp is not None and wish.dp > shares and ranks > 0:
+                           f"groups: {{rollout: {(request.dp or 1) * layout.width}}}")]
+    if request.dp is not None and request.dp > shares and ranks > 0:
         there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
         more = f" of {layout.width} ranks each" if layout.width > 1 else ""
-        hint = (f"Start {wish.dp * layout.width} ranks (--nproc-per-node {wish.dp * layout.width}), or instead:  "
+        hint = (f"Start {request.dp * layout.width} ranks (--nproc-per-node {request.dp * layout.width}), or instead:  "
                 f"layouts: {{{node}: {{dp: {shares}}}}}")
-        return [Diagnostic(f"node `{node}` wants dp {wish.dp}{more}, but there {there}", where, hint)]
-    if wish.dp is not None and wish.dp < shares and spec.dag.nodes[node].type == "MODEL_TRAIN":
-        what = (f"node `{node}` trains on {wish.dp * layout.width} of {ranks} ranks; in sync mode a trained role is "
+        return [Diagnostic(f"node `{node}` wants dp {request.dp}{more}, but there {there}", where, hint)]
+    if request.dp is not None and request.dp < shares and spec.dag.nodes[node].type == "MODEL_TRAIN":
+        what = (f"node `{node}` trains on {request.dp * layout.width} of {ranks} ranks; in sync mode a trained role is "
                 "sharded over all ranks, so its MODEL_TRAIN nodes run on all of them")
         remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
         return [Diagnostic(what, where, remedy)]
     return []
 
 
-def _check_environment(spec: Spec, wish: _Wish, layout: Layout) -> list[Diagnostic]:
-    if layout.width == 1 or wish.node not in spec.environments or spec.run.mode != "sync":  # there one rank leads
+def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> list[Diagnostic]:
+    if layout.width == 1 or request.node not in spec.environments or spec.run.mode != "sync":  # there one rank leads
         return []
-    what = (f"node `{wish.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
+    what = (f"node `{request.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
             "would have an environment of its own, which may answer otherwise")
-    where = spec.run_source.spot(("layouts", wish.node))
-    return [Diagnostic(what, where, f"Instead:  layouts: {{{wish.node}: {{tp: 1}}}}")]
+    where = spec.run_source.location(("layouts", request.node))
+    return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{tp: 1}}}}")]
 
 
 def _said(split: dict[str, int]) -> str:
@@ -193,5 +195,6 @@ def _check_ranks(spec: Spec, ranks: int) -> list[Diagnostic]:
     has = spec.cluster.size
     if has is not None and ranks > has and spec.cluster_source:
         what = f"cluster `{spec.cluster.name}` has {has} rank{'s' * (has > 1)}, and the plan is for {ranks}"
-        return [Diagnostic(what, spec.cluster_source.spot(("ranks",)), f"Start {has}, or plan for another cluster.")]
+        return [Diagnostic(what, spec.cluster_source.location(("ranks",)),
+                           f"Start {has}, or plan for another cluster.")]
     return []

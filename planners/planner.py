@@ -1,4 +1,4 @@
-"""The planner's front: check everything, then write down one chain."""
+"""Plans a run: checks everything, then serialises the DAG into one chain with layouts, transfers and memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task, Transfer
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of
 from planners.columns import NodeColumns
-from planners.groups import GroupCut, crossings, cut, of_early, of_rollout, of_trainer, picture
+from planners.groups import GroupCut, crossings, cut, joined, of_early, of_rollout, of_trainer
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
-    """The plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
+    """Return the plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
 
     Raises:
-        InvalidInput: with every mistake that was found, those of loading included.
+        InvalidInput: with every mistake found, those of loading included.
     """
     draft = _draft(spec)
     if spec.run.mode == "sync":
@@ -33,12 +33,12 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
     rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
-    return picture(trainer, rollout, halves, ranks)
+    return joined(trainer, rollout, halves, ranks)
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """What does not depend on ranks."""
+    """Parts of a plan that do not depend on ranks."""
 
     bound: dict[str, Contract]
     chain: list[str]
@@ -59,7 +59,7 @@ def _draft(spec: Spec) -> _Draft:
     chain, added = order.serialize(spec.dag, drawn)
     for node in chain:
         found += settings.check_settings(spec, node, bound[node]) if node in bound else []
-    guessed = {path[1] for path in spec.dag_source.doubtful if path[:1] == ("nodes",) and len(path) > 1}
+    guessed = {path[1] for path in spec.dag_source.recovered if path[:1] == ("nodes",) and len(path) > 1}
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
                                                        *check_temperatures(spec, bound, flows),
@@ -67,19 +67,19 @@ def _draft(spec: Spec) -> _Draft:
 
 
 def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, training: bool = True) -> Plan:
-    """The plan of ranks that run the whole DAG together, or the half of it that trains or samples."""
+    """Return the plan of ranks that run the whole DAG together, or of the half that trains or samples."""
     bound, flows = draft.bound, draft.flows
     elsewhere = halves.elsewhere(training) if halves else frozenset()
-    layouts, mistakes = placement.place(spec, ranks, draft.sampling, elsewhere)
+    layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere)
     roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
     generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
-    tenants = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
-    mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, tenants)]
+    items = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
+    mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
-        raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_place))
+        raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
     if halves and not training:  # the first rank of a rollout runs all of its chain
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     source = _source_layout(draft.chain, flows, layouts)
@@ -95,7 +95,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     if halves:
         tasks = (of_trainer if training else of_rollout)(tasks, halves)
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
-    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, tenants, notes, _inputs(spec), dock,
+    return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
                 early, tuple(samplers.items()))
 
 
@@ -106,11 +106,11 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
 
 
 def _samples_too(spec: Spec, halves: GroupCut | None, training: bool) -> bool:
-    """Whether such ranks have an engine that samples: the trainer of mode async has one only to validate."""
+    """Return whether these ranks have a rollout engine: the trainer of mode async has one only to validate."""
     return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.validation is not None
 
 
-def _place(mistake: Diagnostic) -> tuple[str, int]:
+def _position(mistake: Diagnostic) -> tuple[str, int]:
     return (mistake.where.file, mistake.where.line) if mistake.where else ("", 0)
 
 
@@ -124,7 +124,7 @@ def _task(spec: Spec, node: str, contract: Contract, flows: dict[str, NodeColumn
 
 
 def _source_layout(chain: list[str], flows: dict[str, NodeColumns], layouts: dict[str, Layout]) -> Layout:
-    """Each worker loads its own share: the layout of the first node that reads the dataset."""
+    """Return the layout of the first node that reads the dataset: each worker loads its own share."""
     readers = (node for node in chain if any(column.producer == SOURCE for column in flows[node].reads))
     return layouts[next(readers, chain[0])]
 
@@ -134,7 +134,7 @@ def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
 
 
 def _inputs(spec: Spec) -> str:
-    """A digest of all that the DAG and the run say, but for where files lie: that may differ between machines."""
+    """Return a digest of the DAG and the run, without file paths, which may differ between machines."""
     run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
     for role in run["roles"].values():
         role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None

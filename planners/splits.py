@@ -1,4 +1,4 @@
-"""Whether a model can be split as a layout wishes: by its engine, and by its heads, layers and experts."""
+"""Checks whether a model can be split as a layout requests: by its engine, and by its heads, layers and experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distflow.errors import Diagnostic
 
 
 def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Diagnostic]:
-    """`engine`: the role whose it is, and whether it is the one that samples."""
+    """Return the mistakes of a split. `engine`: its role, and whether it is the one that samples."""
     role, samples = engine
     settings, shape = spec.settings_of(role), spec.shape_of(role)
     if settings is None:
@@ -20,7 +20,7 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
     asked = {size: count for size, count in split.items() if count > 1}
     mistakes = []
     for size, count in asked.items():
-        where = spec.run_source.spot(("layouts", node, size))
+        where = spec.run_source.location(("layouts", node, size))
         if size in cannot:
             what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {cannot[size]}"
             mistakes.append(Diagnostic(what, where, f"Leave `{size}` out."))
@@ -45,7 +45,7 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
              "distflow starts it without; ep cuts them")):
         if wished and sizes:
             own = key in type(settings).model_fields
-            where = spec.run_source.spot(("roles", role, key) if own else ("layouts", node), key=own)
+            where = spec.run_source.location(("roles", role, key) if own else ("layouts", node), key=own)
             yield Diagnostic(f"role `{role}` has `{key}`, and node `{node}` splits its model: {why}", where,
                              f"Leave  {', '.join(sizes)}  of `{node}` out" + (f", or `{key}`." if own else "."))
 

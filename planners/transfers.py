@@ -1,17 +1,14 @@
-"""How each task's columns reach it: by reference where the layout stays, by all-to-all where it changes.
+"""Derives the transfers of each task, and estimates the bytes that a step moves with or without the dock.
 
-What moves is estimated as MindSpeed RL does (§3.1, Eq. 2), column by column: rows × the longest row × the bytes of an
-element, for prompts and responses as long as the run allows.
+Columns go by reference where the layout stays and by all-to-all where it changes. Their bytes are estimated as in
+MindSpeed RL (§3.1, Eq. 2), column by column: rows × the longest row × the bytes of an element, for prompts and
+responses at the run's longest.
 
-How many bytes the sample flow of one iteration moves, by formula (MindSpeed RL §"Problem Statement", Eq. 1, 2, 4).
-
-The paper's formulas were rebuilt from its text and agree with every row of its Table 1 to the digits that it prints.
-
-What a step moves if its columns pass through the transfer dock (MindSpeed RL, its dataflow section, Eq. 1, 2, 4).
-
-The paper's Eq. 2 counts the columns of one algorithm by hand: the long ones three times, prompts twice. Here the DAG
-says who writes and who reads, as `transfers` has it: each column goes in once, where it is written, and out once for
-each node that reads it. Warehouses split the rows by their ids, so each carries an equal part (Eq. 4).
+`SampleFlow` is the paper's own formula for one iteration (§"Problem Statement", Eq. 1, 2, 4), rebuilt from its text; it
+agrees with every row of its Table 1 to the digits printed. Eq. 2 counts the columns of one algorithm by hand: the long
+ones three times, prompts twice. `through_dock` takes writers and readers from the DAG: each column goes in once, where
+it is written, and out once for each node that reads it. Storage shards (the paper's warehouses) divide the rows by
+their ids, so each carries an equal part (Eq. 4).
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ from planners.columns import NodeColumns, plain_form
 
 @dataclass(frozen=True)
 class SampleFlow:
-    """One iteration: `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a value.
+    """Sample flow of one iteration: `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a
+    value.
 
     `long_columns` (n) are as long as the response: its tokens, log-probabilities, and so on; `scalars` are single
     values per sample.
@@ -48,21 +46,21 @@ class SampleFlow:
 
     @property
     def nbytes(self) -> int:
-        """Moved by the last three steps of an iteration, all together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
+        """Bytes that the last three steps of an iteration move together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
         long = 3 * self.long_columns * self.response_tokens
         return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
 
-    def through_each_warehouse(self, warehouses: int, controllers: int) -> float:
-        """Bytes through one of `warehouses`: its share of the rows, and their metadata to all `controllers` (Eq. 4).
+    def through_each_shard(self, shards: int, consumers: int) -> float:
+        """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
 
-        Metadata are the sample's scalars, sent once to every controller.
+        Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
         """
-        metadata = self.samples * self.width * self.scalars * controllers
-        return (self.nbytes + metadata) / warehouses
+        metadata = self.samples * self.width * self.scalars * consumers
+        return (self.nbytes + metadata) / shards
 
-    def seconds(self, bytes_per_second: float, warehouses: int = 1, controllers: int = 0) -> float:
-        """What moving it takes if each warehouse sends and receives `bytes_per_second` in all."""
-        return self.through_each_warehouse(warehouses, controllers) / bytes_per_second
+    def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
+        """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
+        return self.through_each_shard(shards, consumers) / bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,10 @@ class DockEdge:
 
 @dataclass(frozen=True)
 class DockVolume:
-    """All of a step's way through the dock. Ids, lengths and metadata are not counted; they were 1% of rows of 512
-    tokens."""
+    """Bytes of a step through the dock, without ids, lengths and metadata, which were 1% of rows of 512 tokens."""
 
     edges: tuple[DockEdge, ...]
-    warehouses: int
+    shards: int
 
     @property
     def bytes_in(self) -> int:
@@ -92,33 +89,33 @@ class DockVolume:
         return sum(edge.bytes_per_step for edge in self.edges if edge.reader)
 
     @property
-    def through_each_warehouse(self) -> float:
-        return (self.bytes_in + self.bytes_out) / self.warehouses
+    def through_each_shard(self) -> float:
+        return (self.bytes_in + self.bytes_out) / self.shards
 
 
-def through_dock(spec: Spec, plan: Plan, warehouses: int) -> DockVolume:
-    """The bytes of a step of `plan` with its rows at the run's longest, if every edge passed through the dock.
+def through_dock(spec: Spec, plan: Plan, shards: int) -> DockVolume:
+    """Return the bytes of a step of `plan` with its rows at the run's longest, if every edge passed through the dock.
 
     Raises:
-        ValueError: there is no warehouse.
+        ValueError: there is no storage shard.
     """
-    if warehouses < 1:
-        raise ValueError(f"a dock has at least one warehouse, not {warehouses}")
-    return DockVolume(tuple(_edges(spec, plan)), warehouses)
+    if shards < 1:
+        raise ValueError(f"a dock has at least one storage shard, not {shards}")
+    return DockVolume(tuple(_edges(spec, plan)), shards)
 
 
 def _edges(spec: Spec, plan: Plan) -> Iterator[DockEdge]:
-    """What is put, in the order of the chain, each followed by those who fetch it."""
-    fans, forms, (bound, *_) = RowLineage(plan.tasks, plan.source), {}, bind(spec)
+    """Yield the columns put, in the order of the chain, each followed by the nodes that fetch them."""
+    lineage, forms, (bound, *_) = RowLineage(plan.tasks, plan.source), {}, bind(spec)
     readers: dict[str, dict[str, list[str]]] = {}
     for task in plan.tasks:
         for column in task.reads:
             if column.name != ROW:
-                forms[column.producer, column.name] = _written(fans, bound, column) or column.form
+                forms[column.producer, column.name] = _written(lineage, bound, column) or column.form
                 names = readers.setdefault(column.producer, {}).setdefault(task.node, [])
                 names += [column.name] if column.name not in names else []
-    for producer in (SOURCE, *fans.tasks):
-        rows = spec.run.data.batch * fans.times(fans.of(producer))
+    for producer in (SOURCE, *lineage.tasks):
+        rows = spec.run.data.batch * lineage.times(lineage.of(producer))
         size = {name: rows * row_bytes(spec, name, form) for (owner, name), form in forms.items() if owner == producer}
         if size:
             yield DockEdge(producer, "", tuple(size), sum(size.values()))
@@ -126,10 +123,10 @@ def _edges(spec: Spec, plan: Plan) -> Iterator[DockEdge]:
             yield DockEdge(producer, node, tuple(names), sum(size[name] for name in names))
 
 
-def _written(fans: RowLineage, bound: dict[str, Contract], column: Column) -> str:
-    """The form in which its producer says that it writes a column; empty if it does not say."""
+def _written(lineage: RowLineage, bound: dict[str, Contract], column: Column) -> str:
+    """Return the form that a column's producer declares; empty if it declares none."""
     returns = bound[column.producer].returns if column.producer in bound else ()
-    return plain_form(returns[fans.tasks[column.producer].writes.index(column.name)]) if returns else ""
+    return plain_form(returns[lineage.tasks[column.producer].writes.index(column.name)]) if returns else ""
 
 
 _TOKEN, _NUMBER, _CHARACTERS, _PIXEL = 8, 4, 4, 3
@@ -138,7 +135,7 @@ _OF_TOKENS = {"prompts", "responses", "targets", GROUP}
 _LIMITED = {"prompts": "max_prompt_tokens", "questions": "max_prompt_tokens",
             "targets": "max_target_tokens", "answers": "max_target_tokens"}
 _PARTS = 64
-"""Bytes of what the parts of a reward gave, as text."""
+"""Bytes of the parts of a reward, as text."""
 
 Moved = set[tuple[str, str, Layout]]
 """(producer, column, layout): what earlier tasks of the chain have moved. The databuffer moves nothing twice."""
@@ -146,7 +143,7 @@ Moved = set[tuple[str, str, Layout]]
 
 def derive(spec: Spec, node: str, flows: dict[str, NodeColumns], layouts: dict[str, Layout], source: Layout,
            moved: Moved) -> tuple[Transfer, ...]:
-    """One transfer per producer that `node` reads from, in the order of its parameters; `moved` learns of them."""
+    """Return one transfer per producer that `node` reads from, in the order of its parameters; updates `moved`."""
     edges: dict[str, list[str]] = {}
     for column in flows[node].reads:
         names = edges.setdefault(column.producer, []) if column.name != ROW else []
@@ -170,14 +167,14 @@ def derive(spec: Spec, node: str, flows: dict[str, NodeColumns], layouts: dict[s
 
 
 def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
-    """The tasks with the bytes of rows that go to several shares: a prompt goes wherever some of its samples are, and
-    samples of equal length are dealt out in turn."""
-    fans, result = RowLineage(tasks, source), []
+    """Return the tasks with the bytes of rows that go to several shares: a prompt goes wherever some of its samples
+    are, and samples of equal length are dealt out in turn."""
+    lineage, result = RowLineage(tasks, source), []
     for task in tasks:
-        unit, arriving = fans.unit(task.layout), []
+        group, arriving = lineage.unit(task.layout), []
         for move in task.transfers:
-            copies = min(task.layout.dp, fans.times(unit[len(fans.of(move.producer)) :])) if unit else 1
-            origin = source if move.producer == SOURCE else fans.tasks[move.producer].layout
+            copies = min(task.layout.dp, lineage.times(group[len(lineage.of(move.producer)) :])) if group else 1
+            origin = source if move.producer == SOURCE else lineage.tasks[move.producer].layout
             size = move.bytes_per_step * copies
             busiest = max(through_ranks(size, origin, task.layout).values())
             arriving.append(replace(move, bytes_per_step=size, bytes_of_busiest_rank=round(busiest)) if size else move)
@@ -186,9 +183,9 @@ def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
 
 
 def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
-    """Of `size` bytes that change their layout, those that leave or reach each rank, when all rows are alike.
+    """Return how many of `size` bytes that change their layout leave or reach each rank, when all rows are alike.
 
-    A rank of both layouts keeps what it has of its own share.
+    A rank of both layouts keeps its part of its own share.
     """
     ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
     has, gets = ({rank: float(layout.part(layout.share(rank))) if layout.leads(rank) else 0.0 for rank in ranks}
@@ -197,7 +194,7 @@ def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]
 
 
 def row_bytes(spec: Spec, name: str, form: str) -> int:
-    """One row's size at the run's longest."""
+    """Return the bytes of a row of a column at the run's longest."""
     if form == "Tensor":
         return _TOKEN if name in _OF_TOKENS else _NUMBER
     if name == REWARD_PARTS:

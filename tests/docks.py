@@ -20,15 +20,15 @@ def token() -> bytes:
 
 @pytest.fixture
 def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
-    """`dock(warehouses, consumers)`: a client of a new dock; `dock.services` are its parts."""
+    """`dock(shards, consumers)`: a client of a new dock; `dock.services` are its parts."""
     opened: list[StorageShardServer | DockClient] = []
 
-    def make(warehouses: int = 1, consumers: tuple[Consumer, ...] = (REWARD, UPDATE), **limits) -> DockClient:
-        services = [StorageShardServer(token, **limits) for _ in range(warehouses)]
+    def make(shards: int = 1, consumers: tuple[Consumer, ...] = (REWARD, UPDATE), **limits) -> DockClient:
+        services = [StorageShardServer(token, **limits) for _ in range(shards)]
         opened.extend(services)
         client = DockClient([service.start() for service in services], token, "tester", patience=5.0)
         opened.append(client)
-        client.meet(consumers)
+        client.configure(consumers)
         client.services = services
         return client
 

@@ -72,15 +72,14 @@ def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]]
     plan = make_plan(spec, dist.get_world_size())
     functions = {task.node: load_function(task.function) for task in plan.tasks}
     current().collect(gather)
-    silent = SimpleNamespace(now=lambda *doing: None, rank=dist.get_rank())
+    silent = SimpleNamespace(set=lambda *doing: None, rank=dist.get_rank())
     worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
     reports = []
     for step in range(spec.run.steps):
         torch.manual_seed(key_of(spec.run.seed, step))
         for role in worker.roles.values():
             role.step = step
-        for task in worker.tasks():
-            worker.buffer.put(task, *worker.execution.run(task, worker.buffer.take(task)))
+        worker.run_chain(step)
         reports.append(current().collect(gather))
     weights = {name: weight.clone() for name, weight in worker.roles["actor"].engine.export()}
     return reports, weights if dist.get_rank() == 0 else {}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 import distflow
@@ -28,8 +29,8 @@ STAIRS = {"workers.isolation.sandbox": 0, "workers.isolation.user_code": 0, "wor
 MAY_IMPORT_ANYTHING = {"distflow.launch"}
 MAY_CATCH_ANYTHING = ("distflow.recovery.supervisor", "distflow.cli", "distflow.launch")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "scipy", "pyarrow", "tokenizers", "networkx"}
-ARRAYS = {"planners.heterogeneous": {"numpy", "scipy"}}
-"""Who may compute with arrays on a floor that else does not."""
+MAY_IMPORT_HEAVY = {"planners": {"networkx"}, "planners.heterogeneous": {"numpy", "scipy"}}
+"""Which heavy packages a package may import on a floor whose modules import none: graphs inside functions."""
 IMPURE = HEAVY | {"time", "datetime", "random", "os", "pathlib", "subprocess", "socket", "threading"}
 MAY_UNPICKLE = {"distflow.recovery.checkpoint"}
 """By an unpickler of its own, which knows torch's metadata classes and nothing else."""
@@ -37,6 +38,18 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "job
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                   "send_object_list", "recv_object_list", "read_pickle"}
 FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
+
+KNOWN_CIRCLES = [
+    ["distflow.config.load", "distflow.config.models"],
+    ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"],
+    ["distflow.data.batch", "distflow.data.convert"], ["distflow.data.dataset", "distflow.data.problems"],
+    ["workers.engines.sglang.engine", "workers.engines.sglang.session"]]
+"""Of types, or of imports inside functions. No other may come."""
+IDEAS_OF_THEIR_OWN = {
+    "distflow", "distflow.config.live_changes", "distflow.contracts.detectors", "distflow.data.missing_rows",
+    "distflow.telemetry.progress", "distflow.weights.transport.tcp", "workers.engines", "workers.engines.attention",
+    "workers.engines.sglang.share", "workers.engines.swap", "workers.engines.vllm.weights",
+    "workers.isolation.sandbox.landlock"}
 
 Sources = dict[str, str]
 Rule = Callable[[str, ast.Module], Iterator[str]]
@@ -87,9 +100,16 @@ def relative_imports(module: str, tree: ast.Module) -> Iterator[str]:
                 if isinstance(item, ast.ImportFrom) and item.level)
 
 
+def contracts_below_load(module: str, tree: ast.Module) -> Iterator[str]:
+    """`config.load` alone joins files and contracts: contracts import the forms of files, never the loader."""
+    forbidden = "distflow.config.load" if module.startswith("distflow.contracts") else "distflow.contracts"
+    yield from (f"line {line}: imports {name}" for name, line in imports(tree)
+                if f"{name}.".startswith(f"{forbidden}.") and module != "distflow.config.load")
+
+
 def purity(module: str, tree: ast.Module) -> Iterator[str]:
     forbidden = IMPURE if level(module, FLOORS) == 1 else HEAVY
-    for place, allowed in ARRAYS.items():
+    for place, allowed in MAY_IMPORT_HEAVY.items():
         forbidden = forbidden - allowed if f"{module}.".startswith(f"{place}.") else forbidden
     yield from (f"line {line}: imports {name}" for name, line in imports(tree) if name.split(".")[0] in forbidden)
 
@@ -132,8 +152,9 @@ def pickles(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("rule", "folders"), [
-    (floors, (*OURS, "benchmarks")), (relative_imports, OURS), (purity, ("distflow/config", "distflow/contracts",
-                                                                         "planners")),
+    (floors, (*OURS, "benchmarks")), (relative_imports, OURS),
+    (contracts_below_load, ("distflow/config", "distflow/contracts")),
+    (purity, ("distflow/config", "distflow/contracts", "planners")),
     (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
 ], ids=lambda value: getattr(value, "__name__", "in"))
 def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
@@ -142,6 +163,8 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("rule", "module", "text"), [
     (floors, "distflow.config.x", "from planners import plan"),
+    (contracts_below_load, "distflow.contracts.x", "from distflow.config.load import Spec"),
+    (contracts_below_load, "distflow.config.x", "from distflow.contracts import rewards"),
     (floors, "planners.x", "from distflow.data.batch import Batch"),
     (floors, "planners.x", "def f():\n    from distflow import Batch"),
     (floors, "distflow.data.x", "import planners.order"),
@@ -179,6 +202,7 @@ def test_rule_can_fail(rule: Rule, module: str, text: str) -> None:
     (floors, "benchmarks.x", "from workers.worker import work"),
     (purity, "planners.x", "import hashlib"),
     (purity, "planners.heterogeneous.x", "import numpy"),
+    (purity, "planners.x", "def f():\n    import networkx"),
     (function_budget, "planners.x", "def f():\n" + "    pass\n" * 39),
     (broad_excepts, "distflow.cli.run", "try:\n    pass\nexcept Exception:\n    pass"),
     (broad_excepts, "workers.x", "try:\n    pass\nexcept (OSError, ValueError):\n    pass"),
@@ -191,7 +215,7 @@ def test_rule_allows(rule: Rule, module: str, text: str) -> None:
 def test_failures_are_contained_where_users_code_runs() -> None:
     """Elsewhere it would be a broad `except` by another name."""
     users = {module for module, text in sources(*OURS).items()
-             if any(name == "workers.isolation.user_code.contained" for name, _ in imports(ast.parse(text)))}
+             if any(name == "workers.isolation.user_code.guarded" for name, _ in imports(ast.parse(text)))}
     assert users == {"workers.isolation.rewards_worker", "workers.isolation.env_worker",
                      "workers.isolation.fork_server"}
 
@@ -235,3 +259,38 @@ def test_shipped_dags_are_short_and_plan_without_mistakes(path: Path) -> None:
 def test_the_default_run_and_its_plan_fit_each_other() -> None:
     assert [path.stem for path in DAGS]
     assert plan(load("grpo.yaml"), 2).tasks[0].node == "rollout"
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, text in sources(*OURS).items():
+        for item in ast.walk(ast.parse(text)):
+            if isinstance(item, ast.ClassDef):
+                homes.setdefault(item.name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def import_graph() -> networkx.DiGraph:
+    """The modules, and which imports which: inside functions and for types too."""
+    texts = sources(*OURS)
+    graph = networkx.DiGraph()
+    for module, text in texts.items():
+        graph.add_node(module)
+        for name, _ in imports(ast.parse(text)):
+            other = name if name in texts else name.rpartition(".")[0]
+            if other in texts and other != module:
+                graph.add_edge(module, other)
+    return graph
+
+
+def test_no_modules_import_each_other() -> None:
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(import_graph()) if len(circle) > 1]
+    assert sorted(circles) == KNOWN_CIRCLES
+
+
+def test_a_sliver_is_part_of_the_one_that_imports_it() -> None:
+    """A module below 80 lines with one importer belongs into it, unless a reader would look for it by its name."""
+    graph, texts = import_graph(), sources(*OURS)
+    slivers = {module for module, text in texts.items() if 1 < len(text.splitlines()) < 80
+               and graph.in_degree(module) == 1 and not text.startswith('"""The libraries')}
+    assert slivers == IDEAS_OF_THEIR_OWN

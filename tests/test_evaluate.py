@@ -14,7 +14,7 @@ from harness import ROOT, environment
 
 from distflow import cli
 from distflow.cli import evaluate
-from distflow.cli.evaluated import EvaluationSubject, subject
+from distflow.cli.evaluate import EvaluationSubject, subject
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
 VALIDATED = ("--set", "validation={data: {heldout: train.jsonl}, every: 2, reward: brevity}")

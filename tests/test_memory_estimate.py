@@ -42,7 +42,7 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
     spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", SIZES + overrides)
     plan = make_plan(spec, dist.get_world_size())
     functions = {task.node: load_function(task.function) for task in plan.tasks}
-    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(now=print), writes=False)
+    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(set=print), writes=False)
     actor, found = worker.roles["actor"], {}
     trainer, rollout = actor.engine, actor.rollout
     parameters = list(trainer.shards().values())
@@ -56,7 +56,7 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
         handle = trainer.optimizer.register_step_pre_hook(look)
         actor.update(batch, lambda logprobs, *_: -logprobs.sum())
         handle.remove()
-    with actor.handover.sampling():
+    with actor.engine_swap.sampling():
         found["rollout weights"] = held(rollout.model.parameters())
         found["while sampling"] = found["rollout weights"] + held(trainer.resident())
     planned = {tenant.name.partition(": ")[2]: tenant.bytes for tenant in plan.memory if tenant.name[:6] == "actor:"}

@@ -24,6 +24,11 @@ def test_the_package_list_is_complete():
     assert listed == found | {"distflow.dags"}
 
 
+def test_a_renamed_public_name_still_works_and_says_the_new_one():
+    with pytest.warns(FutureWarning, match=r"distflow\.Alarm is now called distflow\.Alert"):
+        assert distflow.Alarm is distflow.Alert
+
+
 def test_an_extra_is_installed_from_a_checkout_or_by_the_name_of_the_distribution(tmp_path, monkeypatch):
     assert pip_line("vllm", tmp_path) == "pip install 'distflow-rl[vllm]'"
     (tmp_path / "setup.cfg").touch()

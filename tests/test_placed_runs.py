@@ -11,7 +11,7 @@ from harness import metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.launch import reopened
+from distflow.launch import reload_run
 from distflow.telemetry.run_folder import RunFolder
 from planners import plan
 
@@ -111,4 +111,4 @@ def test_a_run_is_reopened_on_the_cluster_that_it_was_started_on(workspace, plan
     spec = load("grpo.yaml", "tiny.yaml", None, "cluster.yaml")
     with RunFolder.created(workspace / "run", spec, plan(spec, 2), []):
         pass
-    assert reopened(workspace / "run").cluster == spec.cluster
+    assert reload_run(workspace / "run").cluster == spec.cluster

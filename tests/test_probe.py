@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.plan_file import described
+from distflow.plan_file import cluster_of_probes
 from planners.heterogeneous.workload import problem_of
 from workers import probe as worker_probe
 
@@ -34,10 +34,10 @@ def test_this_machine_can_be_planned_for(tmp_path) -> None:
     assert "1 machine, 2 ranks, links over gloo" in text
     problem = problem_of(load("grpo", None, None, str(file)))
     assert sum(problem.hardware.all) == 2
-    for site in problem.hardware.sites:
-        assert 1e8 < site.peak < 1e14
-        assert 1e7 < site.bandwidth < 1e13
-        assert site.inside.bandwidth > 0
+    for device_group in problem.hardware.device_groups:
+        assert 1e8 < device_group.peak < 1e14
+        assert 1e7 < device_group.bandwidth < 1e13
+        assert device_group.inside.bandwidth > 0
 
 
 def _on_two_machines() -> list:
@@ -60,7 +60,7 @@ def test_ranks_of_several_machines_measure_the_links_between_them() -> None:
     assert links.keys() == {(0, 1), (0, 2), (1, 2)}
     assert all(link.gb_s > 0 and link.latency_us > 0 for link in links.values())
     assert all(other == [devices, links] for other in others)  # every rank knows all
-    assert sum(kind["count"] for kind in described("here", devices, links)["machines"].values()) == 3
+    assert sum(kind["count"] for kind in cluster_of_probes("here", devices, links)["machines"].values()) == 3
 
 
 def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:

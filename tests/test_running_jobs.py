@@ -16,7 +16,7 @@ from distflow import hook
 
 def note(moment, when):
     with open("hooks.jsonl", "a") as file:
-        file.write(json.dumps([when, moment.unit, moment.life, moment.failure and moment.failure.step]) + "\\n")
+        file.write(json.dumps([when, moment.group, moment.attempt, moment.failure and moment.failure.step]) + "\\n")
 
 @hook(when="on_failure")
 def failed(moment):
@@ -82,8 +82,8 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     (["scale", "nowhere", "rollout=1"], "nowhere has no plan.json"),
     (["scale", "nowhere", "rollouts=1"], "Write  rollout=2"),
     (["scale", "sync", "rollout=1"], "mode=async"),
-    (["scale", "apart", "rollout=3"], "seats for 2 rollouts, so give 1 to 2"),
-    (["scale", "apart", "rollout=0"], "seats for 2 rollouts, so give 1 to 2"),
+    (["scale", "apart", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
+    (["scale", "apart", "rollout=0"], "supervisors for 2 rollouts, so give 1 to 2"),
     (["inject", "apart", "kill", "--rank", "7"], "rank 7 has had no worker"),
     (["inject", "apart", "kill", "--rank", "1"], "has ended"),
     (["faults", "apart", "--window", "0"], "--window 0 is no time"),

@@ -54,15 +54,15 @@ def test_a_job_that_begins_forgets_how_many_rollouts_another_had(tmp_path):
 
 
 def test_a_rollout_that_rests_takes_the_place_of_one_that_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(autoscaler, "_LOOK", -1.0)
+    monkeypatch.setattr(autoscaler, "_POLL_FILE", -1.0)
     left_out: list[int] = []
     rollouts = [autoscaler.RolloutScale(tmp_path, place, lambda: left_out) for place in range(3)]
     autoscaler.write(tmp_path, 1)
-    assert [each.wanted() for each in rollouts] == [True, False, False]
+    assert [each.should_run() for each in rollouts] == [True, False, False]
     left_out.append(0)
-    assert [each.wanted() for each in rollouts[1:]] == [True, False]
+    assert [each.should_run() for each in rollouts[1:]] == [True, False]
     left_out.append(1)
-    assert rollouts[2].wanted()
+    assert rollouts[2].should_run()
 
 
 def lines(*steps: int) -> str:

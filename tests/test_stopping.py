@@ -62,7 +62,7 @@ def until_step(run: subprocess.Popen, least: int) -> None:
     pytest.fail("".join(said))
 
 
-def all_end(processes: set[int], seconds: float = 30.0) -> bool:
+def all_end(processes: set[int], seconds: float = 90.0) -> bool:
     until = time.monotonic() + seconds
     while (left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]) and time.monotonic() < until:
         time.sleep(0.05)

@@ -18,7 +18,7 @@ from harness import TINY, command, environment, metrics_of
 from distflow.telemetry.processes import family, parent
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "storm.yaml")
-KILLS, STEPS, LIMIT = 12, 40, 400.0
+KILLS, STEPS, LIMIT = 8, 30, 400.0
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
 
 

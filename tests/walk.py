@@ -142,8 +142,8 @@ class Walk:
 
     def times(self, task: Task, producer: str) -> int:
         result = 1
-        for node in task.fan[len(self.buffer.fans.of(producer)) :]:
-            result *= self.buffer.fans.tasks[node].repeats
+        for node in task.fan[len(self.buffer.lineage.of(producer)) :]:
+            result *= self.buffer.lineage.tasks[node].repeats
         return result
 
 

@@ -1,4 +1,4 @@
-"""Ranks that train, and sample too until there is something to train on (mode semi_sync, RobustRL §2.1)."""
+"""Trainer ranks that sample until there is enough to train on (mode semi_sync, RobustRL §2.1)."""
 
 from __future__ import annotations
 
@@ -25,71 +25,71 @@ from workers.rollout_channel import RolloutChannel
 
 
 class ColocatedSource:
-    """Samples beside those that only sample. Every rank of the trainer has one and calls it alike.
+    """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer.
 
     Args:
-        roles: that sample; one, if a model is split over several ranks.
-        crew: takes prompts; None on a rank that helps the first of those with which it shares a model.
-        share: these ranks; None: this one alone.
-        enough: as many rows being there, of whichever draws, this rank samples no more.
-        limit: nor if there were no more of them for as many seconds, and none on the way here.
+        roles: those that sample; one, if a model is split over several ranks.
+        loop: leases prompts; None on a rank that follows the first of those with which it shares a model.
+        tp_group: the ranks that share the model; None: this one alone.
+        enough: rows in the dock, of whichever draws, at which this rank stops sampling.
+        limit: seconds without new rows after which it stops too, if none are under way here.
     """
 
-    def __init__(self, roles: Mapping[str, RoleEngines], crew: RolloutLoop | None, share: dist.ProcessGroup | None,
-                 enough: int,
-                 limit: float):
-        self.roles, self.crew, self.share, self.enough, self.limit = roles, crew, share, enough, limit
-        self.streams: Mapping[str, SharedEngine] = {}
+    def __init__(self, roles: Mapping[str, RoleEngines], loop: RolloutLoop | None, tp_group: dist.ProcessGroup | None,
+                 enough: int, limit: float):
+        self.roles, self.loop, self.tp_group, self.enough, self.limit = roles, loop, tp_group, enough, limit
+        self.engines: Mapping[str, SharedEngine] = {}
 
     @classmethod
     def of(cls, spec: Spec, rollout: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, RoleEngines],
            loader: Dataloader, channel: RolloutChannel) -> ColocatedSource:
-        """This rank's. `rollout`: the plan of those that only sample. Collective."""
-        rank, width, crew, share = dist.get_rank(), rollout.ranks, None, None
+        """Return the source of this rank. `rollout`: the plan of the ranks that only sample. Collective."""
+        rank, width, loop, tp_group = dist.get_rank(), rollout.ranks, None, None
         if width > 1:
             limit = datetime.timedelta(seconds=spec.run.wait_limit)
-            share, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
+            tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
         if rank % width == 0:
-            crew = RolloutLoop(spec, rollout, functions, roles, loader, channel, f"trainer {rank}, which samples",
+            loop = RolloutLoop(spec, rollout, functions, roles, loader, channel, f"trainer {rank}, which samples",
                                channel.ranks // width)
         sampling = {task.role: roles[task.role] for task in rollout.tasks if task.samples}
-        return cls(sampling, crew, share, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
+        return cls(sampling, loop, tp_group, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
                    spec.run.wait_limit)
 
     def sample(self, draws: int) -> None:
-        """With the weights that this rank has; `draws`: of this step that the trainer has already. Collective."""
+        """Sample with the weights that this rank has. `draws`: those of the step that the trainer has received already.
+        Collective."""
         self.draws, self.ready, self.changed = draws, 0, time.monotonic()
         with contextlib.ExitStack() as stack:
-            engines = {name: stack.enter_context(role.handover.sampling()) for name, role in self.roles.items()}
-            if self.crew is None:
+            engines = {name: stack.enter_context(role.engine_swap.sampling()) for name, role in self.roles.items()}
+            if self.loop is None:
                 self._follow(*engines.values())
                 return
-            if self.share is not None:
-                engines = {name: TPLeader(engine, self.share) for name, engine in engines.items()}
-            self.streams = {name: SharedEngine(engine, _stay_in_touch) for name, engine in engines.items()}
-            self.crew.work(self.streams, self._have_enough)
+            if self.tp_group is not None:
+                engines = {name: TPLeader(engine, self.tp_group) for name, engine in engines.items()}
+            self.engines = {name: SharedEngine(engine, _keep_followers) for name, engine in engines.items()}
+            self.loop.work(self.engines, self._have_enough)
             for engine in engines.values():
-                engine.part()
+                engine.release_followers()
 
     def _follow(self, engine: Rollout) -> None:
         try:
-            TPFollowerEngine(engine, None, self.share).run()
+            TPFollowerEngine(engine, None, self.tp_group).run()
         except RankMissing as error:
-            error.add_note(f"rank {dist.get_process_group_ranks(self.share)[0]} takes prompts for this one, which "
+            error.add_note(f"rank {dist.get_process_group_ranks(self.tp_group)[0]} takes prompts for this one, which "
                            "samples with it, and says nothing any more")
             raise
 
     def _have_enough(self, dock: DockClient) -> bool:
-        """Another rank of the trainer may have seen it before, and taken its share. Where nothing comes any more, the
-        trainer's wait for these rows says who has them."""
-        consumers = [each["controllers"][TRAINER] for each in dock.status() if TRAINER in each["controllers"]]
+        """Return whether to stop sampling. Another rank of the trainer may have stopped before and leased its share.
+        Where no more rows come, the trainer's lease times out and says who has them."""
+        consumers = [each["indexes"][TRAINER] for each in dock.status() if TRAINER in each["indexes"]]
         ready, now = sum(each["ready"] for each in consumers), time.monotonic()
-        if ready != self.ready or any(stream.was_busy for stream in self.streams.values()):
+        if ready != self.ready or any(engine.was_busy for engine in self.engines.values()):
             self.ready, self.changed = ready, now
         return ready >= self.enough or sum(each["leases"] for each in consumers) > self.draws or \
             now - self.changed > self.limit
 
 
-def _stay_in_touch(stream: SharedEngine) -> None:
-    """No weights come while this rank samples; but those that help it are to hear of it."""
-    stream.rollout.candidates("")
+def _keep_followers(engine: SharedEngine) -> None:
+    """Show followers that this rank is alive. No weights come while it samples."""
+    engine.rollout.candidates("")

@@ -1,4 +1,5 @@
-"""A rank's part of a run, which its seat prepares once for all its workers."""
+"""Context of a rank, which its supervisor prepares once for all its workers; and the process of the autoscaler beside
+it."""
 
 from __future__ import annotations
 
@@ -6,60 +7,68 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from distflow.config.load import Spec, reload
 from distflow.contracts.decorators import load_module
+from distflow.contracts.signature import module_file
 from distflow.data.exchange import gather
 from distflow.errors import Disagreement, EngineError
 from distflow.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
+from distflow.recovery import autoscaler
 from distflow.recovery.autoscaler import RolloutScale
 from distflow.recovery.hooks import HookContext, When, call
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
 from distflow.recovery.store import Store
+from distflow.recovery.worker_process import end_helper, start_helper
+from distflow.telemetry import events
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
+from workers.isolation.sandbox.processes import end_with
 from workers.rollout_channel import RolloutChannel, open_channel
 
 _UNKNOWN = 255
 _LEFT_OUT = "left out/{}"
-"""Key on the board: a rollout is not started again."""
+"""Key in the store: a rollout is not started again."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank's part of a run: what its seat knows, and all its workers alike."""
+    """What a rank's supervisor and all its workers know of the run.
+
+    Args:
+        agent: the process that has started this run's processes, and will start them again.
+        known_change: number of the newest change of settings that `spec` has in it.
+        elastic: the elastic machines of the run, if there are any.
+        lock: lock of the run folder, on rank 0.
+    """
 
     spec: Spec
     plan: Plan
-    board: Store
+    store: Store
     path: Path
-    """Of the run's folder."""
     device: str
     resume: bool
-    """Whether the run goes on from its newest checkpoint."""
     channel: RolloutChannel | None
     agent: str
-    """What has started this run's processes, and will start them again."""
-    known: int
-    """The number of the newest change of settings that `spec` has in it."""
-    apart: ElasticAgent | None = None
-    """The machines of the run, if they start apart."""
+    known_change: int
+    elastic: ElasticAgent | None = None
     lock: RunLock | None = None
-    """Of the run's folder, on rank 0."""
 
     @property
     def group(self) -> Group | None:
-        """This rank's; None in mode sync."""
-        return self.plan.group_of(self.board.rank)[0]
+        """This rank's group; None in mode sync."""
+        return self.plan.group_of(self.store.rank)[0]
 
     @property
     def own(self) -> Plan:
@@ -67,43 +76,41 @@ class RankContext:
         return self.group.plan if self.group else self.plan
 
     @property
-    def unit(self) -> RestartGroup:
+    def restart_group(self) -> RestartGroup:
         """The ranks that compute together with this one."""
-        group, replica = self.plan.group_of(self.board.rank)
+        group, replica = self.plan.group_of(self.store.rank)
         if group is None:
-            return RestartGroup("the run", range(self.board.ranks), "ranks")
+            return RestartGroup("the run", range(self.store.ranks), "ranks")
         first = group.first + replica * group.plan.ranks
         name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
         return RestartGroup(name, range(first, first + group.plan.ranks), group.name)
 
-    def call(self, when: When, life: Attempt) -> None:
-        """The hooks of the DAG's modules."""
+    def call(self, when: When, attempt: Attempt) -> None:
         for module in self.spec.dag.imports:
             load_module(module)
-        failure = life.failures[-1] if life.failures else None
-        call(when, self.role, HookContext(self.unit.name, self.board.rank, life.number, failure))
+        failure = attempt.failures[-1] if attempt.failures else None
+        call(when, self.role, HookContext(self.restart_group.name, self.store.rank, attempt.number, failure))
 
-    def wanted(self) -> bool:
-        """Whether this rank should work now: rollouts may be told to rest."""
-        return self.scale is None or self.scale.wanted()
+    def should_run(self) -> bool:
+        """Return whether this rank should have a worker: rollouts may be scaled down."""
+        return self.scale is None or self.scale.should_run()
 
-    def needless(self) -> bool:
-        """Whether this rank samples for a trainer that has done its last step."""
+    def is_obsolete(self) -> bool:
+        """Return whether this rank samples for a trainer that has done its last step."""
         return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
 
     def leave_out(self) -> bool:
-        """Leave this rank's rollout out of the run, for it is not started again: whether another one is left. Of two
-        that ask at once, at least one sees that the other has gone."""
-        group, replica = self.plan.group_of(self.board.rank)
+        """Take this rank's rollout out of the run, since it is not started again. Return whether another one is left:
+        of two that leave at once, at least one sees that the other has left."""
+        group, replica = self.plan.group_of(self.store.rank)
         if group is None or group.name != ROLLOUT:
             return False
-        self.board.store.set(_LEFT_OUT.format(replica), "")
+        self.store.store.set(_LEFT_OUT.format(replica), "")
         return len(self._left_out()) < group.replicas
 
     def _left_out(self) -> list[int]:
-        """The rollouts that are not started again."""
-        group, _ = self.plan.group_of(self.board.rank)
-        return [each for each in range(group.replicas) if self.board.store.check([_LEFT_OUT.format(each)])]
+        group, _ = self.plan.group_of(self.store.rank)
+        return [each for each in range(group.replicas) if self.store.store.check([_LEFT_OUT.format(each)])]
 
     @property
     def role(self) -> str:
@@ -111,60 +118,60 @@ class RankContext:
         return ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER
 
     @functools.cached_property
-    def changes(self) -> LiveConfig:
-        """Of the settings of this rank's group."""
+    def live_config(self) -> LiveConfig:
+        """Changes of the settings of this rank's group."""
         return LiveConfig(self.path, self.role)
 
-    def renewed(self, number: int) -> RankContext:
-        """The same with the settings that are in force since a change of this number."""
-        return self if number <= self.known else self._reread()
+    def reloaded(self, number: int) -> RankContext:
+        """Return this context with the settings since the change of this number."""
+        return self if number <= self.known_change else self._reread()
 
     def agreed(self, number: int) -> RankContext:
-        """What `renewed` has made, once all ranks of the unit have the same: each reads by itself, and the settings may
-        change in between.
+        """Return what `reloaded` has returned, once all ranks of the restart group have the same settings: each reads
+        by itself, and the settings may change in between.
 
         Raises:
             Disagreement: on every rank; they still read unlike settings after the wait limit.
         """
-        place, read, end = self, number > self.known, time.monotonic() + self.spec.run.wait_limit
+        context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
-            mine = digest(place.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
-            told = [json.loads(each) for each in gather(json.dumps([mine, time.monotonic() > end]).encode())]
-            if len({settings for settings, _ in told}) == 1:
-                return place
-            if any(late for _, late in told):
-                raise Disagreement(f"the ranks of {self.unit.name} read unlike settings in {self.path}. The folder "
-                                   "must be on a file system that all machines share")
-            place, read = place._reread(), True
+            mine = digest(context.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
+            read_by_rank = [json.loads(each) for each in gather(json.dumps([mine, time.monotonic() > end]).encode())]
+            if len({settings for settings, _ in read_by_rank}) == 1:
+                return context
+            if any(late for _, late in read_by_rank):
+                raise Disagreement(f"the ranks of {self.restart_group.name} read unlike settings in {self.path}. The "
+                                   "folder must be on a file system that all machines share")
+            context, read = context._reread(), True
 
     def _reread(self) -> RankContext:
         return replace(self, spec=replace(self.spec, run=reload(self.path).run))
 
     @functools.cached_property
     def scale(self) -> RolloutScale | None:
-        group, replica = self.plan.group_of(self.board.rank)
+        group, replica = self.plan.group_of(self.store.rank)
         return RolloutScale(self.path, replica, self._left_out) if group is not None and group.name == ROLLOUT else None
 
     @property
-    def companions(self) -> dict[int, str]:
+    def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
-        child = self.channel and self.channel.child
-        return {child.process.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
-                "place, and what it held is sampled again"} if child else {}
+        shard = self.channel and self.channel.shard_process
+        return {shard.process.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
+                "place, and what it held is sampled again"} if shard else {}
 
-    def renew_companions(self) -> dict[int, str]:
-        """Start those processes again, after one of them has ended on any of the ranks.
+    def restart_required_processes(self) -> dict[int, str]:
+        """Start the required processes again, after one of them has ended on any of the ranks.
 
         Raises:
-            DockError: one does not come up.
+            DockError: one does not start.
         """
         if self.channel:
-            self.channel.begin_anew()
-        return self.companions
+            self.channel.restart_shard()
+        return self.required_processes
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """What other ranks need of this one is there."""
+    def serving(self) -> Iterator[None]:
+        """Keep what other ranks need of this one; end it on leaving."""
         try:
             yield
         finally:
@@ -173,55 +180,54 @@ class RankContext:
             if self.lock:
                 self.lock.release()
 
-    def part(self) -> None:
-        """The work is done; wait until nobody needs this rank any more."""
+    def leave(self) -> None:
+        """Wait until no other rank needs this one any more."""
         if self.channel:
-            self.channel.part()
+            self.channel.leave()
 
 
-def settle(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
-           apart: ElasticAgent | None = None) -> RankContext:
-    """Meet the others, and make sure that all have the same plan.
+def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
+             elastic: ElasticAgent | None = None) -> RankContext:
+    """Connect to the other ranks, and check that all have the same plan.
 
     Args:
-        folder: of the run, and
-        resume: whether it goes on; on rank 0 only, the others learn it from the board.
+        folder, resume: the run folder, and whether the run goes on; other ranks read those of rank 0 from the store.
         alone: nothing will be trained, so that groups need no dock.
-        apart: the machines of the run, if they start apart.
+        elastic: the elastic machines of the run, if there are any.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
         InvalidInput: another job has the run that is to go on.
     """
-    board = Store(spec.run.wait_limit, apart.look, apart.present) if apart else Store(spec.run.wait_limit)
-    board.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
-    path = Path(board.tell("folder", str(folder)))
-    if apart:
-        apart.announce(path)
-    resume = bool(board.tell("resume", "yes" if resume else ""))
-    lock = RunLock(path, apart.job if apart else "") if board.rank == 0 and not alone else None
+    store = Store(spec.run.wait_limit, elastic.poll, elastic.present) if elastic else Store(spec.run.wait_limit)
+    store.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
+    path = Path(store.broadcast("folder", str(folder)))
+    if elastic:
+        elastic.announce(path)
+    resume = bool(store.broadcast("resume", "yes" if resume else ""))
+    lock = RunLock(path, elastic.job if elastic else "") if store.rank == 0 and not alone else None
     if lock and resume:
         lock.hold()
-    device = _device(board)
-    channel = open_channel(plan, spec.run.data.batch, board) if plan.groups and not alone else None
+    device = _device(store)
+    channel = open_channel(plan, spec.run.data.batch, store) if plan.groups and not alone else None
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # then `spec` is that of the job's beginning
-    known = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
-    return RankContext(spec, plan, board, path, device, resume, channel, agent(), known, apart, lock)
+    change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
+    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, elastic, lock)
 
 
-def _device(board: Store) -> str:
-    """cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
+def _device(store: Store) -> str:
+    """Return cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
     gpus, here = _gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = "cuda" if gpus >= here else "cpu"
-    board.agree("device", device, "Some machines have fewer GPUs than ranks.")
-    if gpus and device == "cpu" and board.rank == 0:
+    store.agree("device", device, "Some machines have fewer GPUs than ranks.")
+    if gpus and device == "cpu" and store.rank == 0:
         print(f"{here} ranks on {gpus} GPU: everything computes on the CPU. Start {gpus} to use it.", flush=True)
     return device
 
 
 def _gpus() -> int:
-    """Counted in a process of its own: where NVML does not say it, CUDA is asked, and a process that has asked CUDA
-    cannot be forked into workers that use it."""
+    """Count the GPUs, in a process of its own: without NVML torch calls CUDA, and a process that has called CUDA cannot
+    be forked into workers that use it."""
     counting = os.fork()
     if not counting:
         count = _UNKNOWN
@@ -234,3 +240,35 @@ def _gpus() -> int:
         raise EngineError("the GPUs of this machine could not be counted; the output above says why. "
                           "CUDA_VISIBLE_DEVICES= computes on the CPU")
     return count
+
+
+@contextlib.contextmanager
+def autoscaled(context: RankContext) -> Iterator[None]:
+    """Run the autoscaling policies of the DAG's modules in a process beside the first rank's supervisor, if there are
+    any; see `distflow.recovery.autoscaler`."""
+    rollouts = next((group.replicas for group in context.plan.groups if group.name == ROLLOUT), 0)
+    if context.store.rank or not rollouts or not any(map(_may_scale, context.spec.dag.imports)):
+        yield
+        return
+    process = start_helper(partial(_autoscale, context, rollouts, os.getpid()))
+    try:
+        yield
+    finally:
+        end_helper(process)
+
+
+def _autoscale(context: RankContext, rollouts: int, supervisor: int) -> None:
+    end_with(supervisor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor receives it too, and ends this process
+    if context.channel:
+        context.channel.joined(context.store.store)
+    for module in context.spec.dag.imports:
+        load_module(module)
+    events.current().open(context.path / "events.jsonl", context.store.rank)
+    autoscaler.autoscale(context.path, 0 if context.spec.run.mode == "semi_sync" else 1, rollouts)
+
+
+def _may_scale(module: str) -> bool:
+    """Return whether a module's source has the word `scaling`: what it defines is known only when it is loaded."""
+    source = module_file(module)
+    return source is not None and "scaling" in source.read_text(encoding="utf-8")

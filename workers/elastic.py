@@ -1,4 +1,4 @@
-"""A machine that was started by itself, and meets the others of its run on a board."""
+"""Joins a machine that was started by itself to its run: the machines meet at a store, in rounds of membership."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from workers.rollout_channel import HOST
 
 TOKEN = "DISTFLOW_TOKEN"
 _REACHED = datetime.timedelta(seconds=30)
-_LOOK, _PORTS = 0.1, 1 << 16
+_POLL, _PORTS = 0.1, 1 << 16
 
 
 class ElasticAgent:
-    """One rank's part. Of a machine's ranks the first one finds the machine's place, and tells the others.
+    """Agent of one rank. The first rank of a machine joins the round for the machine, and tells its other ranks.
 
     Args:
-        board: HOST:PORT.
+        address: HOST:PORT of the store.
         machines: how many, or `least:most`.
         plan_for: the plan of so many ranks.
 
     Raises:
-        InvalidInput: there is no board, it is another run's, or so few machines cannot train and sample.
+        InvalidInput: there is no store, it is another run's, or so few machines cannot train and sample.
     """
 
-    def __init__(self, board: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
-        self.host, self.port = _address(board)
+    def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
+        self.host, self.port = _address(address)
         least, most = _span(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
@@ -63,28 +63,28 @@ class ElasticAgent:
         _check_rollouts(plan, machines, self.local)
         self.store = _store(self.host, self.port)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
-        self.machines = Membership(dist.PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
-                                   most,
-                                   vital, not plan.groups, robust.machine_silence, robust.restarts)
-        self.machines.agree(plan.digest)
-        self.joins, self.era, self.watchman = 0, Rendezvous(-1, 0, 0), None
-        self.snapshots, self.kept, self.keeper = Snapshots(), Snapshots(slots=2), None
-        self.training, self.kept_for = training if plan.groups else None, 0
-        self.neighbourly = robust.snapshots and robust.neighbour
+        self.membership = Membership(dist.PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
+                                     most,
+                                     vital, not plan.groups, robust.machine_silence, robust.restarts)
+        self.membership.agree(plan.digest)
+        self.joins, self.rendezvous, self.machine_heartbeat = 0, Rendezvous(-1, 0, 0), None
+        self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
+        self.training, self.replicas_of = training if plan.groups else None, 0
+        self.replicates = robust.snapshots and robust.neighbour
 
     def join(self) -> Rendezvous | None:
-        """Take this rank's place in the present era, as torchrun would have given it; None if the run is over."""
-        key = f"place/{self.machines.me}/{self.joins}"
+        """Join the present round, and set the environment as torchrun would. Return None if the run is over."""
+        key = f"place/{self.membership.name}/{self.joins}"
         self.joins += 1
-        for beside in filter(None, (self.watchman, self.keeper)):
-            beside.end()
-        self.watchman = self.keeper = None
+        for helper in filter(None, (self.machine_heartbeat, self.replica_server)):
+            helper.end()
+        self.machine_heartbeat = self.replica_server = None
         try:
             if self.rank == 0:
-                self.machines.store.set(key, self._found())
-            while not self.machines.store.check([key]):
-                time.sleep(_LOOK)
-            found = json.loads(self.machines.store.get(key))
+                self.membership.store.set(key, self._found_rendezvous())
+            while not self.membership.store.check([key]):
+                time.sleep(_POLL)
+            found = json.loads(self.membership.store.get(key))
         except dist.DistError as error:
             raise DistflowError(f"the board at {self.host}:{self.port} does not answer any more; `distflow board`, "
                                 f"which keeps it, or its machine may have ended: {error}") from None
@@ -92,21 +92,23 @@ class ElasticAgent:
             if found["end"]:
                 raise DistflowError(found["end"])
             return None
-        self.era = Rendezvous(**found)
+        self.rendezvous = Rendezvous(**found)
         if self.rank == 0:
-            self.watchman = MachineHeartbeat(self.machines, self.era)
-        self._show()
-        self._keep()
-        return self.era
+            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
+        self._set_environment()
+        self._serve_replicas()
+        return self.rendezvous
 
-    def _keep(self) -> None:
-        """Take copies, if this seat is to. What it has from before stays while it may be of use in this era."""
+    def _serve_replicas(self) -> None:
+        """Start the replica server if another rank sends its state here. Replicas of an earlier round stay while they
+        may be of use in this one."""
         host = os.environ.get(HOST)
-        if host and self.era_rank in self.ring.values():
-            self.keeper, self.kept_for = ReplicaServer(self.kept, self.secret, host, self.machines.store,
-                                                       self._keeper(self.era_rank)), self.trains
-        elif self.era_rank >= self.trains or self.trains != self.kept_for:
-            self.kept.clear()
+        if host and self.global_rank in self.ring.values():
+            self.replica_server, self.replicas_of = ReplicaServer(self.replicas, self.token, host,
+                                                                  self.membership.store,
+                                                                  self._replica_key(self.global_rank)), self.trains
+        elif self.global_rank >= self.trains or self.trains != self.replicas_of:
+            self.replicas.clear()
 
     @property
     def job(self) -> str:
@@ -115,119 +117,125 @@ class ElasticAgent:
 
     @property
     def trains(self) -> int:
-        """How many ranks train in the present era, the first ones."""
-        return self.training or self.era.blocks * self.local
+        """Number of ranks that train in the present round, the first ones."""
+        return self.training or self.rendezvous.blocks * self.local
 
     @property
-    def era_rank(self) -> int:
-        """Of the run, in the present era."""
-        return self.era.block * self.local + self.rank
+    def global_rank(self) -> int:
+        """This rank among those of the present round."""
+        return self.rendezvous.block * self.local + self.rank
 
     @property
     def ring(self) -> dict[int, int]:
-        """For each rank that trains the one whose seat keeps copies of its state."""
-        return ring(self.trains, self.local, self.era.blocks) if self.neighbourly else {}
+        """For each rank that trains the one whose supervisor keeps replicas of its state."""
+        return ring(self.trains, self.local, self.rendezvous.blocks) if self.replicates else {}
 
     @property
-    def berth(self) -> WorkerContext:
-        """What a worker finds in this era, with memory that was there before."""
-        keeper = self.ring.get(self.era_rank)
-        neighbour = None if keeper is None else PeerReplica(self.machines.store, self._keeper(keeper), self.secret)
-        return WorkerContext(snapshots=self.snapshots, era=self.era.number, kept=self.kept, neighbour=neighbour)
+    def worker_context(self) -> WorkerContext:
+        """Context of a worker in this round, with memory that outlives rounds."""
+        replica_server = self.ring.get(self.global_rank)
+        peer_replica = None if replica_server is None else PeerReplica(self.membership.store,
+                                                                       self._replica_key(replica_server), self.token)
+        return WorkerContext(snapshots=self.snapshots, round=self.rendezvous.number, replicas=self.replicas,
+                             peer_replica=peer_replica)
 
     @property
-    def secret(self) -> bytes:
-        """By which its machines know each other."""
+    def token(self) -> bytes:
+        """Key by which the run's machines authenticate each other."""
         return hmac.digest(os.environ[TOKEN].encode(), b"distflow neighbour", "sha256")
 
-    def _keeper(self, rank: int) -> str:
-        """Where on the board a rank's seat says where copies are taken."""
-        return f"{self.era.number}/keeper/{rank}"
+    def _replica_key(self, rank: int) -> str:
+        """Return the key under which a rank's replica server publishes its address."""
+        return f"{self.rendezvous.number}/replicas/{rank}"
 
     def announce(self, folder: Path) -> None:
-        """Say why this era began, in its first rank's output and in the run's events, as a failure of all ranks."""
-        if self.era.why and self.era.block == self.rank == 0 and folder.is_dir():
-            print(f"the machines begin anew: {self.era.why}", flush=True)
+        """Report why this round began, in its first rank's output and in the run's events, as a failure of all
+        ranks."""
+        if self.rendezvous.why and self.rendezvous.block == self.rank == 0 and folder.is_dir():
+            print(f"the machines begin anew: {self.rendezvous.why}", flush=True)
             events = Events()
             events.open(folder / "events.jsonl", 0)
-            events.record("failure", unit="the machines", ranks=[0, self.era.blocks * self.local - 1], life=-1,
-                          phase="waiting", failed_step=0, what=self.era.why, details="", seen_after=self.era.silent,
+            events.record("failure", unit="the machines", ranks=[0, self.rendezvous.blocks * self.local - 1], life=-1,
+                          phase="waiting", failed_step=0, what=self.rendezvous.why, details="",
+                          seen_after=self.rendezvous.silent,
                           verdict=STARTS_AGAIN)
 
-    def look(self) -> None:
-        """See to the process that takes copies. Raises BegunAnew: there is a later era, or another machine has taken
-        this one's place."""
-        if self.machines.begun_anew(self.era.number) or not self.machines.holds(self.era.number, self.era.block):
+    def poll(self) -> None:
+        """Restart the replica server if it has ended. Raises MembershipChanged: there is a later round, or another
+        machine has taken this one's block."""
+        if self.membership.is_superseded(self.rendezvous.number) or not self.membership.holds(self.rendezvous.number,
+                                                                                              self.rendezvous.block):
             raise MembershipChanged
-        if self.keeper is not None:
-            self.keeper.look()
+        if self.replica_server is not None:
+            self.replica_server.poll()
 
-    def reprieve(self) -> None:
-        """What has failed may have failed because a machine is lost, which is known after a while.
+    def wait_for_loss(self) -> None:
+        """Wait until it is known whether a failure is due to the loss of a machine.
 
         Raises:
-            BegunAnew: it was so.
+            MembershipChanged: it is.
         """
-        seconds = 1.5 * self.machines.silence
+        seconds = 1.5 * self.membership.silence
         until = time.monotonic() + seconds
         print(f"rank {os.environ['RANK']} has failed; within {seconds:g} s it shows whether a machine is lost",
               flush=True)
         while time.monotonic() < until:
-            self.look()
-            time.sleep(_LOOK)
+            self.poll()
+            time.sleep(_POLL)
 
     def conclude(self, failure: str = "") -> None:
-        """This rank has done its work, or failed for good. Where it trains, that is so for all."""
-        first = self.era.block == self.rank == 0
-        with contextlib.suppress(dist.DistError):  # without the board all end anyway
-            if first or (failure and self.era.block < self.machines.vital):
-                self.machines.end(self.era.number, failure)
-            self.machines.leave(self.era.number, self.era.block)
+        """Leave the run, done or failed for good. A rank that trains ends the run of all."""
+        first = self.rendezvous.block == self.rank == 0
+        with contextlib.suppress(dist.DistError):  # without the store all end anyway
+            if first or (failure and self.rendezvous.block < self.membership.vital):
+                self.membership.finish(self.rendezvous.number, failure)
+            self.membership.leave(self.rendezvous.number, self.rendezvous.block)
 
     @property
     def replaces(self) -> bool:
-        """Whether this machine has the place of another."""
-        return self.era.replaces
+        """Whether this machine has replaced another one."""
+        return self.rendezvous.replaces
 
     @property
     def present(self) -> list[int]:
-        """The ranks without which nothing begins, and this machine's: others that sample may come later."""
-        return [rank for rank in range(self.era.blocks * self.local)
-                if rank // self.local < self.machines.vital or rank // self.local == self.era.block]
+        """Ranks that a start waits for: those that train, and this machine's. Others that sample may come later."""
+        return [rank for rank in range(self.rendezvous.blocks * self.local)
+                if rank // self.local < self.membership.vital or rank // self.local == self.rendezvous.block]
 
     def folder(self) -> Path | None:
-        """That of the run, if an earlier era has made one."""
-        said = [f"{era}/folder" for era in range(self.era.number)]
+        """Return the run folder if an earlier round has made one."""
+        said = [f"{round}/folder" for round in range(self.rendezvous.number)]
         found = [Path(self.store.get(key).decode()) for key in said if self.store.check([key])]
         return next((folder for folder in found if (folder / "launch.json").is_file()), None)
 
-    def _found(self) -> str:
+    def _found_rendezvous(self) -> str:
         try:
-            era = self.machines.join()
+            rendezvous = self.membership.join()
         except DistflowError as error:
             return json.dumps({"end": str(error)})
-        return json.dumps(asdict(era) if era else {"end": ""})
+        return json.dumps(asdict(rendezvous) if rendezvous else {"end": ""})
 
-    def _show(self) -> None:
-        era = self.era
+    def _set_environment(self) -> None:
+        rendezvous = self.rendezvous
         os.environ |= {name: str(value) for name, value in {
-            "RANK": self.era_rank, "WORLD_SIZE": era.blocks * self.local,
-            "GROUP_RANK": era.block, "GROUP_WORLD_SIZE": era.blocks, "MASTER_ADDR": self.host, "MASTER_PORT": self.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": era.number}.items()}
+            "RANK": self.global_rank, "WORLD_SIZE": rendezvous.blocks * self.local,
+            "GROUP_RANK": rendezvous.block, "GROUP_WORLD_SIZE": rendezvous.blocks, "MASTER_ADDR": self.host,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": rendezvous.number}.items()}
 
 
-def _address(board: str) -> tuple[str, int]:
-    host, _, port = board.rpartition(":")
+def _address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < _PORTS:
-        raise InvalidInput(f"--board {board}: say where the board is, as  --board 10.0.0.1:29400")
+        raise InvalidInput(f"--board {address}: say where the board is, as  --board 10.0.0.1:29400")
     return host, int(port)
 
 
 def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
-    """That no model with which ranks sample is split over machines: one that goes would take a part of it along.
+    """Check that no sampling model is split over machines: a machine that leaves would take a part of it along.
 
     Raises:
-        InvalidInput: one is.
+        InvalidInput: a model is.
     """
     for group in plan.groups:
         width = group.plan.ranks if group.name == ROLLOUT else max(
@@ -266,5 +274,5 @@ def _store(host: str, port: int) -> dist.Store:
 
 
 def digest(token: str) -> str:
-    """What a board says of its token."""
+    """Digest that a store has of its token."""
     return hashlib.sha256(token.encode()).hexdigest()

@@ -1,7 +1,5 @@
-"""From a record of a dataset to the columns that every dataset gives.
-
-Questions with images: what they show as a column, and as many tokens in the prompt as the model will see.
-"""
+"""Encodes records of a dataset as columns: prompts and targets as tokens, images as pixels with their tokens in the
+prompt."""
 
 from __future__ import annotations
 
@@ -22,44 +20,44 @@ from workers.engines.chat import prompt_tokens, require_template
 from workers.engines.vision import ImageProcessor
 from workers.roles import RoleEngines, encode_targets
 
-PLACE = "<image>"
-"""Where an image stands in a question."""
+PLACEHOLDER = "<image>"
+"""Stands for an image in a question."""
 NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)),
                   torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """How the images of a dataset become pixels, and tokens of prompts."""
+    """Encoder of the images of a dataset, as pixels and as tokens of prompts."""
 
-    sight: ImageProcessor
+    image_processor: ImageProcessor
     token: int
-    """Stands in a prompt for each token of an image."""
+    """The prompt has it once for each token of an image."""
     folder: Path
     """Paths in the data are relative to it."""
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
-        """The records' questions by the chat template; and of each record its images, of each image its lines, of each
-        line its pixels [width, 3] (uint8).
+        """Return the records' questions by the chat template, and of each record its images, of each image its lines,
+        of each line its pixels [width, 3] (uint8).
 
         Raises:
-            InvalidInput: an image cannot be read, stands nowhere, or makes its prompt longer than is allowed.
+            InvalidInput: an image cannot be read, has no place in the question, or makes the prompt too long.
         """
-        prompts, shown = [], []
+        prompts, pixels = [], []
         for record in records:
-            images = [self.sight.pixels(image) for image in open_images(record, data.images, self.folder)]
-            messages = _placed(messages_of(record, data), len(images))
+            images = [self.image_processor.pixels(image) for image in open_images(record, data.images, self.folder)]
+            messages = _with_image_parts(messages_of(record, data), len(images))
             prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), data.enable_thinking)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
-            shown.append(Ragged.from_rows(images) if images else NO_IMAGE)
-        return Ragged.from_rows(prompts), Ragged.from_rows(shown)
+            pixels.append(Ragged.from_rows(images) if images else NO_IMAGE)
+        return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
 
     def _spread(self, prompt: list[int], images: list[Ragged], longest: int) -> list[int]:
-        places = sum(token == self.token for token in prompt)
-        if places != len(images):
-            raise InvalidInput(f"the chat template has {places} places for the {len(images)} images of a question. "
+        count = sum(token == self.token for token in prompt)
+        if count != len(images):
+            raise InvalidInput(f"the chat template has {count} places for the {len(images)} images of a question. "
                                'Take the model\'s own, which turns {"type": "image"} into one token')
-        counts = iter([self.sight.tokens(image) for image in images])
+        counts = iter([self.image_processor.tokens(image) for image in images])
         result = [token for each in prompt for token in ([each] * next(counts) if each == self.token else [each])]
         if len(result) > longest:
             raise InvalidInput(f"a prompt with {len(images)} images has {len(result):,} tokens, more than "
@@ -69,37 +67,40 @@ class ImageEncoder:
 
 
 def image_encoder_of(role: RoleEngines, data: Data, path: Path) -> ImageEncoder | None:
-    """Eyes for the data at `path`; None where none are asked for."""
-    return ImageEncoder(role.sight, role.config.image_token_id, path.parent) if data.images else None
+    """Return the image encoder for the data at `path`; None if the data has no images."""
+    return ImageEncoder(role.image_processor, role.config.image_token_id, path.parent) if data.images else None
 
 
-def _placed(messages: list[Message], images: int) -> list[Message]:
-    """The messages with text and images in turn, as chat templates of models that see take them. Messages that are
-    lists of parts already say where their images stand."""
-    said = sum(_places(message) for message in messages)
-    if said not in (0, images):
-        raise InvalidInput(f"a question says {PLACE} {said} times and has {images} images: {messages!r}")
+def _with_image_parts(messages: list[Message], images: int) -> list[Message]:
+    """Return the messages as lists of text and images, as chat templates of vision-language models take them. Messages
+    that are lists of parts already have their images."""
+    count = sum(_image_count(message) for message in messages)
+    if count not in (0, images):
+        raise InvalidInput(f"a question says {PLACEHOLDER} {count} times and has {images} images: {messages!r}")
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
     return [message if isinstance(message.get("content"), list) else
-            {**message, "content": _content(message.get("content") or "", images * (index == first and not said))}
+            {**message, "content": _content(message.get("content") or "", images * (index == first and not count))}
             for index, message in enumerate(messages)]
 
 
-def _places(message: Message) -> int:
+def _image_count(message: Message) -> int:
     content = message.get("content") or ""
-    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else content.count(PLACE)
+    if isinstance(content, list):
+        return sum(part.get("type") == "image" for part in content)
+    return content.count(PLACEHOLDER)
 
 
 def _content(text: str, before: int) -> str | list[dict[str, str]]:
-    """The parts of a text: images where it says so, and `before` more in front of it; the text itself without any."""
-    texts = [*[""] * before, *text.split(PLACE)]
+    """Return the parts of a text, with `before` more images in front of it; the text itself without any image."""
+    texts = [*[""] * before, *text.split(PLACEHOLDER)]
     parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
     return [part for part in parts if part.get("text") != ""] if len(texts) > 1 else text
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
-            eyes: ImageEncoder | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
-    """Questions by the tokenizer's chat template (without one, as they are, on a line of their own), answers with end.
+            image_encoder: ImageEncoder | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
+    """Return a function that encodes questions by the tokenizer's chat template (without one, as they are, on a line of
+    their own), and answers with an end token.
 
     A prompt longer than `max_prompt_tokens` loses its beginning, a target its end; the metrics count them.
 
@@ -111,7 +112,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions = [question_text(record[data.question]) for record in records]
         answers = [answer_text(record[data.answer]) for record in records]
-        prompts, images, cut = encode_prompts(tokenizer, data, records, eyes)
+        prompts, images, cut = encode_prompts(tokenizer, data, records, image_encoder)
         current().add("data/prompts_cut", cut)
         extra = {name: encode_text(answer_text(record[name]) for record in records) for name in data.columns}
         if images is not None:
@@ -124,10 +125,10 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record],
-                   eyes: ImageEncoder | None = None) -> tuple[Ragged, Ragged | None, int]:
-    """The records' questions, what they show (None without `eyes`), and how many of them lost their beginning."""
-    if eyes:
-        return *eyes.prompts(tokenizer, data, records), 0
+                   image_encoder: ImageEncoder | None = None) -> tuple[Ragged, Ragged | None, int]:
+    """Return the records' questions, their images (None without an encoder), and how many questions were cut."""
+    if image_encoder:
+        return *image_encoder.prompts(tokenizer, data, records), 0
     prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
                for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)

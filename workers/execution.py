@@ -1,9 +1,10 @@
-"""A task's function, called on its columns."""
+"""Runs tasks: calls a task's function on its columns, or takes the rows that an earlier worker has sampled for it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,33 +14,41 @@ import torch
 
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.data.exchange import gather
 from distflow.errors import ColumnError, shown
 from distflow.plan import Task
 from distflow.plan_file import NodeTiming
-from distflow.telemetry import timings
-from distflow.telemetry.metrics import current
+from distflow.recovery.rollout_cache import RolloutCache
+from distflow.telemetry import events, timings
+from distflow.telemetry.metrics import Metrics, current, recording
 from workers.roles import RoleEngines
 
-_BEHIND = 1_000
-"""No run has as many roles. Which of them are on a rank must not matter."""
+_NODE_STREAMS = 1_000
+"""The first stream of random numbers of a node that has its own. No run has as many roles, and it must not matter
+which of them are on a rank."""
+Written = tuple[dict[str, ColumnData], torch.Tensor]
+"""What a task's function wrote, and the ids of the rows."""
 
 
 class Execution:
     """Runs the tasks of a chain with a rank's roles."""
 
     def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]],
-                 roles: Mapping[str, RoleEngines],
-                 rank: int):
+                 roles: Mapping[str, RoleEngines], rank: int):
         self.functions, self.roles, self.rank = functions, roles, rank
         count = Counter(task.function for task in chain)
         self.shared = {function for function, nodes in count.items() if nodes > 1}
-        """Functions of several nodes; what they report is told apart."""
+        """Functions of several nodes, whose metrics are named by node."""
         self.seconds: Counter[str] = Counter()
-        """Of each node since they were cleared, which is when a step begins."""
+        """Seconds of each node since the step began."""
         self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
 
-    def run(self, task: Task, inputs: Batch) -> tuple[dict[str, ColumnData], torch.Tensor]:
-        """What a task's function wrote, and the ids of the rows it wrote."""
+    def run(self, task: Task, inputs: Batch) -> Written:
+        """Return what the task's function writes, and the ids of these rows.
+
+        Raises:
+            ColumnError: it changed an input in place, or returned something else than its columns.
+        """
         ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
         if not len(inputs) and task.type not in ENGINE_TYPES:
             return {}, ids  # a rank without rows has nothing to compute; model functions are collective
@@ -50,39 +59,81 @@ class Execution:
         start = time.perf_counter()
         before = {name: _versions(column) for name, column in arguments.items()}
         function = self.functions[task.node]
-        with self._speaking_for(task):
+        with self._metrics_of(task):
             result = function(*engine, **arguments, **task.settings)
         for name in (name for name, column in arguments.items() if _versions(column) != before[name]):
-            raise ColumnError(f"{_place(function)}{task.function} changed its input `{name}` in place, which other "
+            raise ColumnError(f"{_location(function)}{task.function} changed its input `{name}` in place, which other "
                               f"nodes read too. Write to a copy:  {name} = {name}.clone()")
         seconds = time.perf_counter() - start
         self.seconds[task.node] += seconds
         current().maximum(f"seconds/{task.node}", self.seconds[task.node])
-        columns = _as_columns(task, _place(function), result, len(ids))
+        columns = _as_columns(task, _location(function), result, len(ids))
         if timings.current().path is not None and task.type in ENGINE_TYPES:
-            timings.current().add(task.node, _taken(task, seconds, len(ids), arguments, columns))
+            timings.current().add(task.node, _node_timing(task, seconds, len(ids), arguments, columns))
         return columns, ids
 
     @contextlib.contextmanager
-    def _speaking_for(self, task: Task) -> Iterator[None]:
-        """What is reported meanwhile is the task's; of the ranks that share its rows, one reports."""
+    def _metrics_of(self, task: Task) -> Iterator[None]:
+        """Attribute metrics to the task. Of the ranks that share its rows one reports."""
         metrics, layout = current(), task.layout
-        speaks = self.roles[task.role].engine.speaks if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
+        reports = self.roles[task.role].engine.reports if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
         metrics.scope = task.node if task.function in self.shared else ""
-        metrics.muted = layout.width > 1 and not speaks
+        metrics.muted = layout.width > 1 and not reports
         try:
             yield
         finally:
             metrics.scope, metrics.muted = "", False
 
 
+class SampledRows:
+    """Rows that were sampled for the step under way. They outlive the worker in the supervisor's memory, so that the
+    next worker does not sample them again. Sampling is collective where a model is split: a node's rows are taken from
+    the cache only if all ranks have theirs.
+
+    Args:
+        cache: the supervisor's memory; None: nothing is kept.
+        step: the step that this worker goes on with, whose rows it takes from the cache; None: a new run.
+    """
+
+    def __init__(self, cache: RolloutCache | None, step: int | None):
+        self.cache, self.found = cache, {}
+        if cache is not None and step is not None:
+            mine = cache.of(step)
+            all_have = set.intersection(*(set(json.loads(keys)) for keys in gather(json.dumps([*mine]).encode())))
+            self.found = {key: mine[key] for key in sorted(all_have)}
+
+    def run(self, task: Task, step: int, draw: int, execute: Callable[[], Written]) -> Written:
+        """Return the task's rows in a draw of a step: from the cache, or those of `execute`, which the cache keeps."""
+        if self.cache is None or not task.samples:
+            return execute()
+        key = f"{draw}/{task.node}"
+        if key in self.found:
+            rows, report = self.found.pop(key)
+            current().add_all(report)
+            events.record("rows taken over", node=task.node, rows=len(rows))
+            return rows.columns, rows.ids
+        metrics, outer = Metrics(), current()
+        with recording(metrics):
+            columns, ids = execute()
+        report = metrics.take()
+        outer.add_all(report)
+        self.cache.add(step, key, Batch(ids, columns), report)
+        return columns, ids
+
+    def clear(self) -> None:
+        """Forget the rows of a step that is done."""
+        self.found = {}
+        if self.cache is not None:
+            self.cache.clear()
+
+
 def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
-    """The number under which each sampling node draws: its role's, or one of its own behind all roles' where the role
-    has sampled before, since rows of two nodes may have equal ids."""
+    """Return the stream of random numbers of each sampling node: its role's, or one of its own if an earlier node of
+    the role samples too, since rows of two nodes may have equal ids."""
     found: dict[str, int] = {}
     for task in (task for task in chain if task.samples):
         own = of_role[task.role]
-        found[task.node] = _BEHIND + len(found) if own in found.values() else own
+        found[task.node] = _NODE_STREAMS + len(found) if own in found.values() else own
     return found
 
 
@@ -90,10 +141,10 @@ def _as_form(column: ColumnData, form: str) -> Any:
     return decode_text(column) if form == "list[str]" and isinstance(column, Ragged) else column
 
 
-def _as_columns(task: Task, place: str, result: Any, rows: int) -> dict[str, ColumnData]:
-    """What a function returned, by the names of the columns. `place`: where it is written."""
+def _as_columns(task: Task, location: str, result: Any, rows: int) -> dict[str, ColumnData]:
+    """Return what a function returned by the names of its columns. `location`: of the function."""
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
-    who = f"{place}{task.function} returned"
+    who = f"{location}{task.function} returned"
     if len(values) != len(task.writes):
         raise ColumnError(f"{who} {len(values)} columns; it declares {', '.join(task.writes)}")
     for name, value in zip(task.writes, values):
@@ -105,7 +156,7 @@ def _as_columns(task: Task, place: str, result: Any, rows: int) -> dict[str, Col
 
 
 def _wrong(value: Any, rows: int) -> str:
-    """What keeps a value from being a column of so many rows; empty if nothing does."""
+    """Return why a value is no column of so many rows; empty if it is one."""
     if value is None:
         return "None"
     if isinstance(value, list):
@@ -119,25 +170,27 @@ def _wrong(value: Any, rows: int) -> str:
     return "" if len(value) == rows else f"{len(value)} rows"
 
 
-def _place(function: Callable[..., Any]) -> str:
-    """Where a function is written, as `file.py:12: `; empty if it is not Python."""
+def _location(function: Callable[..., Any]) -> str:
+    """Return where a function is defined, as `file.py:12: `; empty if it is not Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{shown(code.co_filename)}:{code.co_firstlineno}: " if code else ""
 
 
-def _taken(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
-           columns: Mapping[str, ColumnData]) -> NodeTiming:
-    """With the tokens of the prompts and the responses that a task reads or writes."""
+def _node_timing(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
+                 columns: Mapping[str, ColumnData]) -> NodeTiming:
+    """Return the seconds of a task with the tokens of the prompts and the responses that it reads or writes."""
     prompt = arguments.get("prompts")
-    prompts = (int(prompt.lengths.sum()) * task.repeats, _read(prompt)) if isinstance(prompt, Ragged) else (0, 0)
+    tokens = (0, 0)
+    if isinstance(prompt, Ragged):
+        tokens = int(prompt.lengths.sum()) * task.repeats, _distinct_tokens(prompt)
     answers = (*(arguments.get(name) for name in ("responses", "targets")), *columns.values())
     response = next((column for column in answers if isinstance(column, Ragged)), None)
-    return NodeTiming(seconds, rows, *prompts, int(response.lengths.sum()) if response is not None else 0,
+    return NodeTiming(seconds, rows, *tokens, int(response.lengths.sum()) if response is not None else 0,
                       int(response.lengths.max()) if response is not None and len(response) else 0)
 
 
-def _read(prompts: Ragged) -> int:
-    """Tokens of prompts, without those that are equal to the one before: engines read them once."""
+def _distinct_tokens(prompts: Ragged) -> int:
+    """Count the tokens of prompts that differ from the one before: engines read equal neighbours once."""
     lengths = prompts.lengths
     before = torch.cat([torch.zeros_like(lengths[:1]), lengths[:-1]])
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -149,14 +202,13 @@ def _read(prompts: Ragged) -> int:
 
 
 def _without_graph(column: Any) -> Any:
-    """A column for later nodes is on the CPU, wherever it was made, and keeps nothing alive that it was made from."""
+    """Return a column on the CPU that keeps nothing alive from which it was computed."""
     if isinstance(column, Ragged):
         return Ragged(_without_graph(column.values), column.lengths.cpu())
     return column.detach().cpu() if isinstance(column, torch.Tensor) else column
 
 
 def _versions(column: Any) -> list[int]:
-    """How often each tensor of a column was written to."""
     if isinstance(column, Ragged):
         return [*_versions(column.values), *_versions(column.lengths)]
     if not isinstance(column, torch.Tensor) or column.is_inference():  # torch refuses to write into the latter

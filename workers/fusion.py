@@ -1,7 +1,7 @@
-"""Nodes that need no whole step, computed of its prompts as they come, while others are still sampled.
+"""Stage fusion: runs nodes that need no whole step on the rows that have come while others are still sampled.
 
-Stage fusion (Zhong et al. 2024, inter-stage fusion; MindSpeed RL, Table 2): the tail of a step's generation hides the
-forward passes of all prompts but the last ones. Which nodes these are is the planner's to say (`Plan.early`).
+The long tail of a step's generation hides the forward passes of all prompts but the last ones (Zhong et al. 2024,
+inter-stage fusion; MindSpeed RL, Table 2). The planner decides which nodes these are (`Plan.early`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from distflow.data.row_filter import joined
 from distflow.dock import DockClient, TimedOut
 from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import Metrics, current
-from workers.rollout_cache import Written
+from workers.execution import Written
 from workers.rollout_channel import ReceivedColumns, RolloutChannel
 
 
 class Fusion:
-    """One rank's part; every rank of the trainer has one and calls it alike.
+    """Early computation of a draw on one rank. Collective over the trainer.
 
-    A draw is cut into parts. Each is what has come, and at least half of the prompts that were missing: so they are
-    few, as small forward passes waste a device, and the last one, which nothing hides, is small. A part's rows are
-    dealt to the ranks by tokens, and what is written of them stays there until the step's rows are dealt.
+    A draw is computed in parts. A part is what has come, and at least half of the prompts that were missing: so the
+    parts are few, as small forward passes waste a device, and the last one, which nothing hides, is small. The rows of
+    a part are assigned to ranks by tokens; what is written of them stays there until the step's rows are assigned.
     """
 
     def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: RolloutChannel, limit: float,
                  compute: Callable[[Task, Batch], Written], spent: Mapping[str, float]):
         """
         Args:
-            plan: that of the trainer, which has an `early` one.
+            plan: the trainer's, which has an `early` one.
             limit: seconds after which a rank that waits for others takes them for lost.
             compute: runs a task's function.
             spent: seconds of the step in each node's function so far.
@@ -46,27 +46,27 @@ class Fusion:
         self.plan, self.rank, self.loader, self.channel, self.compute = plan.early, rank, loader, channel, compute
         self.spent = spent
         self.patience = limit / 4
-        """Of others while the first rank looks what has come: they must not take it for lost."""
+        """Seconds that rank 0 looks for rows at a time: the others, which wait for it, must not take it for lost."""
         self.tasks = self.plan.chain(rank)
-        self.kept = [task for task in plan.tasks if task.layout.early]
-        """The same tasks as the step sees them."""
-        self.brought = ReceivedColumns(self.plan, channel.rows)
+        self.step_tasks = [task for task in plan.tasks if task.layout.early]
+        """The same tasks as the step's plan has them."""
+        self.received = ReceivedColumns(self.plan, channel.rows)
         self.metrics = Metrics()
-        """Of the buffer: how even a part is says nothing of the step."""
+        """Metrics of the buffer, apart from the step's: how evenly a part is spread says nothing about the step."""
         self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
         self.written: dict[str, Batch] = {}
-        """What each node has written of the draw, in the order of ids."""
+        """What each node has written for the draw, in the order of ids."""
         self.seconds = 0.0
-        """That the draw has computed."""
+        """Compute time of the draw."""
 
     def run(self, dock: DockClient, draw: int, until: float) -> None:
-        """Compute all rows of a draw, until the last one has come.
+        """Compute all rows of a draw.
 
         Args:
-            until: when all must be there, by `time.monotonic`.
+            until: the time at which all rows must have come, by `time.monotonic`.
 
         Raises:
-            TimedOut: they are not; on the first rank.
+            TimedOut: they have not; on rank 0.
         """
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
@@ -75,7 +75,7 @@ class Fusion:
             ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, until)
             new = ~torch.isin(ids, known)
             known = ids
-            for node, seconds in self._compute(dock, *self._deal(ids[new], tokens[new])):
+            for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])):
                 self.seconds += seconds
                 hidden[node] += seconds if len(known) < count else 0.0
         for node, seconds in hidden.items():
@@ -83,19 +83,19 @@ class Fusion:
         current().add_all(self.metrics.take("data/bytes"))
 
     def results(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
-        """What was written of the draw's rows on this rank, which need not be those that the step has here."""
-        for task in self.kept:
+        """Yield what was written on this rank, which need not have the same rows in the step."""
+        for task in self.step_tasks:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
     def _look(self, dock: DockClient, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
-        """The ids of all rows that have come, at least so many, and their tokens. All ranks see what the first saw."""
-        while not (told := gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]):
+        """Return the ids and the tokens of all rows that have come, at least so many; on all ranks what rank 0 saw."""
+        while not (seen := gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]):
             pass
-        ids, tokens = msgpack.unpackb(told)
+        ids, tokens = msgpack.unpackb(seen)
         return torch.tensor(ids), torch.tensor(tokens)
 
     def _seen(self, dock: DockClient, draw: int, least: int, until: float) -> bytes:
-        """The same, packed; nothing if they have not come so far."""
+        """Return the same, packed; nothing if the rows have not come so far."""
         left = max(until - time.monotonic(), 0.0)
         try:
             seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
@@ -107,19 +107,19 @@ class Fusion:
             raise
         return msgpack.packb([column.tolist() for column in seen])
 
-    def _deal(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's rows, and one that is there in any case."""
-        prompts, place = torch.unique(ids // self.channel.rows, return_inverse=True)
-        weights = torch.zeros_like(prompts).index_add(0, place, tokens.clamp(min=1))
+    def _assigned(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows, and one row that is there in any case."""
+        prompts, index = torch.unique(ids // self.channel.rows, return_inverse=True)
+        weights = torch.zeros_like(prompts).index_add(0, index, tokens.clamp(min=1))
         layout = self.plan.source
         share = layout.share(self.rank)
-        return ids[assign(weights, layout.dp)[place] == (-1 if share is None else share)], ids[:1]
+        return ids[assign(weights, layout.dp)[index] == (-1 if share is None else share)], ids[:1]
 
     def _compute(self, dock: DockClient, ids: Tensor, some: Tensor) -> Iterator[tuple[str, float]]:
-        """The nodes on these rows, with the seconds that each has taken."""
-        rows = dock.fetch(ids if len(ids) else some, self.brought.columns).slice(0, len(ids))
+        """Run the nodes on these rows. Yield each with its seconds."""
+        rows = dock.fetch(ids if len(ids) else some, self.received.columns).slice(0, len(ids))
         self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))
-        self.buffer.receive(self.brought.of(rows))
+        self.buffer.receive(self.received.of(rows))
         for task in self.tasks:
             inputs, before = self.buffer.take(task), self.spent.get(task.node, 0.0)
             columns, ids = self.compute(task, inputs)

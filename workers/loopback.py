@@ -1,8 +1,8 @@
-"""torchrun on one machine, whose store nobody else can reach.
+"""torchrun on one machine with its store on loopback, out of reach for others.
 
 torch's store has no password, and holds the run's token; torchrun lets it listen on every interface of the machine,
-also with `--standalone`. Here the ranks meet at a store on loopback instead. What torchrun says of a rank that fails
-is left out, since the rank has said why; `LOGLEVEL=WARNING` shows it. All else is torchrun's:
+also with `--standalone`. torchrun's report of a rank that fails is left out, since the rank has printed why;
+`LOGLEVEL=WARNING` shows it. All else is torchrun's:
 
     python workers/loopback.py --nproc-per-node 2 distflow/launch.py --dag grpo.yaml
 """
@@ -36,7 +36,7 @@ _HOST = "127.0.0.1"
 
 
 class Loopback(RendezvousHandler):
-    """One agent, which is there as soon as it asks; each start of its ranks gets a store of its own."""
+    """Rendezvous of a single agent; each start of its ranks gets a store of its own."""
 
     use_agent_store = True
 
@@ -89,7 +89,7 @@ def main() -> int:
         torch.distributed.run.run(torch.distributed.run.parse_args(given))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:  # it has said why
+        if failure.exitcode > 0:  # it has printed why
             return failure.exitcode
         print(f"rank {rank}: its process {failure.pid} was ended by {signal.Signals(-failure.exitcode).name}, and the "
               "run with it", file=sys.stderr)

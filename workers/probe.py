@@ -1,4 +1,4 @@
-"""How fast this rank's device and its links are, by doing it: what `distflow probe` measures on each rank.
+"""Measures the speed of each rank's device and of its links, for `distflow probe`.
 
 All ranks measure their devices at the same time, since in a run they compute at the same time: cores that share a
 memory show what is left for each. Each figure is the median of repetitions.
@@ -18,15 +18,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from distflow.data.exchange import gather, meet
+from distflow.data.exchange import barrier, gather
 from distflow.errors import InvalidInput
 from distflow.plan_file import DeviceProbe, Ends, LinkProbe
 
 _LEAST, _BUDGET = 5, 0.3
 """Repetitions of a measurement, and seconds that it takes if more of them fit."""
 _LONG = 0.005
-"""Seconds that one repetition takes at least, where its size can be chosen: so much longer than what a clock or a
-kernel's start takes."""
+"""Least seconds of a repetition whose size can be chosen: far longer than reading a clock or launching a kernel."""
 _ROUNDS = 20
 _LARGEST = 8192
 _COPIED = 128 * 2**20
@@ -35,32 +34,32 @@ _MACHINES = 16
 
 
 def probe(device: torch.device) -> tuple[list[DeviceProbe], dict[Ends, LinkProbe]]:
-    """The devices of all ranks, by rank, and their links. Collective, over gloo and for GPUs NCCL.
+    """Measure the devices of all ranks, by rank, and their links. Collective, over gloo and for GPUs NCCL.
 
     Raises:
-        InvalidInput: there are more machines than every pair of can be measured.
+        InvalidInput: there are too many machines to measure every pair.
     """
     hosts = [part.decode() for part in gather(_host().encode())]
     order = list(dict.fromkeys(hosts))
     if len(order) > _MACHINES:
         raise InvalidInput(f"{len(order)} machines have too many links to measure each; {_MACHINES} is the most. Probe "
                            "some of each kind, and raise their `count` in the file.")
-    meet()
-    mine = DeviceProbe(order.index(hosts[dist.get_rank()]), _name(device), _tflops(device), _memory(device, hosts),
-                       _copies(device), _host_copies(device))
+    barrier()
+    probed = DeviceProbe(order.index(hosts[dist.get_rank()]), _name(device), _tflops(device), _memory(device, hosts),
+                         _copies(device), _host_copies(device))
     links = {}
     for together in _rounds(hosts):
-        meet()
+        barrier()
         links |= {ends: _between(ends, device) for ends in together if dist.get_rank() in ends}
-    said = gather(json.dumps([asdict(mine), [[ends, asdict(link)] for ends, link in links.items() if link]]).encode())
-    every = [json.loads(part) for part in said]
-    return [DeviceProbe(**device) for device, _ in every], {tuple(ends): LinkProbe(**link) for _, found in every
-                                                            for ends, link in found}
+    mine = json.dumps([asdict(probed), [[ends, asdict(link)] for ends, link in links.items() if link]])
+    every = [json.loads(part) for part in gather(mine.encode())]
+    return [DeviceProbe(**device) for device, _ in every], {
+        tuple(ends): LinkProbe(**link) for _, found in every for ends, link in found}
 
 
 def _rounds(hosts: list[str]) -> Iterator[list[Ends]]:
-    """Pairs of ranks that measure at the same time: of neighbours in a machine one, and of two machines as many as the
-    smaller one has ranks, since a pair of machines is worth what all their devices send."""
+    """Yield the pairs of ranks that measure at the same time: in a machine one pair of neighbours; of two machines as
+    many as the smaller one has ranks, since the bandwidth of machines is that of all their devices together."""
     ranks = {host: [rank for rank, at in enumerate(hosts) if at == host] for host in hosts}
     for mine in ranks.values():
         yield from ([ends] for ends in zip(mine, mine[1:]))
@@ -69,7 +68,7 @@ def _rounds(hosts: list[str]) -> Iterator[list[Ends]]:
 
 
 def _host() -> str:
-    """Which machine this is: its name alone may be that of several."""
+    """Return a name of this machine; its host name alone may be that of several."""
     return f"{os.environ.get('GROUP_RANK', 0)} {socket.gethostname()}"
 
 
@@ -78,7 +77,7 @@ def _name(device: torch.device) -> str:
 
 
 def _tflops(device: torch.device) -> dict[str, float]:
-    """Of square products, as large as take some milliseconds."""
+    """Measure products of square matrices that take some milliseconds, by dtype."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         size = 256
@@ -94,29 +93,29 @@ def _tflops(device: torch.device) -> dict[str, float]:
 
 
 def _memory(device: torch.device, hosts: list[str]) -> float:
-    """GiB of this device; of a machine without GPUs, this rank's part of its memory."""
+    """Return the GiB of this device, or without GPUs this rank's part of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] / 2**30
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / hosts.count(hosts[dist.get_rank()])
 
 
 def _copies(device: torch.device) -> float:
-    """GB/s of a copy within the device's memory, of which each byte is read and written."""
+    """Measure GB/s within the device's memory, bytes read plus bytes written."""
     source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED / _seconds(lambda: target.copy_(source), device, _BUDGET) / 1e9
 
 
 def _host_copies(device: torch.device) -> float:
-    """GB/s from the machine's memory to the device."""
+    """Measure GB/s from the machine's memory to the device."""
     source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device, _BUDGET) / 1e9
 
 
 def _between(ends: Ends, device: torch.device) -> LinkProbe | None:
-    """The link to another rank: half of a small message's way there and back, and what large messages get beside it.
-    Both ranks call it; the first one knows the answer."""
+    """Measure the link to another rank: latency as half of a small message's round trip, and the rate of large ones.
+    Both ranks call it; the first one gets the result."""
     first, other = dist.get_rank() == ends[0], ends[1] if dist.get_rank() == ends[0] else ends[0]
     small = torch.zeros(8, dtype=torch.uint8, device=device)
 
@@ -142,7 +141,7 @@ def _between(ends: Ends, device: torch.device) -> LinkProbe | None:
 
 
 def _seconds(act: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median seconds of what a device does when asked so; the first time, which prepares it, does not count."""
+    """Return the median seconds of `act` on a device, after one call to warm up."""
     def whole() -> None:
         act()
         if device.type == "cuda":

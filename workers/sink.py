@@ -1,4 +1,4 @@
-"""Where a step ends: metrics, samples, validation, checkpoint, summary."""
+"""Writes what a run leaves: metrics and samples of each step, validations, checkpoints, models, summary."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ from workers.validation import Validator
 
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
-"""Columns of which `samples.jsonl` shows rows, the second ones where they are beside the first."""
+"""Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
 
 
 class Sink:
-    """Every rank has one and calls it alike; rank 0 writes."""
+    """Writer of the run folder. Collective; rank 0 writes."""
 
-    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, again: bool,
+    def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
                  validator: Validator | None, save: Callable[[int], None], devices: int):
-        """`again`: the step at which it goes on may not have been concluded. `devices`: ranks of the whole run."""
+        """`unconcluded`: the last step before a restart may lack its validation. `devices`: ranks of the whole run."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
-        self.again, self.devices = again, devices
-        self.folder = RunFolder(path, resumed_at, again) if dist.get_rank() == 0 else None
+        self.unconcluded, self.devices = unconcluded, devices
+        self.folder = RunFolder(path, resumed_at, unconcluded) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
-        if plan.mode == "sync":  # in others, what other groups do meanwhile is in a node's seconds
+        if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
     def start(self, step: int) -> bool:
-        """Before the first step: how good is the model? A run that goes on knows already, or looks again, since it may
-        have ended before it knew. True if it was over then."""
+        """Validate before the first step. A resumed run has done so; one restarted from memory concludes its last step
+        again, whose validation may be missing. Return whether the run is over then."""
         events.current().step = step + 1
         over = False
-        if self.folder and not self.again:
+        if self.folder and not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self.progress.say(line)
         if not self.resumed:
             self._validate(step)
-        elif self.again:
+        elif self.unconcluded:
             over = self.conclude(step)
         self.began = time.perf_counter()
         return over
 
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
-        """When the work of a step is done, on every rank: `done` counts from 1. Returns the step's numbers."""
+        """Collect and write the metrics of a step and return them. `done`: number of steps done. Collective."""
         _note_memory()
         if events.dropped():
             current().add("lines/dropped", events.dropped())
@@ -75,17 +75,17 @@ class Sink:
             self.folder.write_step(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
-            self._say_what_is_short(done, values)
+            self._report_missing_prompts(done, values)
         return values
 
-    def warn(self, done: int, detector: str, alarm: Alert) -> None:
-        """What a detector finds wrong with the steps up to this one; on every rank."""
+    def warn(self, done: int, detector: str, alert: Alert) -> None:
+        """Report an alert of a detector about the steps so far. Called on all ranks."""
         if self.folder:
-            events.record(detector, what=alarm.what, **alarm.facts)
-            self.progress.say(f"{self.plan.name}  step {done}: {alarm.what} (detector `{detector}`)")
+            events.record(detector, what=alert.what, **alert.facts)
+            self.progress.say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")
 
     def conclude(self, done: int) -> bool:
-        """After a step, on every rank: validate and save if it is time. True if it was the last one."""
+        """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
         last = done == self.run.steps
         if self.run.validation and (last or done % self.run.validation.every == 0):
             last |= self._validate(done)  # before the save, after which a resume would not do it again
@@ -97,28 +97,28 @@ class Sink:
         return last
 
     def flush(self) -> None:
-        """Before another worker goes on in this one's place."""
+        """Write what is buffered, before another worker goes on."""
         if self.folder:
-            self.folder.board.flush()
+            self.folder.tensorboard.flush()
             self.progress.close()
 
     def close(self, trained: dict[str, RoleEngines]) -> None:
-        """After the last step: the models as Hugging Face folders, and the summary."""
+        """Write the models as Hugging Face folders, and the summary, after the last step."""
         write_models(trained, self.path)
         if self.folder:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
             self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
 
-    def _say_what_is_short(self, step: int, values: dict[str, float]) -> None:
-        wanted = self.run.data.batch
+    def _report_missing_prompts(self, step: int, values: dict[str, float]) -> None:
+        batch = self.run.data.batch
         for task in self.plan.tasks:
             if short := values.get(f"filter/{task.node}/prompts_short"):
-                self.progress.say(f"{self.plan.name}  step {step}: node `{task.node}` left {wanted - short:.0f} of "
-                                  f"{wanted} prompts in {task.draws} draws; the step went on with them")
+                self.progress.say(f"{self.plan.name}  step {step}: node `{task.node}` left {batch - short:.0f} of "
+                                  f"{batch} prompts in {task.draws} draws; the step went on with them")
 
     def _validate(self, step: int) -> bool:
-        """True if the model is as good as the run wants it; the same on every rank."""
+        """Validate. Return whether the model has reached `stop_at`, the same on all ranks."""
         if self.validator is None:
             return False
         start = time.perf_counter()
@@ -135,13 +135,12 @@ class Sink:
 
 
 def write_models(trained: dict[str, RoleEngines], folder: Path) -> None:
-    """Each trained role as a Hugging Face folder: `model`, or `model-ROLE` where there are several. Collective."""
+    """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if there are several. Collective."""
     for name, role in trained.items():
         role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))
 
 
 def _note_memory() -> None:
-    """Report the most memory that this step had on a GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         current().maximum("memory/gpu_allocated_gib", torch.cuda.max_memory_allocated() / 2**30)
         current().maximum("memory/gpu_reserved_gib", torch.cuda.max_memory_reserved() / 2**30)
@@ -149,7 +148,6 @@ def _note_memory() -> None:
 
 
 def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:
-    """Some rows of this rank as a person would read them."""
     columns = buffer.readable(_SHOWN, count, _BESIDE)
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
     return [_as_sample(dict(zip(names, values))) for values in zip(*(columns[name] for name in names))]

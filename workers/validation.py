@@ -1,4 +1,4 @@
-"""Greedy answers to held-out problems, and what they earn."""
+"""Validation: greedy answers to held-out problems, and their rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.data.problems import answer_text, question_text
 from distflow.plan import Layout
 from distflow.telemetry.metrics import Metrics
 from workers.encode import encode_prompts, image_encoder_of
-from workers.functions.rewards import as_list, tell
+from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 from workers.roles import RoleEngines
 
@@ -30,30 +30,27 @@ class _Share:
     prompts: Ragged
     images: Ragged | None
     columns: dict[str, list[str]]
-    """What rewards may read of the records."""
+    """Fields of the records that rewards may read."""
     cut: int
-    """Prompts that lost their beginning."""
+    """Number of prompts that lost their beginning."""
 
 
 class Validator:
-    """Each share of the ranks answers its part of each validation set. The questions are encoded once, at the start."""
+    """Validation sets of a run. Each data-parallel shard answers its part of them; questions are encoded once."""
 
     def __init__(self, spec: Spec, role: RoleEngines, layout: Layout):
-        """`layout`: that of the engine that samples; ranks that split a model answer the same questions."""
+        """`layout`: of the engine that samples; ranks that split a model answer the same questions."""
         self.role, self.scorer = role, Scorer(spec.run.validation.reward)
         self.leads = layout.leads(dist.get_rank())
         self.answers: dict[str, list[dict[str, Any]]] = {}
-        """This rank's latest answers by name of the set: as many rows of each as `samples.jsonl` gets of a step."""
+        """This rank's latest answers by name of the set: as many rows as `samples.jsonl` has of a step."""
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, spec.data_path(path), layout)
                        for name, path in spec.run.validation.data.items()}
 
     def run(self) -> dict[str, float]:
-        """Mean reward by name of the set, `validation/NAME`; then `data/prompts_cut/NAME` where prompts were cut, and
-        `reward/failed/NAME` where rewards have failed: these answers count in no mean.
-
-        Collective.
-        """
+        """Return the mean reward of each set as `validation/NAME`; `data/prompts_cut/NAME` where prompts were cut, and
+        `reward/failed/NAME` where rewards have failed, which count in no mean. Collective."""
         metrics = Metrics()
         for name, share in self.shares.items():
             rows = range(len(share.prompts))
@@ -63,7 +60,7 @@ class Validator:
                 continue
             own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
             scores = self.scorer.score({**share.columns, **own}, rows)
-            tell(scores, rows)
+            report_failures(scores, rows)
             self.answers[name] = [
                 {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
                 for row, question, answer, text, reward in zip(

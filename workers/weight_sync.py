@@ -1,4 +1,4 @@
-"""The trainer's weights, made known to those that sample with them."""
+"""Weights between groups: the trainer publishes versions of them, and ranks that only sample pull the newest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from distflow.config.load import Spec
 from distflow.plan import Plan
 from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
 from workers.engines.precision import is_half
+from workers.engines.shared_engine import SharedEngine
+from workers.engines.weight_updates import WeightUpdates
 from workers.roles import RoleEngines
 from workers.rollout_channel import RolloutChannel
 
@@ -23,23 +27,47 @@ class WeightPublication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         mine = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "host": channel.host, "transport": transport}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, **mine) for name in self.roles}
-        self.channel, self.issue = channel, 0
-        self.known: dict[str, int] = {}
-        """The versions that were published last."""
+        self.channel = channel
+        self.published: dict[str, int] = {}
+        """The newest published version of each role."""
 
-    def __call__(self) -> None:
+    def publish(self) -> int:
+        """Publish the weights that have changed. Return the number of the set of versions on rank 0, 0 on others."""
         for name, role in self.roles.items():
-            if role.version != self.known.get(name):  # a step may leave nothing to train on
-                self.publishers[name].publish(role.version, role.engine.shards(), _sampled_in(role))
-                self.known[name] = role.version
-        dist.barrier()  # it can be had as soon as the last rank has its part ready
-        if dist.get_rank() == 0:
-            self.issue = self.channel.issue(self.known)
+            if role.version != self.published.get(name):  # a step may leave nothing to train on
+                self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
+                self.published[name] = role.version
+        dist.barrier()  # the version is complete as soon as the last rank has its part ready
+        return self.channel.add_version_set(self.published) if dist.get_rank() == 0 else 0
 
     def close(self) -> None:
         for publisher in self.publishers.values():
             publisher.close()
 
 
-def _sampled_in(role: RoleEngines) -> torch.dtype:
+def _rollout_dtype(role: RoleEngines) -> torch.dtype:
     return torch.bfloat16 if is_half(role.settings, role.engine.mesh.device_type) else torch.float32
+
+
+def weight_updates(spec: Spec, sampling: Mapping[str, RoleEngines], channel: RolloutChannel,
+                   who: str) -> dict[str, WeightUpdates]:
+    """Return the updates of the roles that are trained elsewhere."""
+    return {name: WeightUpdates(Puller(channel.weights(name), channel.token, who, host=channel.host,
+                                       transport=spec.run.transport), role.rollout.version)
+            for name, role in sampling.items() if spec.dag.roles[name].trained}
+
+
+def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:
+    """Load new weights once all ranks of the engine have them. If ranks have pulled different versions, all pull
+    again."""
+    weights = updates.arrived() if updates else None
+    found = engine.rollout.candidates(weights.key if weights else "")
+    if weights is None:
+        return
+    if found == {weights.key}:
+        engine.rollout.load(weights.tensors(), weights.version)
+        if on_new_weights == "restart":
+            engine.restart()
+        updates.loaded()
+    elif len(found - {""}) > 1:
+        updates.drop()

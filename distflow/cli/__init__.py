@@ -1,4 +1,4 @@
-"""The `distflow` command: one file per verb, each with `HELP`, `add_arguments` and `main`."""
+"""The `distflow` command: parses the command line and runs one verb. `MODULES` says which module has which verb."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from distflow import __version__
 from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
 
-VERBS = ("demo", "validate", "probe", "plan", "run", "resume", "board", "faults", "inject", "scale", "set", "export",
-         "evaluate", "nodes", "engines")
+MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "run": "runs", "resume": "runs",
+           "board": "board", "faults": "running_job", "inject": "running_job", "scale": "running_job",
+           "set": "running_job", "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog"}
+"""Module of `distflow.cli` that describes each verb in its `VERBS`, in the order of the help."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,14 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"distflow {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        module = importlib.import_module(f"distflow.cli.{verb}")
-        child = verbs.add_parser(verb, help=module.HELP, description=module.HELP)
-        module.add_arguments(child)
-        child.set_defaults(main=module.main)
+    for name, module in MODULES.items():
+        verb = importlib.import_module(f"distflow.cli.{module}").VERBS[name]
+        child = verbs.add_parser(name, help=verb.help, description=verb.help)
+        verb.add_arguments(child)
+        child.set_defaults(main=verb.main)
     arguments = sys.argv[1:] if arguments is None else arguments
     if unknown := _unknown_verb(arguments):
-        print(f"distflow has no command `{unknown}`. {did_you_mean(unknown, VERBS, 'Commands')}", file=sys.stderr)
+        print(f"distflow has no command `{unknown}`. {did_you_mean(unknown, MODULES, 'Commands')}", file=sys.stderr)
         return INVALID
     options = parser.parse_args(arguments)
     try:
@@ -51,6 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _unknown_verb(arguments: list[str]) -> str | None:
-    """Return the word that stands where a verb belongs and is none. No option before the verb takes a value."""
+    """Return the first word that is no option, if it is no verb. No option before the verb takes a value."""
     verb = next((word for word in arguments if not word.startswith("-")), None)
-    return None if verb in VERBS else verb
+    return None if verb in MODULES else verb

@@ -1,4 +1,4 @@
-"""`distflow board`: keep the board on which machines that start apart meet."""
+"""`distflow board`: serve the store at which the machines of an elastic run meet."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import secrets
 import time
 
+from distflow.cli.common import Verb
 from distflow.errors import InvalidInput
 
-HELP = "keep the board of a run whose machines start apart, and may come and go"
-_LOOK, _LINGER = 0.5, 10.0
-"""Seconds between two looks, and in which all machines see that the run is over."""
+_POLL, _LINGER = 0.5, 10.0
+"""Seconds between two polls, and for which the store stays after the end, so that all machines see it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,17 +34,21 @@ def main(options: argparse.Namespace) -> int:
     try:
         store = store_on(options.host, options.port)
     except OSError as error:
-        raise InvalidInput(f"no board can be kept at {options.host}:{options.port}: {error.strerror}. Another one may "
-                           "be there, or it is no address of this machine. Choose another  --port  or  --host") \
+        raise InvalidInput(f"no store can be served at {options.host}:{options.port}: {error.strerror}. Another one "
+                           "may be there, or it is no address of this machine. Choose another  --port  or  --host") \
             from None
     store.set("token", digest(token))
     print(f"on each machine:\n  export {TOKEN}={token}\n  torchrun --standalone --nproc-per-node … distflow/launch.py "
           f"--dag … --board {options.host}:{store.port} --machines …", flush=True)
-    machines = dist.PrefixStore(MACHINES, store)
+    membership = dist.PrefixStore(MACHINES, store)
     while True:
-        era = machines.add("era", 0)
-        if era and "end" in (said := json.loads(machines.get(f"{era}/began"))):
-            print(f"the run has ended{': ' if said['end'] else ''}{said['end']}", flush=True)
+        number = membership.add("round", 0)
+        if number and "end" in (began := json.loads(membership.get(f"{number}/began"))):
+            print(f"the run has ended{': ' if began['end'] else ''}{began['end']}", flush=True)
             time.sleep(_LINGER)
             return 0
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
+
+
+VERBS = {"board": Verb("serve the store of a run whose machines start by themselves, and may come and go",
+                       add_arguments, main)}

@@ -1,4 +1,4 @@
-"""What `distflow plan --from` does: reads runs, lets the cost model learn from them, and says how well it has."""
+"""`distflow plan --from`: calibrates the cost model by the timings of runs, and reports its errors before and after."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 THRESHOLD = 0.1
 _LEAST = 3
-"""Steps, beside the first ones, of which a median is one."""
+"""Fewest whole steps after the first ones for a median."""
 
 
 def add_arguments(mixed: argparse._ArgumentGroup) -> None:
@@ -37,11 +37,10 @@ def add_arguments(mixed: argparse._ArgumentGroup) -> None:
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
-    """What is to be planned: the DAG that is named, else the last run's; on the cluster that is named, else on that of
-    the last run.
+    """Return the spec to plan: the DAG and the cluster that are named, else those of the last run.
 
     Raises:
-        InvalidInput: there is no such run, or it does not say its cluster.
+        InvalidInput: there is no such run, or it was started without a cluster file.
     """
     folder = _folder(options.runs[-1])
     kept = folder / "cluster.yaml"
@@ -56,55 +55,54 @@ def spec_of(options: argparse.Namespace) -> Spec:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The problem as it is planned, calibrated; the runs that it was calibrated by; seconds of an iteration that no
-    work takes."""
+    """Calibrated problem, the runs that calibrated it, and the `rest`: seconds of an iteration outside all tasks."""
 
     problem: Problem
     runs: Sequence[MeasuredRun]
     rest: float
 
     def against(self, plan: PlacedPlan, folder: str, threshold: float) -> tuple[bool, str]:
-        """Whether a plan is so much better than the last run's placement as to be worth a restart, and what to say."""
+        """Return whether a plan gains more than `threshold` over the last run's placement, and a report."""
         from planners.heterogeneous.layouts import CostedProblem
 
         run = self.runs[-1]
         present = run.placement(CostedProblem(self.problem)).seconds + self.rest
-        found = plan.seconds + plan.rest_seconds
-        gain = 1 - found / present
-        said = (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by the "
-                f"best plan found {found:.2f} s (both predicted)\n")
+        best = plan.seconds + plan.rest_seconds
+        gain = 1 - best / present
+        summary = (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by "
+                   f"the best plan found {best:.2f} s (both predicted)\n")
         if gain <= threshold:
-            return False, said + (f"The present placement is good enough: {max(gain, 0.0):.0%} could be gained; "
+            return False, summary + (f"The present placement is good enough: {max(gain, 0.0):.0%} could be gained; "
                                   f"the threshold is {threshold:.0%}.")
-        return True, said + f"A better plan takes {gain:.0%} less; the threshold is {threshold:.0%}:\n"
+        return True, summary + f"A better plan takes {gain:.0%} less; the threshold is {threshold:.0%}:\n"
 
     def report(self, folders: Sequence[str]) -> Iterator[str]:
-        """Each run's works and iteration: measured, and predicted before and after."""
+        """Yield lines with the seconds of each run's tasks and iteration: measured, predicted before and after."""
         for folder, run in zip(folders, self.runs):
             yield from ("", f"{folder}: seconds measured, and predicted before and after calibration")
             before, after = self._predictions(run)
-            for work, measured, one, other in zip(run.problem.works, run.durations, before, after):
-                yield f"  {work.name:14} {measured:9.3f}  {_against(one, measured)}  {_against(other, measured)}"
+            for task, measured, one, other in zip(run.problem.tasks, run.durations, before, after):
+                yield f"  {task.name:14} {measured:9.3f}  {_against(one, measured)}  {_against(other, measured)}"
             yield (f"  {'an iteration':14} {run.seconds:9.3f}  {_against(before[-1], run.seconds)}  "
                    f"{_against(after[-1], run.seconds)}")
 
     def _predictions(self, run: MeasuredRun) -> list[list[float]]:
-        """Of each work, and of an iteration; before and after."""
-        from planners.heterogeneous.calibration import again, unmeasured
+        """Return the predicted seconds of each task, then of an iteration; before and after calibration."""
+        from planners.heterogeneous.calibration import at_run_sizes, unmeasured
         from planners.heterogeneous.layouts import CostedProblem
 
-        found = []
-        for problem, rest in ((unmeasured(run.problem), 0.0), (again(run, self.problem), self.rest)):
+        predictions = []
+        for problem, rest in ((unmeasured(run.problem), 0.0), (at_run_sizes(run, self.problem), self.rest)):
             placement = run.placement(CostedProblem(problem))
-            found.append([*(layout.seconds for layout in placement.layouts), placement.seconds + rest])
-        return found
+            predictions.append([*(layout.seconds for layout in placement.layouts), placement.seconds + rest])
+        return predictions
 
 
 def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
-    """
+    """Calibrate the cost model for `spec` by the timings of runs.
+
     Raises:
-        InvalidInput: a run has measured nothing that the model of `spec` could learn from; all that is wrong with all
-            of them.
+        InvalidInput: runs are of another DAG, mode or cluster, or have too few steps; with the mistakes of all.
     """
     from planners.heterogeneous.calibration import calibrated
     from planners.heterogeneous.layouts import CostedProblem
@@ -130,45 +128,46 @@ def _folder(name: str) -> Path:
 
 
 def _mistakes(spec: Spec, folder: Path) -> Iterator[Diagnostic]:
-    said = read_plan(folder)
+    planned = read_plan(folder)
     own = reload(folder).dag.model_dump(mode="json")
     wanted = spec.dag.model_dump(mode="json")
     if own != wanted:
         other = ", ".join(f"`{name}`" for name in {**own["nodes"], **wanted["nodes"]}
                           if own["nodes"].get(name) != wanted["nodes"].get(name))
         yield Diagnostic(f"{folder} is a run of another DAG, `{own['name']}`"
-                         + (f": these nodes differ: {other}" if other else ""), spec.dag_source.spot(()),
+                         + (f": these nodes differ: {other}" if other else ""), spec.dag_source.location(()),
                          f"Plan that one:  distflow plan {folder / 'dag.yaml'}  , or name a run of this one.")
-    elif said["mode"] != "sync":
-        yield Diagnostic(f"{folder} is a run in mode {said['mode']}: its groups compute at the same time, so no node's "
-                         "seconds are its own", None, "Calibrate by a short run with  --set mode=sync")
-    elif said["ranks"] != spec.cluster.size:
-        where = spec.cluster_source.spot(("machines",)) if spec.cluster_source else None
-        yield Diagnostic(f"{folder} has {said['ranks']} ranks, and the cluster has {spec.cluster.size} devices", where,
+    elif planned["mode"] != "sync":
+        yield Diagnostic(f"{folder} is a run in mode {planned['mode']}: its groups compute at the same time, so no "
+                         "node's seconds are its own", None, "Calibrate by a short run with  --set mode=sync")
+    elif planned["ranks"] != spec.cluster.size:
+        where = spec.cluster_source.location(("machines",)) if spec.cluster_source else None
+        yield Diagnostic(f"{folder} has {planned['ranks']} ranks, and the cluster has {spec.cluster.size} devices",
+                         where,
                          "Describe the machines that it runs on, in the order of its ranks.")
-    elif (steps := _usual(folder, said).steps) < _LEAST:
+    elif (steps := _median_timings(folder, planned).steps) < _LEAST:
         yield Diagnostic(f"{folder} has measured {steps} whole steps after the first ones by the settings in force, "
                          f"and at least {_LEAST} are needed", None,
                          "Let it run on, or make a run of more steps:  --set steps=10")
 
 
-def _usual(folder: Path, plan: dict[str, Any]) -> timings.MedianTimings:
-    """By the plan that is in force; what the run did by others, before its settings changed, does not count."""
+def _median_timings(folder: Path, plan: dict[str, Any]) -> timings.MedianTimings:
+    """Return median timings under the plan in force; steps before the run's settings changed do not count."""
     file = folder / timings.NAME
     return timings.usual(timings.read(file) if file.is_file() else (), plan["ranks"], plan["digest"])
 
 
 def _ran(spec: Spec, folder: Path) -> MeasuredRun:
-    from planners.heterogeneous.calibration import ran
+    from planners.heterogeneous.calibration import measured_run
     from planners.heterogeneous.workload import problem_of
 
-    said = read_plan(folder)
+    planned = read_plan(folder)
     own = reload(folder)
     own.cluster, own.cluster_source = spec.cluster, spec.cluster_source
     sizes = ("dp", "first", "tp", "pp", "cp", "ep")
-    layouts = {task["node"]: Layout(**{size: task["layout"][size] for size in sizes}) for task in said["tasks"]}
-    found = _usual(folder, said)
-    return ran(problem_of(own), layouts, found.nodes, found.seconds)
+    layouts = {task["node"]: Layout(**{size: task["layout"][size] for size in sizes}) for task in planned["tasks"]}
+    found = _median_timings(folder, planned)
+    return measured_run(problem_of(own), layouts, found.nodes, found.seconds)
 
 
 def _against(predicted: float, measured: float) -> str:

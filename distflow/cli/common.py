@@ -1,16 +1,33 @@
-"""What several verbs share: naming a DAG, loading it, and the number of ranks."""
+"""What several verbs share: their form, naming and loading a DAG, and the number of ranks."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from distflow import launch
-from distflow.cli.gpus import gpu_count
 from distflow.config.load import Spec
 from distflow.errors import InvalidInput
 from distflow.plan import Plan
 from distflow.telemetry.run_folder import choose
+
+_DRIVER_SECONDS = 20.0
+"""Time limit of `nvidia-smi`: a driver that is being loaded has answered by then."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command of `distflow`. `main` returns the exit code."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
 
 
 def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +43,10 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:
-    """The spec and the plan that the options ask for; every mistake is raised at once.
+    """Return the spec and the plan that the options ask for; raise every mistake at once.
 
-    `obey`: a plan for mixed hardware, if they name one.
+    Args:
+        obey: place the run as the plan file of `--plan` says, if there is one.
     """
     from planners import plan
 
@@ -38,12 +56,12 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec,
     options.resume = getattr(options, "resume", None)
     spec = launch.load_spec(options)
     ranks = rank_count(options, spec)
-    spec = launch.obeying(spec, options, ranks) if obey else spec
+    spec = launch.apply_plan_option(spec, options, ranks) if obey else spec
     return spec, plan(spec, ranks)
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
-    """The spec and the plan, once the data and the name of the run are looked at too; with notes about the data."""
+    """Return the spec and the plan, with notes about the data; check the data and the name of the run too."""
     spec, plan = load_and_plan(options)
     notes = launch.check_data(spec)
     choose(spec.run.output, plan.name, options.name)
@@ -54,3 +72,24 @@ def rank_count(options: argparse.Namespace, spec: Spec) -> int:
     """Return how many ranks the options, the cluster or the run file ask for; else one for each GPU of this machine."""
     asked = [count for count in (options.ranks, spec.cluster.size, spec.run.ranks) if count is not None]
     return asked[0] if asked else max(gpu_count(), 1)
+
+
+def gpu_count(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """Return the number of NVIDIA GPUs that processes started here may use; 0 if there are none.
+
+    CUDA_VISIBLE_DEVICES limits them, as in torch: entries after the first one that names no GPU do not
+    count. Asks the driver, not torch, whose import takes seconds.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        unusable = [index for index, each in enumerate(named) if not re.match(r"\s*(\d+|GPU-|MIG-)", each)]
+        return min([len(named), *unusable])
+    program = shutil.which("nvidia-smi")
+    if program:
+        try:  # unlike the driver's folder, it shows only what a container may use
+            listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_DRIVER_SECONDS,
+                                    check=False)
+        except subprocess.TimeoutExpired:
+            return 0
+        return len(re.findall("^GPU ", listed.stdout, re.MULTILINE))
+    return len(list(driver.iterdir())) if driver.is_dir() else 0

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distflow.cli.common import Verb
 from distflow.cli.launcher import torchrun
 from distflow.telemetry.run_folder import choose
 
-HELP = "watch a tiny model learn arithmetic, on two CPU cores"
 _WIDTH, _SHOWN = 40, 3
 
 
@@ -83,3 +83,6 @@ def _command(name: str) -> str:
     """Return how to call a command from here: the one beside this program, else its name alone."""
     beside = Path(sys.argv[0]).with_name(name)
     return str(beside) if beside.exists() else name
+
+
+VERBS = {"demo": Verb("watch a tiny model learn arithmetic, on two CPU cores", add_arguments, main)}

@@ -1,4 +1,4 @@
-"""`distflow evaluate`: how well a model, or what a run has made, answers problems. It runs the DAG `evaluate`."""
+"""`distflow evaluate`: run the DAG `evaluate` on held-out problems, and report pass@k with confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from distflow.cli.evaluated import EvaluationSubject, subject
-from distflow.cli.gpus import gpu_count
+from distflow.cli.common import Verb, gpu_count
 from distflow.cli.launcher import torchrun
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml
-from distflow.config.yaml_source import parse_value
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.config.yaml_source import parse_value, read
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+from distflow.launch import search_paths
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose
-
-HELP = "pass@k and mean reward of a run's model, or of a model folder, with confidence intervals"
 
 _PATIENCE = 300.0
 """Seconds that the rewards of one problem's answers may take: all are earned in one step, far larger than those that
 the limit of a run is for. A call's own timeout is the run's."""
+_OF_ROLE = ("generation", "dtype", "rollout")
+_NOT_OF_DATA = ("train", "batch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,22 +53,22 @@ def main(options: argparse.Namespace) -> int:
     options.ranks = max(gpu_count(), 1) if options.ranks is None else options.ranks
     if options.samples < 1 or options.ranks < 1:
         raise InvalidInput("--samples and --ranks must be at least 1")
-    what = subject(options.model, options.role, options.run)
-    sets = dict(_named(text) for text in options.data) or what.validation
+    model = subject(options.model, options.role, options.run)
+    sets = dict(_named(text) for text in options.data) or model.validation
     if not sets:
         raise InvalidInput(f"{options.model} has no validation data. Name the problems:  --data test.jsonl")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*what.search, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*model.search, *filter(None, [os.environ.get("PYTHONPATH")])])
     results = []
     for name, path in sets.items():
         folder = choose(options.output, f"evaluate-{name}", None)
-        with tempfile.TemporaryDirectory() as place:
-            asked, problems, left_out = _asked(path, _data(what, options.overrides), Path(place))
-            if code := _answer(options, what, str(asked), problems, folder):
+        with tempfile.TemporaryDirectory() as temporary:
+            file, problems, left_out = _problems(path, _data(model, options.overrides), Path(temporary))
+            if code := _answer(options, model, str(file), problems, folder):
                 return code
         results.append({"data": name, "folder": str(folder), "problems": problems, "left_out": left_out,
                         **_figures(folder)})
     for result in results:
-        print(json.dumps(result) if options.json else "\n".join(_shown(result)))
+        print(json.dumps(result) if options.json else "\n".join(_report(result)))
     return 0
 
 
@@ -76,9 +77,9 @@ def _named(text: str) -> tuple[str, str]:
     return (name, path) if separator else (Path(text).stem, text)
 
 
-def _data(what: EvaluationSubject, overrides: list[str]) -> Data:
+def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
     """Return how records are read: as the run has it, and as `--set data.…` says."""
-    given = dict(what.data)
+    given = dict(model.data)
     for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
         given[name.removeprefix("data.")] = parse_value(value, f"--set {name}={value}")
     known = {name: given[name] for name in ("question", "answer", "tools", "strict", "columns", "images")
@@ -91,9 +92,9 @@ def _data(what: EvaluationSubject, overrides: list[str]) -> Data:
         raise InvalidInput(f"`data.{name}` cannot be {wrong['input']!r}: {wrong['msg']}") from None
 
 
-def _asked(path: str, data: Data, place: Path) -> tuple[Path, int, int]:
+def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
     """Return the file of the problems, how many they are, and how many are left out since a field of them is empty, as
-    validation leaves them out; then the file is a new one in the folder `place`, unless `data.strict`."""
+    validation leaves them out; then the file is a new one in `folder`, unless `data.strict`."""
     from distflow.data.dataset import check_records, fields_of, open_records
 
     found = find(path, "data")
@@ -107,36 +108,36 @@ def _asked(path: str, data: Data, place: Path) -> tuple[Path, int, int]:
     if data.images:
         raise InvalidInput(Diagnostic(f"a field of {len(empty)} records is empty, and records with images cannot be "
                                       "left out", records.where(min(empty)), "Take them out of the data."))
-    with (place / "problems.jsonl").open("w", encoding="utf-8") as file:
+    with (folder / "problems.jsonl").open("w", encoding="utf-8") as file:
         for index in (index for index in range(len(records)) if index not in empty):
             file.write(json.dumps(records.get([index])[0], default=str) + "\n")
-    return place / "problems.jsonl", len(records) - len(empty), len(empty)
+    return folder / "problems.jsonl", len(records) - len(empty), len(empty)
 
 
-def _answer(options: argparse.Namespace, what: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
+def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
     """Let the DAG `evaluate` answer all problems in one step. Returns the exit code."""
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
-    dag["imports"], nodes = what.imports, dag["nodes"]
+    dag["imports"], nodes = model.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
-    nodes["reward"]["with"] = {**what.reward, "limit": max(what.reward.get("limit", 0.0), _PATIENCE * problems)}
-    role = dict(what.role)
+    nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PATIENCE * problems)}
+    role = dict(model.role)
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
     run = {"steps": 1, "seed": options.seed, "ranks": options.ranks, "output": options.output,
-           "data": {**what.data, "train": str(find(path, "data").absolute()), "batch": problems,
+           "data": {**model.data, "train": str(find(path, "data").absolute()), "batch": problems,
                     "strict": True},  # no problem counts twice in place of another
            "roles": {"actor": role}, "layouts": {"tally": {"dp": 1}}, "samples": problems * options.samples,
            "checkpoint": {"every": 0}}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         for kind, content in (("dag", dag), ("run", run)):
-            Path(place, f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+            Path(temporary, f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         changes = [part for text in options.overrides for part in ("--set", text)]
-        return torchrun(options.ranks, ["--dag", f"{place}/dag.yaml", "--run-file", f"{place}/run.yaml", "--name",
-                                        folder.name, *changes], quiet=options.json)
+        return torchrun(options.ranks, ["--dag", f"{temporary}/dag.yaml", "--run-file", f"{temporary}/run.yaml",
+                                        "--name", folder.name, *changes], quiet=options.json)
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """Each figure with its interval, and how many problems it is of."""
+    """Return each figure with its confidence interval and the number of problems behind it."""
     values = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     found: dict[str, Any] = {}
     for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
@@ -148,7 +149,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     return {"figures": found}
 
 
-def _shown(result: dict[str, Any]) -> Iterator[str]:
+def _report(result: dict[str, Any]) -> Iterator[str]:
     left_out = f" ({result['left_out']} with an empty field left out)" if result["left_out"] else ""
     yield f"\n{result['data']}: {result['problems']} problems{left_out}, answers in {result['folder']}/samples.jsonl"
     for name, figure in sorted(result["figures"].items(), key=lambda item: (len(item[0]), item[0])):
@@ -157,3 +158,83 @@ def _shown(result: dict[str, Any]) -> Iterator[str]:
         lost = f"  without {missing} whose reward failed" if missing else ""
         yield f"  {name:<10} {figure['value']:.3f}{between}{lost}"
     yield "  ranges: 95% confidence, problems being the sample"
+
+
+@dataclass(frozen=True)
+class EvaluationSubject:
+    """What is evaluated: a model, and the settings under which it was trained.
+
+    `role` and `data` are parts of a run file, `reward` the settings of the `score` node, `validation` files by name,
+    and `search` the folders of the modules in `imports`.
+    """
+
+    role: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, str] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=list)
+    search: list[str] = field(default_factory=list)
+
+
+def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
+    """Return the model to evaluate from a run's folder, or from a model folder and the run file `run`.
+
+    Raises:
+        InvalidInput: it is neither, the run has no model yet, or has several and `role` names none of them.
+    """
+    folder = Path(name)
+    if (folder / "launch.json").is_file():
+        return _of_run(folder, role)
+    found = find(name, "models")
+    if found is None or not (found / "config.json").is_file():
+        raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
+                           "config.json)")
+    settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text()) if run else {}
+    role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
+    return EvaluationSubject(role_settings, _data_settings(settings))
+
+
+def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
+    run, dag = (read(folder / f"{kind}.yaml").data for kind in ("run", "dag"))
+    if "roles" not in run or not {"nodes", "roles"} <= dag.keys():
+        raise InvalidInput(f"{folder}: run.yaml or dag.yaml is damaged: it lacks the sections that every run writes")
+    trained = [name for name, item in dag["roles"].items() if item["trained"] and item.get("head", "lm") == "lm"]
+    if role is not None and role not in trained:
+        raise InvalidInput(f"run {folder} trained no role `{role}` that answers. "
+                           f"{did_you_mean(role, trained, 'It trained')}")
+    if role is None and len(trained) != 1:
+        several = ", ".join(trained) or "no role that answers"
+        raise InvalidInput(f"run {folder} trained {several}. Name one:  --role ROLE")
+    role = role or trained[0]
+    model = next((path for path in (folder / f"model-{role}", folder / "model") if path.is_dir()), None)
+    if model is None:
+        raise InvalidInput(f"run {folder} has not written its model yet. Write that of its newest checkpoint:  "
+                           f"distflow export {folder}")
+    validation, imports = run.get("validation") or {}, dag.get("imports", [])
+    scores = [node for node in dag["nodes"].values()
+              if node["function"] == "score"
+              or (node["function"] is None and (node["type"], node["role"]) == ("COMPUTE", "reward"))]
+    reward = {"reward": validation["reward"]} if validation else scores[0]["with"] if scores else {}
+    role_settings = _role_settings(_inherited_settings(run, dag, role), model)
+    return EvaluationSubject(role_settings, _data_settings(run), reward, validation.get("data", {}), imports,
+                             search_paths(folder))
+
+
+def _inherited_settings(run: dict[str, Any], dag: dict[str, Any], role: str) -> dict[str, Any]:
+    """Return the role's part of the run file, or that of the role it copies: see `Spec.settings_of`."""
+    name: str | None = role
+    while name is not None and name not in run["roles"]:
+        name = dag["roles"][name]["copy_of"]
+    return run["roles"].get(name, {})
+
+
+def _role_settings(settings: dict[str, Any], model: Path) -> dict[str, Any]:
+    return {"model": str(model.absolute()), **{key: settings[key] for key in _OF_ROLE if key in settings}}
+
+
+def _data_settings(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.get("data", {}).items() if key not in _NOT_OF_DATA}
+
+
+VERBS = {"evaluate": Verb("pass@k and mean reward of a run's model, or of a model folder, with confidence intervals",
+                          add_arguments, main)}

@@ -1,4 +1,4 @@
-"""Starts torchrun beside the command line and ends with it: signals, exit code, and which process outlives which.
+"""Starts torchrun from the command line, forwards signals, returns its exit code, and leaves no process behind.
 
     distflow run ─ this process ─ torchrun (workers/loopback.py) ─ one distflow/launch.py for each GPU ─ its worker
 
@@ -26,7 +26,7 @@ from workers.isolation.sandbox.processes import end_with
 
 _MARGIN = 10.0
 """Seconds that torchrun waits longer than the run may take to end."""
-_ONE = 1.0
+_DEBOUNCE = 1.0
 """Seconds in which a second signal counts as the first: `timeout` and terminals may send one twice."""
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -57,14 +57,14 @@ def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) 
         signals.process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL if quiet else None,
                                            start_new_session=True, preexec_fn=partial(end_with, os.getpid()))
         code = signals.process.wait()
-    if sys.stdout.isatty():  # a progress bar that was killed has left it hidden
+    if sys.stdout.isatty():  # a killed progress bar leaves it hidden
         print(_SHOW_CURSOR, end="", flush=True)
     return _exit_code(code, signals.first)
 
 
-def _exit_code(code: int, told: int) -> int:
-    if told:
-        return 128 + told
+def _exit_code(code: int, received: int) -> int:
+    if received:
+        return 128 + received
     if code < 0:
         print(f"torchrun was ended by {signal.Signals(-code).name}, and the run with it", file=sys.stderr)
         return 128 - code
@@ -72,7 +72,7 @@ def _exit_code(code: int, told: int) -> int:
 
 
 class _Signals:
-    """Passes on what this process is told."""
+    """Forwards signals of this process to torchrun."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -81,21 +81,21 @@ class _Signals:
     @contextlib.contextmanager
     def forwarded(self) -> Iterator[_Signals]:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        heard = [number for number, action in before.items() if action != signal.SIG_IGN]  # nohup ignores SIGHUP
-        for number in heard:
-            signal.signal(number, self._hear)
+        handled = [number for number, action in before.items() if action != signal.SIG_IGN]  # nohup ignores SIGHUP
+        for number in handled:
+            signal.signal(number, self._forward)
         try:
             yield self
         finally:
-            for number in heard:
+            for number in handled:
                 signal.signal(number, before[number])
 
-    def _hear(self, number: int, _: object) -> None:
+    def _forward(self, number: int, _: object) -> None:
         if self.process is None:
             sys.exit(128 + number)
         if not self.first:
             self.first, self.at = number, time.monotonic()
             show("\nending after the step under way; a second Ctrl-C or SIGTERM ends it at once", sys.stderr)
             self.process.send_signal(signal.SIGINT)  # torchrun passes it on; by SIGTERM it ends ranks after a failure
-        elif time.monotonic() - self.at > _ONE:
+        elif time.monotonic() - self.at > _DEBOUNCE:
             self.process.kill()

@@ -1,6 +1,6 @@
-"""`distflow probe`: measure the machines at hand, and describe them for `distflow plan --cluster`.
+"""`distflow probe`: measure devices and links, and write them as a cluster file for `distflow plan --cluster`.
 
-Alone it starts a rank for each device of this machine. Several machines are probed as they run, by torchrun on each:
+By itself it starts a rank for each device of this machine. Several machines are probed by torchrun on each:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT -m distflow.cli probe --out machines.yaml
 """
@@ -15,14 +15,13 @@ from typing import Any
 
 import yaml
 
+from distflow.cli.common import Verb
 from distflow.cli.launcher import attend
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.yaml_source import check, parse
 from distflow.errors import InvalidInput
 from distflow.launch import ROOT, stay_on_loopback
-from distflow.plan_file import ALIKE, described
-
-HELP = "measure devices and links of this machine, or of those that torchrun starts it on, as a cluster file"
+from distflow.plan_file import ALIKE, cluster_of_probes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +55,7 @@ def _devices() -> int:
 
 
 def _measured(options: argparse.Namespace) -> int:
-    """On a rank."""
+    """Measure on this rank, which torchrun has started; rank 0 writes the file."""
     import torch
     import torch.distributed as dist
 
@@ -77,7 +76,7 @@ def _measured(options: argparse.Namespace) -> int:
         devices, links = probe(device)
         if dist.get_rank() == 0:
             _write(options.out, _head(devices[-1].machine + 1, len(devices), "NCCL" if gpus else "gloo"),
-                   described(options.name, devices, links))
+                   cluster_of_probes(options.name, devices, links))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -85,7 +84,7 @@ def _measured(options: argparse.Namespace) -> int:
 
 
 def _head(machines: int, ranks: int, by: str) -> str:
-    """What is measured, and when."""
+    """Return the comment above the description: what was measured, and when."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     many = f"{machines} machine{'s' * (machines > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     return (f"# A measurement, not a data sheet: by  distflow probe  on {now}; {many}, links over {by}.\n"
@@ -94,9 +93,9 @@ def _head(machines: int, ranks: int, by: str) -> str:
             "# Links: large messages between two devices; between machines, of all their devices at once.\n")
 
 
-def _write(path: str | None, head: str, said: dict[str, Any]) -> None:
-    """Once it is sure that it can be read again."""
-    text = head + yaml.safe_dump(said, sort_keys=False, default_flow_style=None, width=110)
+def _write(path: str | None, head: str, description: dict[str, Any]) -> None:
+    """Write or print the description, once it has been read back without mistakes."""
+    text = head + yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=110)
     source = parse(text, path or "the description")
     cluster, mistakes = check(Cluster, source)
     mistakes += check_cluster(cluster, source) if cluster else []
@@ -106,3 +105,7 @@ def _write(path: str | None, head: str, said: dict[str, Any]) -> None:
         Path(path).write_text(text, encoding="utf-8")
     print(f"{path}: {cluster.size} devices of {len(cluster.devices)} type{'s' * (len(cluster.devices) > 1)}" if path
           else text, flush=True)
+
+
+VERBS = {"probe": Verb("measure devices and links of this machine, or of those that torchrun starts it on, as a "
+                       "cluster file", add_arguments, main)}

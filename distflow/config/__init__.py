@@ -1,1 +1,1 @@
-"""The nouns: what a user writes, what a planner answers, what can be wrong. Nothing here loads torch."""
+"""The files that users write (DAG, run, cluster), loaded and checked with locations. Imports no torch."""

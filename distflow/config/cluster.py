@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: device types, machines, zones, regions, and the links between them.
+"""Cluster files: device types, machines, zones, regions, and the links between them, checked for consistency.
 
 Bandwidths are in GB/s (10⁹ bytes a second), latencies in microseconds, peak rates in TFLOP/s, memory in GiB.
 """
@@ -15,18 +15,18 @@ from distflow.config.yaml_source import Document, YamlSource
 from distflow.errors import Diagnostic, did_you_mean
 
 ZONE, REGION = "zone", "region"
-"""Where machines stand if the file does not say."""
+"""Zone and region of machines whose file names none."""
 
 
 class Link(Document):
-    """A way between two places. Bytes take `latency_us` and then flow at `gb_s`, in each direction."""
+    """Link between two devices, machines or zones: `latency_us`, then `gb_s` in each direction."""
 
     gb_s: PositiveFloat
     latency_us: NonNegativeFloat = 0.0
 
 
 class Device(Document):
-    """A type of accelerator: peak TFLOP/s by dtype without sparsity, its memory and that memory's bandwidth."""
+    """Type of accelerator: peak TFLOP/s by dtype without sparsity, memory, and memory bandwidth."""
 
     tflops: dict[Literal["bfloat16", "float32"], PositiveFloat] = Field(min_length=1)
     memory_gib: PositiveFloat
@@ -34,7 +34,7 @@ class Device(Document):
 
 
 class MachineGroup(Document):
-    """`count` machines that are alike, each with so many `devices` of one type, in one zone."""
+    """`count` machines that are alike, each with `devices` of one type, in one zone."""
 
     device: str
     devices: PositiveInt = 8
@@ -43,19 +43,19 @@ class MachineGroup(Document):
     inside: Link | None = None
     """Between two devices of a machine; default: `links.inside`."""
     network_gb_s: PositiveFloat | None = None
-    """What a machine sends at most, over all its devices; default: as much as the link takes."""
+    """Limit of what a machine sends over all its devices; default: that of the link."""
     host_gb_s: PositiveFloat = 25.0
-    """Between a device and its machine's memory."""
+    """Bandwidth between a device and its machine's memory."""
 
 
 class Links(Document):
-    """How bytes get from one place to another. What no pair of machines needs may be left out.
+    """Default links by distance; those that no pair of machines needs may be left out.
 
-    Bandwidths between machines are those of a pair of machines, over all their devices.
+    Bandwidths between machines are of a pair of machines, over all their devices.
     """
 
     inside: Link | None = None
-    """Between the devices of a machine, where that does not say it itself."""
+    """Between the devices of a machine whose group has no `inside`."""
     zone: Link | None = None
     """Between the machines of a zone."""
     region: Link | None = None
@@ -65,14 +65,13 @@ class Links(Document):
 
 
 class Path(Link):
-    """A link between two zones or regions that differs from the others. One between zones counts before one between
-    regions."""
+    """Link between two zones or regions in place of the default. Zones take precedence over regions."""
 
     between: Annotated[list[str], Field(min_length=2, max_length=2)]
 
 
 class Cluster(Document):
-    """Where a run is to stand.
+    """Machines that a run is planned for.
 
     Alike ranks need nothing but `ranks` and `memory_gib`, that of each; without it a plan estimates memory but refuses
     nothing. Mixed hardware is described by `devices`, `machines` and their `links`.
@@ -84,24 +83,24 @@ class Cluster(Document):
     devices: dict[str, Device] = {}
     machines: dict[str, MachineGroup] = {}
     zones: dict[str, str] = {}
-    """The region of each zone; a zone that is not named here is in the only one."""
+    """Region of each zone; zones that are not named here share one region."""
     links: Links = Links()
     paths: list[Path] = []
 
     @property
     def size(self) -> int | None:
-        """How many ranks it has, if it says."""
+        """Number of ranks; None if the file does not say."""
         return self.ranks or sum(kind.count * kind.devices for kind in self.machines.values()) or None
 
     def region(self, zone: str) -> str:
         return self.zones.get(zone, REGION)
 
     def inside(self, name: str) -> Link | None:
-        """The link between the devices of a machine of the kind `name`."""
+        """Return the link between the devices of a machine of group `name`."""
         return self.machines[name].inside or self.links.inside
 
     def between(self, one: str, other: str) -> Link | None:
-        """The link between two machines of these kinds; None if the file has none."""
+        """Return the link between two machines of these groups; None if the file has none."""
         zones = {self.machines[one].zone, self.machines[other].zone}
         if len(zones) == 1:
             return self.links.zone
@@ -114,7 +113,7 @@ class Cluster(Document):
 
 
 def check_cluster(cluster: Cluster, source: YamlSource) -> list[Diagnostic]:
-    """What is wrong with a description beyond the form of its keys: names that nothing has, and missing links."""
+    """Return the mistakes beyond the form of keys: unknown names, contradictions and missing links."""
     mistakes = list(_names(cluster, source))
     return mistakes or [*_exclusive(cluster, source), *_links(cluster, source)]
 
@@ -124,47 +123,49 @@ def _names(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
     for name, kind in cluster.machines.items():
         if kind.device not in cluster.devices:
             yield Diagnostic(f"machines `{name}`: there is no device `{kind.device}`",
-                             source.spot(("machines", name, "device")),
+                             source.location(("machines", name, "device")),
                              did_you_mean(kind.device, cluster.devices, "Devices") or "Describe it:  devices: {…}")
     for zone in cluster.zones:
         if zone not in zones:
-            yield Diagnostic(f"no machine stands in zone `{zone}`", source.spot(("zones", zone), key=True),
+            yield Diagnostic(f"no machine stands in zone `{zone}`", source.location(("zones", zone), key=True),
                              did_you_mean(zone, sorted(zones), "Zones of machines"))
-    places = sorted(zones | {cluster.region(zone) for zone in zones})
+    known = sorted(zones | {cluster.region(zone) for zone in zones})
     for number, path in enumerate(cluster.paths):
-        for end, place in enumerate(path.between):
-            if place not in places:
-                yield Diagnostic(f"a path leads to `{place}`, which is neither a zone nor a region",
-                                 source.spot(("paths", number, "between", end)), did_you_mean(place, places, "Places"))
+        for end, name in enumerate(path.between):
+            if name not in known:
+                yield Diagnostic(f"a path leads to `{name}`, which is neither a zone nor a region",
+                                 source.location(("paths", number, "between", end)),
+                                 did_you_mean(name, known, "Zones and regions"))
         if path.between[0] == path.between[1]:
             yield Diagnostic(f"a path leads from `{path.between[0]}` to itself",
-                             source.spot(("paths", number, "between")),
+                             source.location(("paths", number, "between")),
                              "Links inside a zone:  links: {zone: {gb_s: …}}")
 
 
 def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
     if cluster.machines and (cluster.ranks or cluster.memory_gib):
         key = "ranks" if cluster.ranks else "memory_gib"
-        yield Diagnostic(f"`{key}` is for alike ranks, and `machines` says it too", source.spot((key,), key=True),
+        yield Diagnostic(f"`{key}` is for alike ranks, and `machines` says it too", source.location((key,), key=True),
                          f"Take `{key}` out: machines and devices say it.")
     if cluster.devices and not cluster.machines:
-        yield Diagnostic("devices are described, but no machine has them", source.spot(("devices",), key=True),
+        yield Diagnostic("devices are described, but no machine has them", source.location(("devices",), key=True),
                          "Add  machines: {NAME: {device: …, devices: 8, count: 1}}")
 
 
 def _links(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
-    """One mistake for each kind of link that some pair of machines needs and the file lacks."""
+    """Yield a mistake for each kind of link that a pair of machines needs and the file lacks."""
     for name, kind in cluster.machines.items():
         if kind.devices > 1 and cluster.inside(name) is None:
             yield Diagnostic(f"the devices of a machine `{name}` are not linked",
-                             source.spot(("machines", name), key=True),
+                             source.location(("machines", name), key=True),
                              "Add  links: {inside: {gb_s: …, latency_us: …}}  , or `inside` to these machines.")
     for one, other in combinations_with_replacement(cluster.machines, 2):
         if (one == other and cluster.machines[one].count == 1) or cluster.between(one, other) is not None:
             continue
         zones = [cluster.machines[name].zone for name in (one, other)]
         key = "zone" if zones[0] == zones[1] else "region" if len(set(map(cluster.region, zones))) == 1 else "world"
-        way = (f"machines `{one}` are not linked with each other" if one == other
+        missing = (f"machines `{one}` are not linked with each other" if one == other
                else f"machines `{one}` and `{other}` are not linked")
         path = f"  , or  paths: [{{between: [{zones[0]}, {zones[1]}], gb_s: …}}]" if zones[0] != zones[1] else "."
-        yield Diagnostic(way, source.spot(("machines", other), key=True), f"Add  links: {{{key}: {{gb_s: …}}}}{path}")
+        yield Diagnostic(missing, source.location(("machines", other), key=True),
+                         f"Add  links: {{{key}: {{gb_s: …}}}}{path}")

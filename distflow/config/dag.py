@@ -1,4 +1,4 @@
-"""What the algorithm is: roles and nodes. Says nothing about GPUs."""
+"""DAG files: the roles and nodes of an algorithm, without anything physical."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from distflow.config.yaml_source import Document
 NodeType = Literal["MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE"]
 
 Head = Literal["lm", "value"]
-"""What a model says of each token: `lm`, which token comes next; `value`, one number."""
+"""Output of a model for each token: `lm`, logits of the next token; `value`, one number."""
 
 COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
-"""Roles that a COMPUTE node may name without declaring them, since it needs no model."""
+"""Roles that a COMPUTE node may name undeclared, since it needs no model."""
 
 
 class Role(Document):
-    """A model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`.
+    """Model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`.
 
-    `head: value` is for critics and reward models: the vocabulary of the role's model, its own or the one it copies,
-    gives way to one number for each token, which starts at zero unless the model's folder has it.
+    `head: value` is for critics and reward models: the output layer of the role's model, its own or the one it copies,
+    is replaced by one of a single number for each token, which starts at zero unless the model's folder has it.
     """
 
     trained: bool = False
@@ -30,7 +30,7 @@ class Role(Document):
 
 
 class Node(Document):
-    """One step of the algorithm. Without `function`, the one that is registered as default for (role, type) runs."""
+    """Step of the algorithm. Without `function`, the default that is registered for (role, type) runs."""
 
     role: str
     type: NodeType
@@ -38,13 +38,13 @@ class Node(Document):
     dependencies: list[str] = []
     settings: dict[str, Any] = Field(default={}, alias="with")
     reads: dict[str, str] = {}
-    """Parameter of the function → column that it reads instead of the one of its own name."""
+    """Parameter of the function → column read instead of the one of the same name."""
     writes: dict[str, str] = {}
-    """Column that the function declares → column that it writes instead."""
+    """Column that the function declares → column written instead."""
 
 
 class Dag(Document):
-    """An algorithm. `imports` names modules with node functions, rewards or environments of the user's own."""
+    """Algorithm. `imports` names modules with node functions, rewards or environments of the user's own."""
 
     name: str
     roles: dict[str, Role] = {}

@@ -1,4 +1,4 @@
-"""The command that installs an optional dependency: the one place where messages take it from."""
+"""The command that installs an optional dependency, for all messages that propose it."""
 
 from __future__ import annotations
 

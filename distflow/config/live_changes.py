@@ -1,4 +1,5 @@
-"""What `distflow set` may change in a job that runs, which groups have to know it, and why not the rest."""
+"""Which settings `distflow set` may change in a running job, which groups they concern, and why the others are
+fixed."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ _WHY_NOT = {
     "nodes": "the plan is made from the DAG", "imports": "the plan is made from the DAG",
     "mode": "the plan is made from it", "groups": "the plan is made from it", "layouts": "the plan is made from it",
     "ranks": "they have been started", "seed": "what was sampled so far depends on it",
-    "data": "the steps done so far have drawn from it", "robust": "the seats read it once, when they start",
-    "faults": "the seats read them once, when they start",
+    "data": "the steps done so far have drawn from it", "robust": "the supervisors read it once, when they start",
+    "faults": "the supervisors read them once, when they start",
     "steps": "schedules and rollouts count on it: stop the job, and  distflow resume RUN --set steps=N",
 }
 _ANY = "it is read once, when the run starts"
 
 
 def groups_of(path: tuple[str, ...], mode: str) -> tuple[str, ...]:
-    """The groups that a change of this setting concerns; none if it cannot be changed."""
+    """Return the groups that a change of this setting concerns; none if it cannot be changed."""
     if path[0] == "roles" and len(path) == 3 and path[2] in _TRAINING:
         return (TRAINER,)
     if path[0] == "roles" and path[2:3] == ("generation",) and path[3:] in [(name,) for name in _SAMPLING]:
@@ -35,7 +36,7 @@ def groups_of(path: tuple[str, ...], mode: str) -> tuple[str, ...]:
 
 
 def refusal(path: tuple[str, ...], text: str) -> Diagnostic:
-    """Why this setting stays as it is. `text`: what the user wrote."""
+    """Return why this setting cannot change. `text` is the user's KEY=VALUE."""
     why = next((_WHY_NOT[part] for part in path if part in _WHY_NOT), _ANY)
     known = [f"roles.ROLE.{name}" for name in _TRAINING] + [f"roles.ROLE.generation.{name}" for name in _SAMPLING] + \
         [f"{part}.{name}" for part, names in _OF_TRAINER.items() for name in names] + ["samples"]

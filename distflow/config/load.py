@@ -1,4 +1,4 @@
-"""Load everything that a plan is made from: DAG, run, cluster, overrides and the contracts of the functions."""
+"""Loads and checks everything that a plan is made from: DAG, run, cluster, overrides, contracts of the functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_RUN = "embedded"
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of file: the keys that it alone has at the top, and the option of the command line that takes it."""
+    """Kind of file: its own top-level keys, and the option of the command line that takes it."""
 
     own: frozenset[str]
     option: str
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass
 class Spec:
-    """A DAG and a run that belong together, with their sources for messages that name lines."""
+    """DAG, run and cluster that belong together, with their sources for messages that name lines."""
 
     dag: Dag
     run: Run
@@ -59,47 +59,47 @@ class Spec:
     cluster: Cluster = field(default_factory=Cluster)
     shapes: dict[str, Shape] = field(default_factory=dict)
     adapters: dict[str, int] = field(default_factory=dict)
-    """Parameters of the adapters of the roles that have some; 0 if their model's files do not say."""
+    """Number of adapter parameters by role; 0 if the model's files do not say."""
     mistakes: list[Diagnostic] = field(default_factory=list)
-    """What loading found wrong; the planner adds to them and raises them all."""
+    """Mistakes found by loading; the planner adds its own and raises them all."""
     cluster_source: YamlSource | None = None
     rewards: dict[str, RewardContract] = field(default_factory=dict)
-    """Contracts of the rewards that can be named."""
+    """Contracts of all rewards that can be named, by name."""
     environments: dict[str, EnvironmentContract] = field(default_factory=dict)
-    """By node."""
+    """Contracts of environments by node."""
 
     @property
     def folder(self) -> Path:
-        """Where the run file lies; its relative paths are tried there too."""
+        """Folder of the run file; its relative paths are tried there too."""
         return Path(self.run_source.file).parent
 
     def data_path(self, name: str) -> Path | None:
         return find(name, "data", self.folder)
 
     def lineage(self, role: str) -> list[str]:
-        """The role, the role that it copies, the one that this copies, and so on."""
-        found: list[str] = []
-        following: str | None = role
-        while following is not None and following not in found:
-            found.append(following)
-            following = self.dag.roles[following].copy_of if following in self.dag.roles else None
-        return found
+        """Return the role, the role that it copies, the one that this copies, and so on."""
+        roles: list[str] = []
+        current: str | None = role
+        while current is not None and current not in roles:
+            roles.append(current)
+            current = self.dag.roles[current].copy_of if current in self.dag.roles else None
+        return roles
 
     def model_of(self, role: str) -> Model | None:
-        """The role's model: its own, or that of the role it copies."""
+        """Return the role's model: its own, or that of the role it copies."""
         settings = (self.run.roles[name] for name in self.lineage(role) if name in self.run.roles)
         return next((own.model for own in settings if own.model), None)
 
     def settings_of(self, role: str) -> RoleRun | None:
-        """The role's part of the run file, or that of the role it copies."""
+        """Return the role's part of the run file, or that of the role it copies."""
         return next((self.run.roles[name] for name in self.lineage(role) if name in self.run.roles), None)
 
     def shape_of(self, role: str) -> Shape | None:
-        """The sizes of the role's model, or of that of the role it copies."""
+        """Return the sizes of the role's model, or of that of the role it copies."""
         return next((self.shapes[name] for name in self.lineage(role) if name in self.shapes), None)
 
     def resolved(self) -> dict[str, Any]:
-        """Every value in force, defaults included and paths absolute; what a run folder keeps."""
+        """Return every value in force, defaults included and paths absolute, for the run's folder."""
         dag, run = self.dag.model_dump(mode="json", by_alias=True), self.run.model_dump(mode="json")
         run["data"]["train"] = str(self.data_path(self.run.data.train).absolute())
         for name, path in self.run.validation.data.items() if self.run.validation else ():
@@ -143,20 +143,20 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    for look in (check_engines, check_lora, check_rewards, check_environments, check_losses,
+    for find_mistakes in (check_engines, check_lora, check_rewards, check_environments, check_losses,
                  check_templates, check_detectors):
-        mistakes += look(spec)
+        mistakes += find_mistakes(spec)
     return spec
 
 
 def default_run(dag: str) -> str:
-    """The shipped run of a DAG whose data or roles are its own, else the one for all others."""
+    """Return the shipped run of this DAG, if its data or roles need one, else the one for all others."""
     own = f"{DEFAULT_RUN}_{Path(dag).stem}"
     return own if (SHIPPED / "runs" / f"{own}.yaml").is_file() else DEFAULT_RUN
 
 
 def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
-    """What `act` returns; None if it raises, with its mistakes noted."""
+    """Return the result of `act`; add its mistakes and return None if it raises InvalidInput."""
     try:
         return act()
     except InvalidInput as error:
@@ -165,7 +165,7 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 
 
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """The spec of a finished or interrupted run, from its folder."""
+    """Load the spec of a finished or interrupted run from its folder."""
     return load(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
 
 
@@ -180,13 +180,13 @@ def _wrong_kinds(sources: dict[str, YamlSource | None]) -> list[Diagnostic]:
         if source is None:
             continue
         keys = {other: [key for key in source.data if key in each.own] for other, each in _KINDS.items()}
-        found = max(keys, key=lambda other: len(keys[other]))
-        if not keys[kind] and keys[found]:
-            has = ", ".join(f"`{key}`" for key in keys[found])
-            hint = (f"Instead:  {_KINDS[found].option} {source.file}   and  {_KINDS[kind].option} FILE  for the {kind} "
-                    "file")
-            mistakes.append(Diagnostic(f"this is a {found} file, given as the {kind} file: it has {has}",
-                                       source.spot((keys[found][0],), key=True), hint))
+        likely = max(keys, key=lambda other: len(keys[other]))
+        if not keys[kind] and keys[likely]:
+            has = ", ".join(f"`{key}`" for key in keys[likely])
+            hint = (f"Instead:  {_KINDS[likely].option} {source.file}   and  {_KINDS[kind].option} FILE  for the "
+                    f"{kind} file")
+            mistakes.append(Diagnostic(f"this is a {likely} file, given as the {kind} file: it has {has}",
+                                       source.location((keys[likely][0],), key=True), hint))
     return mistakes
 
 
@@ -204,7 +204,7 @@ def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:
     mistakes = []
     for kind, names in (("nodes", dag.nodes), ("roles", dag.roles)):
         for name in names:
-            where = source.spot((kind, name), key=True)
+            where = source.location((kind, name), key=True)
             if not name.strip():
                 what = f"a {kind[:-1]} must have a name, not {name!r}"
                 mistakes.append(Diagnostic(what, where, "Name it after what it does, as  reference: {…}"))
@@ -215,7 +215,7 @@ def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:
 
 
 def _check_models(spec: Spec) -> None:
-    """Find the shape of each model; roles that only other DAGs have are passed over."""
+    """Find the shape of each model, except for roles that only other DAGs have."""
     for role, settings in spec.run.roles.items():
         model = settings.model
         if model is None or role not in spec.dag.roles:
@@ -225,12 +225,13 @@ def _check_models(spec: Spec) -> None:
             continue
         what, hint = _check_folder(spec, role, model.path)
         if what:
-            where = spec.run_source.spot(("roles", role, "model"))
+            where = spec.run_source.location(("roles", role, "model"))
             spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint))
 
 
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
-    """Note the shape of the model in a folder; what is wrong with it and the remedy, both empty if nothing is."""
+    """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, both "" if nothing
+    is."""
     folder = find(path, "models", spec.folder)
     remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
               "nothing is downloaded.")
@@ -256,9 +257,9 @@ def _check_data(spec: Spec) -> None:
         if spec.data_path(name) is None:
             what = f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, or a folder that `datasets` saved."
-            spec.mistakes.append(Diagnostic(what, spec.run_source.spot(path), hint))
+            spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))
     blind = next((role for role, shape in spec.shapes.items() if not shape.token_pixels), None)
     if spec.run.data.images and blind:
         what = f"`data.images` asks for images, but the model of role `{blind}` takes none"
-        hint = "Take `images` out, or give the role a model that sees, as those of the Qwen-VL family."
-        spec.mistakes.append(Diagnostic(what, spec.run_source.spot(("data", "images")), hint))
+        hint = "Take `images` out, or give the role a vision-language model, as those of the Qwen-VL family."
+        spec.mistakes.append(Diagnostic(what, spec.run_source.location(("data", "images")), hint))

@@ -1,8 +1,8 @@
-"""The sizes of models, from their configurations: what memory is estimated from.
+"""Facts about models and engines that are known before anything is loaded.
 
-The engines that a run file can name: what must be installed for each, what was tested, what each cannot do.
-
-Which layers get adapters and how many parameters those have, known from a model's files before it is loaded.
+    Engine, check_engines    engines that a run file can name: packages, tested versions, missing features
+    linears_of, check_lora   layers that get adapters, and the adapters' parameters, from the headers of model files
+    Shape, read_shape        sizes of a model from its configuration, from which memory is estimated
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engine:
-    """A library behind one of the interfaces of `workers.engines`."""
+    """Library behind one of the interfaces of `workers.engines`."""
 
     home: str
-    """module:class."""
+    """Its class, as module:class."""
     packages: tuple[str, ...] = ()
-    """Distributions, any of which has it; none for what distflow itself depends on."""
+    """Distributions, any of which provides it; none if distflow itself depends on it."""
     tested: tuple[str, ...] = ()
-    """Versions that distflow was tested with; an entry stands for all that begin with it."""
+    """Prefixes of the versions that distflow was tested with."""
     extra: str = ""
-    """Of setup.cfg: what brings it."""
+    """The extra of setup.cfg that installs it."""
     cannot: dict[str, str] = field(default_factory=dict)
-    """Why not, by what the run file asks for: a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
+    """Missing feature → reason. A feature is a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
     elsewhere: str = ""
-    """An environment variable with the Python of another environment that has it."""
+    """Environment variable with the Python of another environment that has it."""
     remedy: str = ""
-    """How to install it where its packages and distflow's do not fit together."""
+    """Command that installs it elsewhere, if its packages conflict with distflow's."""
 
     @property
     def pip(self) -> str:
-        """The line that installs it."""
+        """Command that installs it."""
         return self.remedy or pip_line(self.extra)
 
 
 _SAMPLES = {"pp": "distflow starts it without pipelines", "cp": "no engine that samples has it",
             "ep": "distflow starts it without expert parallelism", "lora": "it gets whole weights, not adapters",
-            "images": "distflow gives it tokens alone; `rollout: hf` sees"}
+            "images": "distflow gives it tokens alone; `rollout: hf` takes images"}
 TRAINERS: dict[str, Engine] = {
     "fsdp": Engine("workers.engines.fsdp:FSDPEngine", cannot={
         "pp": "it keeps all layers on each rank; `engine: megatron` has pipelines",
@@ -81,10 +81,10 @@ ROLLOUTS: dict[str, Engine] = {
 
 
 def check_engines(spec: Spec) -> list[Diagnostic]:
-    """The engines that are asked for and not installed, and what is asked of one that it cannot do."""
+    """Return a mistake for each engine that is named but not installed, and for each feature that one lacks."""
     mistakes = []
-    for role, key, name, engine in _asked(spec):
-        where = spec.run_source.spot(("roles", role, key))
+    for role, key, name, engine in _engines_in_use(spec):
+        where = spec.run_source.location(("roles", role, key))
         if elsewhere(engine) and not shutil.which(elsewhere(engine)):
             what = (f"role `{role}` wants `{key}: {name}`, and {engine.elsewhere} names `{elsewhere(engine)}`, "
                     "which is no executable file")
@@ -92,50 +92,50 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
         elif engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
             mistakes.append(Diagnostic(what, where, engine.pip))
-        for wish in _wishes(spec, role):
-            if wish in engine.cannot:
-                what = f"role `{role}` wants `{key}: {name}` and {_WISHES[wish]}, which it cannot do: " \
-                       f"{engine.cannot[wish]}"
+        for feature in _features(spec, role):
+            if feature in engine.cannot:
+                what = f"role `{role}` wants `{key}: {name}` and {_FEATURE_KEYS[feature]}, which it cannot do: " \
+                       f"{engine.cannot[feature]}"
                 mistakes.append(Diagnostic(what, where, f"Instead:  {key}: {_default(key)}"))
-    return mistakes + _at_odds(spec)
+    return mistakes + _conflicting_batch_invariance(spec)
 
 
-def _at_odds(spec: Spec) -> list[Diagnostic]:
-    """vLLM has one setting for all engines of a process."""
-    wished = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
+def _conflicting_batch_invariance(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake if roles disagree on a setting of vLLM's that all engines of a process share."""
+    invariant = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
               if settings.rollout == "vllm" and role in spec.dag.roles}
-    if len(set(wished.values())) < 2:
+    if len(set(invariant.values())) < 2:
         return []
-    role = next(role for role, wish in wished.items() if not wish)
-    what = f"roles {' and '.join(wished)} sample by vLLM, which is batch-invariant for all of a process or for none"
-    return [Diagnostic(what, spec.run_source.spot(("roles", role), key=True),
+    role = next(role for role, wanted in invariant.items() if not wanted)
+    what = f"roles {' and '.join(invariant)} sample by vLLM, which is batch-invariant for all of a process or for none"
+    return [Diagnostic(what, spec.run_source.location(("roles", role), key=True),
                        f"Instead:  {role}: {{…, generation: {{batch_invariant: true}}}}")]
 
 
 def untested(spec: Spec) -> Iterator[str]:
-    """A line for each engine in use of a version that distflow was not tested with."""
-    for role, _, name, engine in _asked(spec):
-        found = installed(engine)
-        if found and not any(found.startswith(known) for known in engine.tested):
-            yield (f"role `{role}` uses {name} {found}; distflow was tested with "
+    """Yield a note for each engine in use whose version distflow was not tested with."""
+    for role, _, name, engine in _engines_in_use(spec):
+        present = installed(engine)
+        if present and not any(present.startswith(known) for known in engine.tested):
+            yield (f"role `{role}` uses {name} {present}; distflow was tested with "
                    f"{', '.join(f'{known}*' for known in engine.tested)}")
 
 
-_WISHES = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
+_FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
            "stop": "`generation.stop`", "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
-def _wishes(spec: Spec, role: str) -> list[str]:
+def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
-    wishes = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
+    features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
               "stop": bool(settings.generation.stop),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
-    return [wish for wish, wished in wishes.items() if wished]
+    return [feature for feature, wanted in features.items() if wanted]
 
 
-def _asked(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
-    """(role, key of the run file, name, engine) of each engine that the run's roles name."""
+def _engines_in_use(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
+    """Yield (role, key of the run file, name, engine) for each engine that the run's roles name."""
     for role, settings in spec.run.roles.items():
         if role in spec.dag.roles:
             yield role, "engine", settings.engine, TRAINERS[settings.engine]
@@ -148,12 +148,12 @@ def _default(key: str) -> str:
 
 
 def elsewhere(engine: Engine) -> str:
-    """The Python of another environment that the user says has it; empty if none is named."""
+    """Return the Python of another environment that the user has named for an engine; "" if there is none."""
     return os.environ.get(engine.elsewhere, "") if engine.elsewhere else ""
 
 
 def installed(engine: Engine) -> str | None:
-    """The version of the first of its packages that is there."""
+    """Return the version of the first of an engine's packages that is installed; None if none is."""
     for package in engine.packages:
         try:
             return version(package)
@@ -164,23 +164,23 @@ def installed(engine: Engine) -> str | None:
 
 ALL_LINEAR = "all-linear"
 _NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
-"""Parts of the names of matrices that belong to no inner linear layer."""
+"""Parts of names of weight matrices that are no inner linear layer's."""
 
 Linears = dict[str, int]
-"""Inputs plus outputs of each inner linear layer, by its name."""
+"""Name of an inner linear layer → its inputs plus its outputs."""
 
 
 def check_lora(spec: Spec) -> list[Diagnostic]:
-    """What cannot work of each role's `lora`; the counts of the others' parameters go to `spec.adapters`."""
+    """Return the mistakes in each role's `lora`; put the numbers of adapter parameters into `spec.adapters`."""
     mistakes = []
     for role, settings in spec.run.roles.items():
         if settings.lora is None or role not in spec.dag.roles:
             continue
-        place = ("roles", role, "lora")
+        path = ("roles", role, "lora")
         if not spec.dag.roles[role].trained:
             what = f"role `{role}` has `lora`, but DAG `{spec.dag.name}` does not train it"
             hint = "Take `lora` out: a frozen role that copies an adapted one is that one's model without adapters."
-            mistakes.append(Diagnostic(what, spec.run_source.spot(place, key=True), hint))
+            mistakes.append(Diagnostic(what, spec.run_source.location(path, key=True), hint))
             continue
         linears = linears_of(spec, spec.model_of(role))
         for target in settings.lora.targets if linears else ():
@@ -188,35 +188,35 @@ def check_lora(spec: Spec) -> list[Diagnostic]:
                 what = f"role `{role}`: no linear layer of its model is called `{target}`"
                 known = sorted({name.rpartition(".")[2] for name in linears})
                 hint = did_you_mean(target, [*known, ALL_LINEAR], "Layers")
-                mistakes.append(Diagnostic(what, spec.run_source.spot((*place, "targets")), hint))
+                mistakes.append(Diagnostic(what, spec.run_source.location((*path, "targets")), hint))
         spec.adapters[role] = parameters(settings.lora, linears)
     return mistakes
 
 
 def parameters(lora: Lora, linears: Linears) -> int:
-    """How many parameters the adapters have: `rank` for each input and output of an adapted layer."""
+    """Return the number of adapter parameters: `rank` for each input and output of an adapted layer."""
     return lora.rank * sum(linears[name] for name in matched(lora.targets, linears))
 
 
 def matched(targets: list[str], linears: Linears) -> list[str]:
-    """The layers that `targets` name."""
+    """Return the layers that `targets` name."""
     return [name for name in linears
             if ALL_LINEAR in targets or any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 def linears_of(spec: Spec, model: Model | None) -> Linears:
-    """The inner linear layers of a model; none if its files are not there or of another kind than safetensors."""
+    """Return the inner linear layers of a model; none if it has no safetensors files."""
     if model is None:
         return {}
     if model.path is None:
         return _of_embedded(model)
-    folder, found = find(model.path, "models", spec.folder), {}
+    folder, linears = find(model.path, "models", spec.folder), {}
     for file in sorted(folder.glob("*.safetensors")) if folder else ():
         for name, shape in _shapes(file).items():
             layer, _, kind = name.rpartition(".")
             if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
-                found[layer] = sum(shape)
-    return found
+                linears[layer] = sum(shape)
+    return linears
 
 
 def _of_embedded(model: Model) -> Linears:
@@ -226,10 +226,10 @@ def _of_embedded(model: Model) -> Linears:
              "self_attn.o_proj": queries}
     if not model.mixture:  # experts are no linear layers
         sizes |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": inner}
-    layers = "model.language_model.layers" if model.sees else "model.layers"
+    layers = "model.language_model.layers" if model.takes_images else "model.layers"
     found = {f"{layers}.{layer}.{name}": model.hidden + size
              for layer in range(model.layers) for name, size in sizes.items()}
-    return {**_of_embedded_vision(embedded_vision(model.hidden)), **found} if model.sees else found
+    return {**_of_embedded_vision(embedded_vision(model.hidden)), **found} if model.takes_images else found
 
 
 def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
@@ -246,9 +246,9 @@ def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a safetensors file: 8 bytes of length, then so many of JSON (the format's header).
+    """Return the shape of each tensor of a safetensors file from its header: 8 bytes of length, then JSON.
 
-    A file that is cut short has none; loading the model says what is wrong with it.
+    Returns {} for a truncated file, which loading the model reports.
     """
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
@@ -260,13 +260,13 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def adapted(spec: Spec, role: str) -> Lora | None:
-    """The adapters that are trained instead of the role's model; None if that is trained, or frozen."""
+    """Return the adapters that are trained instead of the role's model; None if there are none, or it is frozen."""
     settings = spec.settings_of(role)
     return settings.lora if settings and spec.dag.roles[role].trained else None
 
 
 def base_of(spec: Spec, role: str) -> str | None:
-    """The adapted role whose model without adapters is what frozen `role` needs; None if it needs one of its own."""
+    """Return the adapted role whose model without adapters serves frozen `role`; None if it needs its own model."""
     if spec.dag.roles[role].trained or spec.dag.roles[role].head != "lm":
         return None
     for name in spec.lineage(role):
@@ -280,59 +280,59 @@ def base_of(spec: Spec, role: str) -> str | None:
 
 
 _VOCABULARY = 512
-"""Of the tokenizer that is trained for a model without a folder; an upper bound."""
+"""Upper bound of the vocabulary that is trained for a model without a folder."""
 WIDENING = 3
 """Width of the feed-forward layers of a model without a folder, in hidden sizes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, as far as memory depends on them."""
+    """Sizes of a model on which memory depends."""
 
     parameters: int
     layers: int
     kv_width: int
-    """Elements of one layer's keys of one token: key-value heads × head size."""
+    """Elements of one token's keys in one layer: key-value heads × head size."""
     vocabulary: int
     hidden: int
     positions: int | None = None
-    """Tokens that prompt and response may have together; None if the configuration does not say."""
+    """Most tokens of prompt and response together; None if the configuration does not say."""
     dtype: str | None = None
-    """In which its weights lie in the folder, as `bfloat16`; None if the configuration does not say."""
+    """Of the weights on disk, as `bfloat16`; None if the configuration does not say."""
     vocabulary_head: int = 0
-    """Parameters that the head over the vocabulary has for itself; 0 if it shares those of the embeddings."""
+    """Parameters of the output layer; 0 if it shares those of the embeddings."""
     labels: int | None = None
-    """Numbers that it gives for each token in place of a vocabulary; None for a language model."""
+    """Outputs for each token in place of a vocabulary; None for a language model."""
     token_pixels: int = 0
     """Pixels of an image that become one token; 0 for a model that takes no images."""
     heads: int = 1
     kv_heads: int = 1
     experts: int = 0
-    """Of each layer; 0 for a model without."""
+    """Experts of each layer; 0 for a dense model."""
     expert_parameters: int = 0
-    """Of the experts of all layers together."""
+    """Parameters of the experts of all layers together."""
     experts_per_token: int = 0
-    """How many of a layer's experts compute for a token."""
+    """Experts of a layer that compute for a token."""
     widening: int = 0
     """Width of the feed-forward layers; 0 where experts have their own."""
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute for a token: all but those of experts that it does not have."""
+        """Parameters that compute for a token: all but those of experts that the router leaves out."""
         idle = 1 - self.experts_per_token / self.experts if self.experts else 0
         return self.parameters - int(idle * self.expert_parameters)
 
     def with_value_head(self) -> Shape:
-        """The same model with one number for each token."""
+        """Return the shape with an output layer of one number for each token."""
         return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
                        labels=1)
 
 
 def read_shape(config: Path) -> Shape:
-    """The shape that a Hugging Face `config.json` describes.
+    """Return the shape that a Hugging Face `config.json` describes.
 
     Raises:
-        ValueError: it is not the configuration of a language model; says what is missing.
+        ValueError: it is not the configuration of a language model; names what is missing.
     """
     try:
         return shape_of(json.loads(config.read_text(encoding="utf-8")))
@@ -343,12 +343,12 @@ def read_shape(config: Path) -> Shape:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Sizes from a Hugging Face configuration of the Llama and Qwen families, of those that see also."""
+    """Return sizes from a Hugging Face configuration of the Llama and Qwen families, vision-language ones included."""
     if "vision_config" in config:
         outer = {name: value for name, value in config.items() if name not in ("vision_config", "text_config")}
         inner = shape_of({**config.get("text_config", {}), **outer})
         vision = config["vision_config"]
-        return replace(inner, parameters=inner.parameters + _seeing(vision, inner.hidden),
+        return replace(inner, parameters=inner.parameters + _vision_parameters(vision, inner.hidden),
                        token_pixels=(vision["patch_size"] * vision.get("spatial_merge_size", 2)) ** 2)
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
@@ -373,15 +373,15 @@ def _experts(config: dict[str, Any]) -> int:
 
 
 def _feed_forward(config: dict[str, Any], hidden: int) -> int:
-    """Parameters of a layer's feed-forward part: one, or its experts and the router."""
+    """Return the parameters of a layer's feed-forward part: dense, or experts and router."""
     experts = _experts(config)
     if not experts:
         return 3 * hidden * config["intermediate_size"]
     return experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
 
 
-def _seeing(vision: dict[str, Any], hidden: int) -> int:
-    """Parameters of the part that sees, up to a few in a hundred: layers, first patches, and the way to `hidden`."""
+def _vision_parameters(vision: dict[str, Any], hidden: int) -> int:
+    """Return the parameters of the image encoder to a few percent: layers, patch embedding, mergers to `hidden`."""
     width, inner = vision["hidden_size"], vision["intermediate_size"]
     matrices = 3 if vision.get("hidden_act") == "silu" else 2  # gated or not
     patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
@@ -392,7 +392,7 @@ def _seeing(vision: dict[str, Any], hidden: int) -> int:
 
 
 def _labels(config: dict[str, Any]) -> int | None:
-    """How many numbers a classifier gives for each token: as many as labels, of which Hugging Face's default are 2."""
+    """Return a classifier's outputs for each token: its labels, by Hugging Face's default 2."""
     kinds = ("ForSequenceClassification", "ForTokenClassification")
     if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
         return None
@@ -400,17 +400,19 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def shape_of_embedded(model: Model) -> Shape:
-    """Sizes of a model that is made at start from an `architecture`."""
+    """Return the sizes of a model that is made at start from an `architecture`."""
     text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
             "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
-    return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.sees else text)
+    return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.takes_images else text)
 
 
 def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
-    """The experts of a tiny architecture, as its configuration says them: those of a token have the width of a
-    feed-forward part between them."""
+    """Return the configuration keys of a tiny architecture's experts.
+
+    The experts of a token together have the width of a dense feed-forward part.
+    """
     if not mixture:
         return {}
     experts, each = mixture
@@ -419,9 +421,9 @@ def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
 
 
 def embedded_vision(hidden: int) -> dict[str, Any]:
-    """The part that sees of a tiny architecture, as its configuration says it: two layers as wide as the text's.
+    """Return the image encoder's configuration of a tiny architecture: two layers as wide as the text's.
 
-    A token stands for a square of 16 pixels.
+    A token is a square of 16 × 16 pixels.
     """
     return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
             "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,

@@ -1,7 +1,4 @@
-"""What is physical: models, data, engines, layouts, steps. Says nothing about the algorithm.
-
-What happens when something of a run breaks.
-"""
+"""Run files: models, data, engines, layouts, steps, checkpoints and recovery; nothing of the algorithm."""
 
 from __future__ import annotations
 
@@ -21,34 +18,34 @@ from distflow.config.yaml_source import Document
 
 Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
                 "publishing", "pulling", "validating", "ending"]
-"""What a worker does, as its seat distinguishes it. waiting: for samples, prompts or weights of others; tools: for what
-rows under way talk to; computing: nodes without a model; inference: those that only read a model; pulling: of weights
-by a rollout, which samples meanwhile."""
+"""Activity that a worker reports to its supervisor. waiting: for samples, prompts or weights of others; tools: for the
+environments of unfinished rows; computing: nodes without a model; inference: nodes that only read a model; pulling: a
+rollout fetches weights while it samples."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Fault(Document):
-    """Something that is broken to order, once (`faults:` in the run file). It happens in one worker."""
+    """Fault to inject once into one worker (`faults:` in the run file)."""
 
     kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
     """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
     process sleeps for `seconds`. corrupt: the newest copy in memory changes. cut: its connections are shut down once,
-    but for those to the board. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
+    but for those to the store. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
     EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError). oom: it takes memory until the
     kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
     machines start apart."""
     group: Literal["trainer", "rollout"] = "trainer"
-    """In mode sync all ranks are the trainer's."""
+    """Group of the worker; in mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
-    """Of the run; default: one of the group, drawn by the seed."""
+    """Rank of the run; default: one of the group, drawn by the seed."""
     step: PositiveInt | None = None
-    """In which step; or give `share`."""
+    """Step in which it happens; or give `share`."""
     phase: Phase | None = None
-    """When such a phase begins in that step; default: a moment in the step that is drawn by the seed."""
+    """Phase at whose beginning in that step it happens; default: a moment drawn by the seed."""
     share: float | None = Field(default=None, gt=0, le=1)
-    """Instead of one `step`: in this share of all steps but the first, drawn by the seed."""
+    """Share of all steps but the first in which it happens, drawn by the seed, instead of one `step`."""
     seconds: PositiveFloat = 5.0
-    """How long `slow` and `fill` last."""
+    """Duration of `slow` and `fill`."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Fault:
@@ -58,7 +55,7 @@ class Fault(Document):
 
 
 class Robust(Document):
-    """How long a worker may be silent, and how often it is started again."""
+    """Recovery: what is restarted and how often, snapshots, detectors."""
 
     restart: Literal["role", "task"] = "role"
     """role: what has failed starts again, the trainer with all its ranks, a rollout by itself. task: the run ends, and
@@ -79,7 +76,7 @@ class Robust(Document):
     """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
     Kubernetes and torchrun kill after 30 s."""
     machine_silence: PositiveFloat = 30.0
-    """Seconds without a sign of life after which a machine counts as lost, where machines start apart (--board)."""
+    """Seconds without a heartbeat after which a machine counts as lost, where machines start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
@@ -94,7 +91,7 @@ class Model(Document):
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
-    """How many layers it has."""
+    """Number of layers."""
     hidden: PositiveInt = 128
     """Width of a token's hidden state."""
     heads: PositiveInt = 4
@@ -106,17 +103,17 @@ class Model(Document):
     max_positions: PositiveInt = 256
     """Longest row, prompt and response together, in tokens."""
     experts: PositiveInt | None = None
-    """Of each layer of a qwen3_moe (default: 8)."""
+    """Experts of each layer of a qwen3_moe (default: 8)."""
     experts_per_token: PositiveInt | None = None
-    """How many of them compute for a token (default: 2), each with as much less width as makes up for it."""
+    """Experts that compute for a token (default: 2), which together are as wide as a dense layer."""
 
     @property
     def mixture(self) -> tuple[int, int] | None:
-        """Experts of a layer, and how many of them a token has; None for a tiny architecture without."""
+        """Experts of a layer, and those of a token; None for a dense architecture."""
         return (self.experts or 8, self.experts_per_token or 2) if self.architecture == "qwen3_moe" else None
 
     @property
-    def sees(self) -> bool:
+    def takes_images(self) -> bool:
         """Whether a tiny architecture takes images."""
         return self.architecture == "qwen3_vl"
 
@@ -215,7 +212,7 @@ class RoleRun(Document):
     offload: bool = False
     """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
     recompute: bool = False
-    """Whether a layer's activations are made anew in the backward pass instead of being kept."""
+    """Whether a layer's activations are computed again in the backward pass instead of being kept."""
     compile: bool = False
     """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
@@ -359,7 +356,7 @@ class Run(Document):
     steps, of which a node with several mini-batches makes several.)"""
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
-    the turn that is under way begins anew."""
+    the turn that is under way begins again."""
     switch_at: float = Field(default=0.5, gt=0, le=1)
     """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
     share of a step's, of whichever steps they are."""

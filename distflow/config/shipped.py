@@ -1,4 +1,4 @@
-"""Finding files: as a path, beside the file that names them, then among the shipped ones."""
+"""Finds files: as a path, beside the file that names them, then among the shipped ones."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT 
 """The folder `dags/` of a clone; the same files inside the package when it is installed."""
 
 _KINDS = {"DAG": ("", "--dag"), "run file": ("runs", "--run-file"), "cluster": ("clusters", "--cluster")}
-"""Where shipped files of a kind lie below `dags/`, and the option of the command line that takes one."""
+"""Folder of a kind of shipped files below `dags/`, and the option of the command line that takes one."""
 
 
 def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
-    """The file or folder `name`, or None. `folder` is where shipped ones of its kind lie below `dags/`."""
+    """Return the file or folder `name`, or None. Shipped ones of its kind are in `folder` below `dags/`."""
     given = Path(name).expanduser()
-    places = [given, *([beside / given] if beside else []), SHIPPED / folder / given]
-    return next((place for place in places if place.exists()), None)
+    candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / given]
+    return next((path for path in candidates if path.exists()), None)
 
 
 def find_yaml(name: str, folder: str, what: str) -> Path:
-    """A DAG, run or cluster file; the ending .yaml may be left out.
+    """Return the path of a DAG, run or cluster file; the ending .yaml may be left out.
 
     Raises:
-        InvalidInput: there is none; lists the shipped ones.
+        InvalidInput: there is none; the message lists the shipped ones.
     """
     for candidate in (name, f"{name}.yaml"):
         path = find(candidate, folder)
         if path and path.is_file():
             return path
-    for kind, (place, option) in _KINDS.items():
-        if kind != what and any((SHIPPED / place / file).is_file() for file in (name, f"{name}.yaml")):
+    for kind, (below, option) in _KINDS.items():
+        if kind != what and any((SHIPPED / below / file).is_file() for file in (name, f"{name}.yaml")):
             raise InvalidInput(f"`{name}` is a shipped {kind}, given as the {what}. Instead:  {option} {name}")
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]

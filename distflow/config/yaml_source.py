@@ -1,9 +1,10 @@
-"""From a parsed file to a typed object, with every mistake collected and placed.
+"""Reads YAML into typed documents, with the location of every value and all mistakes collected.
 
-YAML with every value's place kept, so that a mistake found later can point at its line.
+    read, parse    text → YamlSource: plain data, locations of keys and values, mistakes of form
+    check          YamlSource → Document, with a Diagnostic for each wrong value; recovers values where it can
 
-Stricter than YAML 1.1: only true and false are booleans (not yes, on, off), `1e-6` is a number, and a key that
-stands twice is refused.
+Stricter than YAML 1.1: only true and false are booleans (not yes, on, off), `1e-6` is a number, and duplicate keys are
+refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SCALARS = (
 
 @dataclass
 class YamlSource:
-    """A parsed file: `data`, where each key and value of it stands, and what is wrong with its form."""
+    """Parsed file: its `data`, the locations of its keys and values by path, and mistakes of form."""
 
     file: str
     data: Any = None
@@ -40,11 +41,11 @@ class YamlSource:
     keys: dict[tuple, Location] = field(default_factory=dict)
     values: dict[tuple, Location] = field(default_factory=dict)
     mistakes: list[Diagnostic] = field(default_factory=list)
-    doubtful: set[tuple] = field(default_factory=set)
-    """Paths whose value is a guess, since what stands there is wrong; no mistake should be built on them."""
+    recovered: set[tuple] = field(default_factory=set)
+    """Paths whose value is a guess, since the one in the file is wrong; later checks should not report them."""
 
-    def spot(self, path: tuple, key: bool = False) -> Location:
-        """Where `path` stands; the nearest enclosing key if it does not stand in the file."""
+    def location(self, path: tuple, key: bool = False) -> Location:
+        """Return the location of `path`; that of the nearest enclosing key if the file lacks it."""
         if not key and path in self.values:
             return self.values[path]
         for end in range(len(path), 0, -1):
@@ -54,26 +55,26 @@ class YamlSource:
 
     def override(self, path: tuple[str, ...], value: Any, text: str) -> None:
         """Set one value as `--set` does; mistakes about it then point at the command line."""
-        place = self.data
+        mapping = self.data
         for depth, part in enumerate(path[:-1], 1):
-            if place.get(part) is None:
-                place[part] = {}
-            place = place[part]
-            if not isinstance(place, dict):
+            if mapping.get(part) is None:
+                mapping[part] = {}
+            mapping = mapping[part]
+            if not isinstance(mapping, dict):
                 raise InvalidInput(f"--set {text}: `{'.'.join(path[:depth])}` is not a mapping, so it has no "
                                    f"`{'.'.join(path[depth:])}`")
-        place[path[-1]] = value
-        for spots in (self.keys, self.values):  # what stood below it in the file is gone
-            for stale in [known for known in spots if known[: len(path)] == path]:
-                del spots[stale]
+        mapping[path[-1]] = value
+        for locations in (self.keys, self.values):  # what was below it in the file is replaced
+            for stale in [known for known in locations if known[: len(path)] == path]:
+                del locations[stale]
         self.keys[path] = self.values[path] = Location(f"--set {text}")
 
 
 def parse_value(text: str, shown: str) -> Any:
-    """One YAML value, as written after the `=` of `--set`; `shown` is what messages call it.
+    """Return one YAML value, as written after the `=` of `--set`; `shown` names it in messages.
 
     Raises:
-        InvalidInput: it is not YAML.
+        InvalidInput: the text is not YAML.
     """
     try:
         source = parse(text, shown)
@@ -86,10 +87,10 @@ def parse_value(text: str, shown: str) -> Any:
 
 
 def read(path: Path, shown: str | None = None) -> YamlSource:
-    """Parse a file. A key that stands twice is noted in the source's `mistakes`, and its first value taken.
+    """Parse a file. Duplicate keys are added to the source's `mistakes`, and the first value is taken.
 
     Raises:
-        InvalidInput: it cannot be read, or is not YAML.
+        InvalidInput: the file cannot be read, or is not YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -103,10 +104,10 @@ def read(path: Path, shown: str | None = None) -> YamlSource:
 
 
 def parse(text: str, file: str) -> YamlSource:
-    """Parse a text that `file` holds.
+    """Parse a text; `file` names it in messages.
 
     Raises:
-        InvalidInput: it is not YAML.
+        InvalidInput: the text is not YAML.
     """
     source = YamlSource(file, lines=text.splitlines())
     try:
@@ -125,32 +126,32 @@ def _syntax_mistake(source: YamlSource, error: yaml.MarkedYAMLError) -> Diagnost
     mark, began = error.problem_mark or error.context_mark, error.context_mark
     if mark is None:
         return Diagnostic(f"not valid YAML: {error.problem}", Location(source.file))
-    where = _spot(source, mark.line, mark.column, 1)
+    where = _location(source, mark.line, mark.column, 1)
     lines = (where,)
     if began and began.line != mark.line:  # a bracket that is never closed is noticed lines later
-        lines = (_spot(source, began.line, began.column, 1), where)
+        lines = (_location(source, began.line, began.column, 1), where)
     hint = "Indent with spaces." if "\\t" in str(error.problem) else ""
     what = f"not valid YAML: {f'{error.context}: ' if error.context else ''}{error.problem}"
-    return Diagnostic(what, where, hint, tuple(spot for spot in lines if spot.text))
+    return Diagnostic(what, where, hint, tuple(line for line in lines if line.text))
 
 
-def _spot(source: YamlSource, line: int, column: int, length: int) -> Location:
+def _location(source: YamlSource, line: int, column: int, length: int) -> Location:
     text = source.lines[line] if line < len(source.lines) else ""
     return Location(source.file, line + 1, column + 1, length, text)
 
 
-def _place(source: YamlSource, node: yaml.Node) -> Location:
+def _node_location(source: YamlSource, node: yaml.Node) -> Location:
     start, end = node.start_mark, node.end_mark
     line = source.lines[start.line] if start.line < len(source.lines) else ""
     length = (end.column if end.line == start.line else len(line)) - start.column
-    return _spot(source, start.line, start.column, length)
+    return _location(source, start.line, start.column, length)
 
 
 def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.Node, ...]) -> Any:
-    source.values[path] = _place(source, node)
+    source.values[path] = _node_location(source, node)
     if node in above:
         source.mistakes.append(Diagnostic("an alias (`*name`) stands inside what it stands for", source.values[path]))
-        source.doubtful.add(path)
+        source.recovered.add(path)
         return None
     if isinstance(node, yaml.SequenceNode):
         return [_build(source, child, (*path, index), (*above, node)) for index, child in enumerate(node.value)]
@@ -162,19 +163,19 @@ def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.N
 def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, above: tuple[yaml.Node, ...]) -> dict:
     result: dict = {}
     for key_node, value_node in node.value:
-        spot = _place(source, key_node)
+        location = _node_location(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
             hint = "Put quotes around a name with braces or brackets:  \"{role}_logprobs\""
-            source.mistakes.append(Diagnostic("a key must be one word, not a mapping or a list", spot, hint))
+            source.mistakes.append(Diagnostic("a key must be one word, not a mapping or a list", location, hint))
             continue
         key = key_node.value
         if key in result:
             first = source.keys[(*path, key)]
             hint = f"It stands first on line {first.line}. Keep one of them."
-            source.mistakes.append(Diagnostic(f"key `{key}` stands twice", spot, hint, (first, spot)))
-            source.doubtful.add((*path, key))
+            source.mistakes.append(Diagnostic(f"key `{key}` stands twice", location, hint, (first, location)))
+            source.recovered.add((*path, key))
             continue
-        source.keys[(*path, key)] = spot
+        source.keys[(*path, key)] = location
         result[key] = _build(source, value_node, (*path, key), above)
     return result
 
@@ -188,14 +189,14 @@ def _scalar(text: str) -> Any:
 
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
           "string": "text", "dict": "a mapping", "list": "a list", "model": "a mapping"}
-_STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: ""}
-"""What stands for a required value that is wrong or missing while other mistakes are looked for."""
+_PLACEHOLDERS: dict[Any, Any] = {int: 1, float: 1.0, str: ""}
+"""Placeholders of required values that are wrong or missing, while other mistakes are looked for."""
 _ROUNDS = 4
-"""Repairs: what was wrong, what is then missing, what is missing below that; then it is given up."""
+"""Rounds of repairs: wrong values, what is then missing, what is missing below that."""
 
 
 class Document(BaseModel):
-    """Base of all that users write: unknown keys and values of another type are refused."""
+    """Base of all documents that users write: refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -204,10 +205,10 @@ D = TypeVar("D", bound=Document)
 
 
 def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]]:
-    """The object and all that is wrong with its source.
+    """Validate a source against a kind of document. Return the document and all mistakes.
 
-    What is wrong is replaced by the best guess, so that later checks can find their mistakes in the same run; the
-    source's `doubtful` says where. The object is None if no guess makes it stand.
+    A wrong value is replaced by the best guess and its path added to the source's `recovered`, so that later checks
+    find their mistakes in the same run. The document is None if no guess makes it valid.
     """
     data, mistakes = copy.deepcopy(source.data), list(source.mistakes)
     for round_ in range(_ROUNDS):
@@ -217,15 +218,15 @@ def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]
             problems = error.errors()
         if round_ == 0:
             mistakes += [_mistake(kind, source, item) for item in problems
-                         if item["loc"] not in source.doubtful and not _is_misspelt(kind, problems, item)]
-        source.doubtful.update(item["loc"] for item in problems)
+                         if item["loc"] not in source.recovered and not _is_misspelt(kind, problems, item)]
+        source.recovered.update(item["loc"] for item in problems)
         for item in reversed(problems):  # from the end, so that indices of list items still to be dropped stay right
             _repair(kind, data, item)
     return None, mistakes
 
 
 def _is_misspelt(kind: type[Document], problems: list[Any], item: Any) -> bool:
-    """Whether a missing key stands there after all, but misspelt: then its misspelling is the mistake to report."""
+    """Return whether a missing key is there but misspelt: then the misspelling is the mistake to report."""
     return item["type"] == "missing" and any(
         other["type"] == "extra_forbidden" and other["loc"][:-1] == item["loc"][:-1]
         and nearest(other["loc"][-1], _fields_at(kind, other["loc"][:-1])) == item["loc"][-1] for other in problems)
@@ -233,35 +234,35 @@ def _is_misspelt(kind: type[Document], problems: list[Any], item: Any) -> bool:
 
 def _repair(kind: type[Document], data: Any, item: Any) -> None:
     path = item["loc"]
-    place = _at(data, path[:-1])
-    if not path or not isinstance(place, dict | list):
+    parent = _at(data, path[:-1])
+    if not path or not isinstance(parent, dict | list):
         return
     if item["type"] == "missing":
-        _fill(kind, place, path)
+        _fill(kind, parent, path)
     elif item["type"] == "literal_error":
         meant = nearest(str(item["input"]), _choices(item))
-        place[path[-1]] = meant
+        parent[path[-1]] = meant
         if meant is None:
-            del place[path[-1]]
+            del parent[path[-1]]
     elif item["type"] == "list_type" and isinstance(item["input"], str):
-        place[path[-1]] = [item["input"]]
-    elif isinstance(place, list):
-        del place[path[-1]]
+        parent[path[-1]] = [item["input"]]
+    elif isinstance(parent, list):
+        del parent[path[-1]]
     else:
-        value = place.pop(path[-1], None)
+        value = parent.pop(path[-1], None)
         meant = nearest(path[-1], _fields_at(kind, path[:-1])) if item["type"] == "extra_forbidden" else None
         if meant:
-            place.setdefault(meant, value)
+            parent.setdefault(meant, value)
 
 
-def _fill(kind: type[Document], place: Any, path: tuple) -> None:
+def _fill(kind: type[Document], parent: Any, path: tuple) -> None:
     expected = _kind_at(kind, path)
     if _is_document(expected):
-        place.setdefault(path[-1], {})
+        parent.setdefault(path[-1], {})
     elif typing.get_origin(expected) is typing.Literal:
-        place.setdefault(path[-1], typing.get_args(expected)[0])
-    elif expected in _STAND_INS:
-        place.setdefault(path[-1], _STAND_INS[expected])
+        parent.setdefault(path[-1], typing.get_args(expected)[0])
+    elif expected in _PLACEHOLDERS:
+        parent.setdefault(path[-1], _PLACEHOLDERS[expected])
 
 
 def _at(data: Any, path: tuple) -> Any:
@@ -276,12 +277,12 @@ def _at(data: Any, path: tuple) -> Any:
 def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
     path = tuple(item["loc"])
     name = ".".join(str(part) for part in path)
-    where = source.spot(path)
+    where = source.location(path)
     if item["type"] == "extra_forbidden":
         hint = did_you_mean(path[-1], _fields_at(kind, path[:-1]))
-        return Diagnostic(f"unknown key `{path[-1]}`", source.spot(path, key=True), hint)
+        return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)
     if item["type"] == "missing":
-        return Diagnostic(f"`{name}` is missing", source.spot(path[:-1], key=True), f"Add `{path[-1]}:` here.")
+        return Diagnostic(f"`{name}` is missing", source.location(path[:-1], key=True), f"Add `{path[-1]}:` here.")
     if item["type"] in ("value_error", "assertion_error"):
         return Diagnostic(f"`{name}`: {item['ctx']['error']}" if name else str(item["ctx"]["error"]), where)
     if item["type"] in ("too_short", "too_long"):
@@ -296,7 +297,7 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
 
 
 def _default_hint(kind: type[Document], path: tuple) -> str:
-    """What stands for a value that is left out, if that is one number or word."""
+    """Return a hint with the default of a setting, if that is one number or word."""
     above = _kind_at(kind, path[:-1])
     fields = above.model_fields.items() if _is_document(above) else ()
     default = next((field.default for name, field in fields if (field.alias or name) == path[-1]), None)
@@ -326,7 +327,7 @@ def _expected(item: Any) -> str:
 
 
 def _fields_at(kind: Any, path: tuple) -> list[str]:
-    """The keys allowed at `path` below `kind`."""
+    """Return the keys allowed at `path` below `kind`."""
     kind = _kind_at(kind, path)
     return [field.alias or name for name, field in kind.model_fields.items()] if _is_document(kind) else []
 

@@ -1,4 +1,4 @@
-"""What users register: node functions, rewards and environments. A registry is a dict and a decorator."""
+"""Decorators by which users register node functions, rewards, losses and environments; each registry is a dict."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from distflow.errors import Diagnostic, InvalidInput, Location, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Reward = str | list[str] | dict[str, Any]
-"""The annotation of a setting that says which rewards to take: see `distflow.contracts.rewards`."""
+"""Annotation of a setting that holds a recipe of rewards: see `distflow.contracts.rewards`."""
 Regex = str
-"""The annotation of a setting that is a regular expression."""
+"""Annotation of a setting that is a regular expression."""
 
 Loss = str
-"""The annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`."""
+"""Annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`."""
 Environment = str
-"""The annotation of a setting that names an environment."""
+"""Annotation of a setting that names an environment."""
 Template = str
-"""The annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`."""
+"""Annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`."""
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
 ENVIRONMENTS: dict[str, type] = {}
 _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
                  RuntimeError, ArithmeticError, AssertionError)
-"""What a mistake in a module raises when it is imported."""
+"""Exceptions by which importing a module with a mistake fails."""
 
 
 @dataclass(frozen=True)
 class NodeMarks:
-    """What `@node` says of a function beyond its signature."""
+    """Arguments of `@node`: what a contract needs beyond the signature."""
 
     writes: tuple[str, ...] = ()
-    """Columns that it returns, in order; `{role}` stands for the node's role."""
+    """Columns that it returns, in order; `{role}` is replaced by the node's role."""
     type: str = "COMPUTE"
     """MODEL_INFERENCE, MODEL_TRAIN or COMPUTE."""
     keep_together: str | None = None
     """Column whose equal values must not be split between ranks."""
     repeats: str | None = None
-    """Setting that says how many rows it returns for each row that it gets."""
+    """Setting with the number of rows that it returns for each row that it gets."""
     refills: str | None = None
-    """For a function that writes `keep`: setting that says how often a step may draw prompts, the first time included,
+    """For a function that writes `keep`: setting with the most draws of prompts in a step, the first one included,
     until as many as its batch has are kept."""
     default_for: tuple[str, ...] = ()
     """Roles whose nodes of this type run it when they name no function."""
     requires: dict[str, str] = field(default_factory=dict)
     """Setting → optional column that must be there when the setting is not zero."""
     bounds: dict[str, str] = field(default_factory=dict)
-    """Setting → what its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is let through."""
+    """Setting → comparisons that its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is
+    accepted."""
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
     """Setting → (another setting, its value): it must be given with that value and with no other, as
     `{"fixed_length": ("aggregate", "fixed_length_sum")}`."""
@@ -62,9 +63,9 @@ class NodeMarks:
     refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
     """Setting → value that its annotation leaves out → why, and what to write instead."""
     head: str | None = "lm"
-    """For a model function, what its role must have: "lm" or "value"; None if it works with any."""
+    """For a model function, the head that its role must have: "lm" or "value"; None if it works with any."""
     samples: bool | None = None
-    """For a model function, whether its role must be ready to sample; those that repeat rows are taken to."""
+    """For a model function, whether its role's engine must be ready to sample; default: if it repeats rows."""
     row_wise: bool = False
     """For a model function: what it returns for a row depends on that row alone, so that it may be called on some of a
     step's prompts while others are still sampled."""
@@ -113,7 +114,7 @@ def node(
 
 @dataclass(frozen=True)
 class RewardMarks:
-    """What `@reward` says of a function beyond its signature. See `reward`."""
+    """Arguments of `@reward`."""
 
     timeout: float = 10.0
     retries: int = 1
@@ -179,7 +180,7 @@ def loss(function: F) -> F:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a turn of the model: what it shows, whether that was the last, what it is worth.
+    """Answer of an environment to a turn of the model: what it shows, whether that was the last turn, its reward.
 
     The rewards of a trajectory's turns are added up. What is shown with the last turn is not read by the model.
     """
@@ -210,7 +211,7 @@ def environment(kind: type | None = None, *, safe: bool = False, together: int =
 
 
 def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
-    """Raises InvalidInput if another module has registered a function of the same name."""
+    """Add a function to a registry. Raises InvalidInput if another module has registered one of the same name."""
     other = registry.get(function.__name__)
     if other is not None and other.__module__ != function.__module__:
         raise InvalidInput(f"`{function.__name__}` of module `{function.__module__}` has the name of a function of "
@@ -223,7 +224,7 @@ def load_module(name: str, hint: str = "") -> types.ModuleType:
     """Import a module of node functions, which registers them.
 
     Raises:
-        InvalidInput: the import fails; names the line that raised, and `hint` says why it was imported.
+        InvalidInput: the import fails; the message names the line that raised, and ends with `hint`.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The environments that a DAG names: found and read from source, as node functions and rewards are."""
+"""Environments that a DAG names: finds them, reads their contracts from source, and checks their settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from distflow.contracts.signature import REQUIRED, Contract, Read, Setting, buil
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from distflow.config.load import Spec
+    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Environment"
-"""A setting with this annotation names an environment; `environment_settings` beside it are that one's own."""
+"""Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
 _OF_DATA = {"question": "questions", "answer": "answers"}
-"""Parameters that stand for one row of a column that every dataset gives."""
+"""Parameter of one row → the column of the dataset that it is from."""
 
 
 @dataclass(frozen=True)
 class EnvironmentContract:
-    """An environment as its class shows it: the column of each positional parameter, and its own settings."""
+    """Contract of an environment's class: the column of each positional parameter, and its settings.
+
+    `steps`: it has a method `step`; `coroutine`: that is one.
+    """
 
     name: str
     module: str
@@ -36,18 +39,17 @@ class EnvironmentContract:
     steps: bool = True
     safe: bool = False
     coroutine: bool = False
-    """`step` is one."""
 
     @property
     def key(self) -> str:
-        """`module:Name`, from which a process loads it."""
+        """Name by which a process loads it: `module:Name`."""
         return f"{self.module}:{self.name}"
 
 
-def check_environments(spec: Spec) -> list[Diagnostic]:
-    """A mistake for each name that is no environment, and for settings that do not fit the one that is named.
+def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
+    """Return a mistake for each name that is no environment, and for settings that do not fit the environment.
 
-    Those that are there are kept in `spec.environments`, by node.
+    Puts the environments that exist into `spec.environments`, by node.
     """
     mistakes: list[Diagnostic] = []
     for node, item in spec.dag.nodes.items():
@@ -55,20 +57,20 @@ def check_environments(spec: Spec) -> list[Diagnostic]:
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION and isinstance(value, str):
-                where = spec.dag_source.spot(("nodes", node, "with", name))
-                kind, known = find_kind(value, [*_modules(spec)])
+                where = spec.dag_source.location(("nodes", node, "with", name))
+                kind, known = find_environment(value, [*_modules(spec)])
                 if kind is None:
                     what = f"node `{node}`: there is no environment `{value}`"
                     mistakes.append(Diagnostic(what, where, did_you_mean(value.rpartition(":")[2], sorted(known),
                                                                          "Environments")))
                 else:
                     spec.environments[node] = kind
-                    mistakes += _check_kind(spec, node, kind, where)
+                    mistakes += _check_environment(spec, node, kind, where)
     return mistakes
 
 
-def reading(spec: Spec, node: str, contract: Contract) -> Contract:
-    """The contract of a node's function, which also reads the columns that the node's environment wants."""
+def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+    """Return the contract of a node's function with the columns that the node's environment reads too."""
     kind = spec.environments.get(node)
     known = {read.name for read in contract.reads}
     extra = tuple(Read(column, "list[str]") for column in kind.columns.values() if column not in known) if kind else ()
@@ -76,14 +78,14 @@ def reading(spec: Spec, node: str, contract: Contract) -> Contract:
 
 
 def load_environment(name: str) -> type:
-    """The class of an environment: `module:Name`, or the name of one that is shipped or that an imported module has.
+    """Return the class of an environment: `module:Name`, or the name of one that is shipped or registered.
 
     Raises:
-        InvalidInput: there is none; or its module fails when it is imported.
+        InvalidInput: there is none, or its module fails when it is imported.
     """
     module, separator, own = name.rpartition(":")
     if not separator and own not in decorators.ENVIRONMENTS:
-        module = next((each for each in shipped_modules() if own in {kind.name for kind in kinds_of(each)}), "")
+        module = next((each for each in shipped_modules() if own in {kind.name for kind in environments_in(each)}), "")
     found = getattr(decorators.load_module(module), own, None) if module else decorators.ENVIRONMENTS.get(own)
     if found is None or not hasattr(found, "__distflow_safe__"):
         where = f"module `{module}` has" if separator else "there is"
@@ -91,8 +93,8 @@ def load_environment(name: str) -> type:
     return found
 
 
-def kind_of(environment: type) -> EnvironmentContract:
-    """What an imported class shows."""
+def environment_contract(environment: type) -> EnvironmentContract:
+    """Return the contract of an imported class."""
     columns, settings = {}, {}
     for name, parameter in inspect.signature(environment).parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -106,21 +108,21 @@ def kind_of(environment: type) -> EnvironmentContract:
                 step is not None, getattr(environment, "__distflow_safe__", False), inspect.iscoroutinefunction(step))
 
 
-def find_kind(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
-    """The environment of that name (or `module:Name`), and the names of all in the modules if there is none.
+def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
+    """Return the environment of that name (or `module:Name`); if there is none, None and the names of all known ones.
 
     A module is imported only if no source shows the name.
     """
     module, separator, own = name.rpartition(":")
     modules = [module] if separator else [*shipped_modules(), *modules]
-    found = {kind.name: kind for each in modules for kind in kinds_of(each)}
+    found = {kind.name: kind for each in modules for kind in environments_in(each)}
     if own in found:
         return found[own], set()
     for each in modules if separator else modules[len(shipped_modules()) :]:
         if module_file(each) is not None:
             decorators.load_module(each)
     live = decorators.ENVIRONMENTS.get(own)
-    return (kind_of(live) if live else None), {*found, *decorators.ENVIRONMENTS}
+    return (environment_contract(live) if live else None), {*found, *decorators.ENVIRONMENTS}
 
 
 def shipped_modules() -> list[str]:
@@ -128,13 +130,14 @@ def shipped_modules() -> list[str]:
     return [f"{SHIPPED}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
 
 
-def _modules(spec: Spec) -> set[str]:
+def _modules(spec: CheckedSpec) -> set[str]:
     built = {contract.module for contract in built_in().values()}
     return ({contract.module for contract in spec.functions.values()} | set(spec.dag.imports)) - built
 
 
-def kinds_of(module: str) -> list[EnvironmentContract]:
-    """The classes that a module's source marks with `@environment`; none if it cannot be read (reported elsewhere)."""
+def environments_in(module: str) -> list[EnvironmentContract]:
+    """Return the classes that a module's source marks with `@environment`; [] if it cannot be read (reported
+    elsewhere)."""
     path = module_file(module)
     if path is None:
         return []
@@ -172,7 +175,7 @@ def _parameters(arguments: ast.arguments) -> tuple[dict[str, str], dict[str, Set
     return {name: _OF_DATA.get(name, name) for name in names}, settings
 
 
-def _check_kind(spec: Spec, node: str, kind: EnvironmentContract, where: Location) -> list[Diagnostic]:
+def _check_environment(spec: CheckedSpec, node: str, kind: EnvironmentContract, where: Location) -> list[Diagnostic]:
     mistakes = []
     if not kind.steps:
         hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
@@ -181,25 +184,25 @@ def _check_kind(spec: Spec, node: str, kind: EnvironmentContract, where: Locatio
     return mistakes + wrong_settings(spec, path, f"environment `{kind.name}`", kind.settings, where)
 
 
-def wrong_settings(spec: Spec, path: tuple[str, ...], whose: str, known: dict[str, Setting],
+def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, known: dict[str, Setting],
                    where: Location) -> list[Diagnostic]:
     """Return what is wrong with the settings at `path` of the DAG, which go to something that a node names.
 
     Args:
         whose: as "environment `Lookup`".
         known: the settings that it has.
-        where: the place that names it.
+        where: the location that names it.
     """
     mistakes, head, given = [], f"node `{path[1]}`:", spec.dag.nodes[path[1]].settings.get(path[-1])
     given = given if isinstance(given, dict) else {}
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known, "Settings") or "It has no settings at all."
-            spot = spec.dag_source.spot((*path, name), key=True)
-            mistakes.append(Diagnostic(f"{head} {whose} has no setting `{name}`", spot, hint))
+            key = spec.dag_source.location((*path, name), key=True)
+            mistakes.append(Diagnostic(f"{head} {whose} has no setting `{name}`", key, hint))
         elif (wanted := known[name].annotation) and not fits(given[name], wanted):
             what = f"{head} setting `{name}` of {whose} must be {wanted}, not {given[name]!r}"
-            mistakes.append(Diagnostic(what, spec.dag_source.spot((*path, name))))
+            mistakes.append(Diagnostic(what, spec.dag_source.location((*path, name))))
     missing = [name for name, setting in known.items() if setting.default == REQUIRED and name not in given]
     if missing:
         hint = f"Add them:  with: {{…, {path[-1]}: {{{', '.join(f'{name}: …' for name in missing)}}}}}"

@@ -1,4 +1,4 @@
-"""Losses of the user's own: functions under `@loss`, named by `loss: MODULE:FUNCTION`, read from source like nodes."""
+"""Users' losses: finds functions under `@loss`, named by `loss: MODULE:FUNCTION`, and checks them from source."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from distflow.contracts.signature import Contract, build
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from distflow.config.load import Spec
+    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Loss"
-"""A setting whose annotation has this name in it may name a loss; `loss_settings` beside it are that one's own."""
+"""Part of the annotation of a setting that may name a loss, whose own settings are in `loss_settings` beside it."""
 SETTINGS = "loss_settings"
 PARAMETERS = ("logprobs", "old_logprobs", "advantages", "lengths")
-"""What the positional parameters of a loss may be called."""
+"""Names that the positional parameters of a loss may have."""
 
 
-def check_losses(spec: Spec) -> list[Diagnostic]:
+def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
     """Return what is wrong with the losses that nodes name, and with the settings that they get."""
     mistakes: list[Diagnostic] = []
     for node, item in spec.dag.nodes.items():
@@ -48,24 +48,24 @@ def load_loss(key: str) -> Callable[..., Any]:
     return function
 
 
-def place_of(key: str) -> Location:
-    """Return where the source of `MODULE:FUNCTION` has its `def`."""
+def location_of(key: str) -> Location:
+    """Return the location of the `def` of `MODULE:FUNCTION`."""
     module, _, name = key.partition(":")
     file = module_file(module)
     return _of_file(module, file)[name].where if file else Location(module)
 
 
-def _check_named(spec: Spec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
+def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
     """Check the value of one setting that may name a loss."""
     source, path = spec.dag_source, ("nodes", node, "with")
     given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
     if not isinstance(value, str) or ":" not in value:
         if given:
             yield Diagnostic(f"node `{node}`: `{SETTINGS}` are for a loss of your own, and `{name}` is `{value}`",
-                             source.spot((*path, SETTINGS), key=True), f"Take `{SETTINGS}` out.")
+                             source.location((*path, SETTINGS), key=True), f"Take `{SETTINGS}` out.")
         return
     module, _, function = value.partition(":")
-    where, file = source.spot((*path, name)), module_file(module)
+    where, file = source.location((*path, name)), module_file(module)
     if file is None:
         yield Diagnostic(f"node `{node}`: module `{module}` cannot be found", where, where_looked_for(module))
         return
@@ -114,8 +114,8 @@ def _of_file(module: str, path: Path) -> dict[str, Contract]:
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except SyntaxError as error:
-        spot = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
-        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", spot)) from None
+        location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
+        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
     functions = [item for item in body if isinstance(item, ast.FunctionDef)
                  and any(ast.unparse(each).rpartition(".")[2] == "loss" for each in item.decorator_list)]
     return {item.name: build(item.name, module, Location(shown(path), item.lineno, text=f"def {item.name}(…)"),

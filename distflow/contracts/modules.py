@@ -1,4 +1,4 @@
-"""Finds the user's modules without importing them: where they lie, what they import, and what of it is missing."""
+"""Finds users' modules without importing them, and the modules that they import but that are missing."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _OURS = ("distflow", "planners", "workers")
 
 
 def module_file(module: str) -> Path | None:
-    """Return where a module's source lies; unlike importlib.util.find_spec this runs no parent package."""
+    """Return the path of a module's source; unlike importlib.util.find_spec, without running parent packages."""
     spec = _spec_of(module)
     return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
 def where_looked_for(module: str) -> str:
-    """Return in which folders a module was looked for, and how it is probably named."""
-    first, places = module.split(".")[0], [shown(place or ".") for place in sys.path if _is_users(place)]
-    hint = f"It was looked for in {', '.join(dict.fromkeys(places))} and among the installed packages."
+    """Return a hint for a missing module: the folders that were searched, and its probable name."""
+    first, folders = module.split(".")[0], [shown(folder or ".") for folder in sys.path if _is_users(folder)]
+    hint = f"It was looked for in {', '.join(dict.fromkeys(folders))} and among the installed packages."
     if module.endswith(".py") or "/" in module:
         name = ".".join(part for part in Path(module).with_suffix("").parts if part not in (".", "/"))
         return f"Write a module as Python imports it:  {name}\n{hint}"
     if first in _OURS:
         return f"`{first}` is a package of distflow itself: give yours another name.\n{hint}"
-    meant = nearest(module, sorted({path.stem for place in sys.path if _is_users(place)
-                                    for path in Path(place or ".").glob("*.py")}))
+    meant = nearest(module, sorted({path.stem for folder in sys.path if _is_users(folder)
+                                    for path in Path(folder or ".").glob("*.py")}))
     return f"Did you mean `{meant}`?\n{hint}" if meant else \
         f"{hint} Install it, or name the folder that has it:  PYTHONPATH=FOLDER distflow …"
 
 
 def check_imports(module: str, path: Path) -> list[Diagnostic]:
-    """Return a mistake for each module that a user's module imports when it is loaded, and that is not there.
+    """Return a mistake for each module that a user's module imports when it is loaded and that is missing.
 
-    What stands in a function, a condition or a `try` may be missing on purpose. Modules of the same package are
-    looked into too.
+    Imports inside a function, a condition or a `try` may be missing on purpose. Modules of the same package are
+    checked too.
     """
     mistakes, known, left = [], {module}, [(module, path)]
     while left:
@@ -71,7 +71,8 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
-    """(module, line, text) of what a file imports at its top; nothing if it is not Python (reported elsewhere)."""
+    """Yield (module, line, text) of the top-level imports of a file; nothing if it is not Python (reported
+    elsewhere)."""
     source = path.read_text(encoding="utf-8")
     try:
         body, lines = ast.parse(source).body, source.splitlines()
@@ -88,9 +89,9 @@ def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
                 yield name, item.lineno, lines[item.lineno - 1]
 
 
-def _is_users(place: str) -> bool:
-    """Whether a folder of the path is one where users keep modules: neither Python's nor its packages', nor ours."""
-    path = Path(place or ".").resolve()
+def _is_users(folder: str) -> bool:
+    """Return whether a folder of the path holds users' modules: not Python's, installed packages', or distflow's."""
+    path = Path(folder or ".").resolve()
     others = (Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2])
     return path.is_dir() and path.name not in ("site-packages", "dist-packages") and not any(
         path == other or (other != others[-1] and path.is_relative_to(other)) for other in others)

@@ -1,14 +1,12 @@
-"""The rewards that a DAG and a run name: are they there, do their settings fit, and which columns do they read?
+"""Rewards that a DAG and a run name: reads recipes, checks them against contracts, finds the columns that they read.
 
-Read from source, as the contracts of node functions are.
-
-Which rewards make up a sample's reward, as a DAG or a run says it.
+A recipe says which rewards make up a sample's reward; contracts are read from source, as those of node functions.
 
 reward: math                                        one
 reward: [math, format]                              their sum
 reward: {math: 1.0, length: 0.2}                    a weighted sum
-reward: {format: {weight: 0.5, tags: [answer]}}     with settings of the reward, or its `timeout` and `retries`
-reward: {by: source, rewards: {gsm8k: math, mbpp: code}}    by what stands in a column; each as above
+reward: {format: {weight: 0.5, tags: [answer]}}     with settings of the reward, or its `timeout`, `retries`
+reward: {by: source, rewards: {gsm8k: math, mbpp: code}}    by the value of a column; each as above
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, sh
 
 if TYPE_CHECKING:
     from distflow.config.dag import Node
-    from distflow.config.load import Spec
+    from distflow.contracts.spec import CheckedSpec
 
 
 KeyPath = tuple[str | int, ...]
@@ -49,7 +47,7 @@ _BY = "As in  reward: {by: source, rewards: {gsm8k: math, mbpp: code}}"
 
 @dataclass(frozen=True)
 class Term:
-    """One reward of a sum. `path` is where it stands below the setting."""
+    """One reward of a sum. `path` is its path below the setting."""
 
     name: str
     weight: float = 1.0
@@ -62,7 +60,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The terms of each branch. `by` is the column whose value chooses one; "" if there is one for all, called ""."""
+    """Terms of each branch. `by` is the column whose value chooses a branch; "" if there is one for all, called ""."""
 
     by: str
     branches: dict[str, tuple[Term, ...]]
@@ -72,81 +70,83 @@ class Recipe:
         return [term for terms in self.branches.values() for term in terms]
 
     def of(self, source: str) -> tuple[Term, ...] | None:
-        """The terms for a row with this value of the column `by`; None if it says nothing of it."""
+        """Return the terms for a row with this value of the column `by`; None if no branch is for it."""
         return self.branches.get(source if self.by else "")
 
 
 @dataclass(frozen=True)
 class Invalid:
-    """What is wrong at `path` below the setting."""
+    """Mistake at `path` below the setting."""
 
-    path: Path
+    path: KeyPath
     what: str
     hint: str = ""
     key: bool = False
-    """Whether it is about the key that stands there, not its value."""
+    """Whether the key is wrong, not its value."""
 
 
 def read_recipe(value: Any) -> tuple[Recipe, list[Invalid]]:
-    """A recipe as far as it can be read, and all that is wrong with it."""
-    flaws: list[Invalid] = []
+    """Return a recipe as far as it can be read, and all that is wrong with it."""
+    invalid: list[Invalid] = []
     if isinstance(value, dict) and ("by" in value or isinstance(value.get("rewards"), dict)):
-        return _read_branches(value, flaws), flaws
-    return Recipe("", {"": _read_terms(value, (), flaws)}), flaws
+        return _read_branches(value, invalid), invalid
+    return Recipe("", {"": _read_terms(value, (), invalid)}), invalid
 
 
-def _read_branches(value: dict[str, Any], flaws: list[Invalid]) -> Recipe:
+def _read_branches(value: dict[str, Any], invalid: list[Invalid]) -> Recipe:
     for key in value:
         if key not in ("by", "rewards"):
-            flaws.append(Invalid((key,), f"unknown key `{key}` beside `by` and `rewards`",
+            invalid.append(Invalid((key,), f"unknown key `{key}` beside `by` and `rewards`",
                                  did_you_mean(key, ("by", "rewards")), key=True))
     column, rewards = value.get("by"), value.get("rewards")
     if not isinstance(column, str) or not column:
-        flaws.append(Invalid(("by",) if "by" in value else (), "`by` must name a column of text", _BY))
+        invalid.append(Invalid(("by",) if "by" in value else (), "`by` must name a column of text", _BY))
     if not isinstance(rewards, dict) or not rewards:
-        flaws.append(Invalid(("rewards",) if "rewards" in value else (),
+        invalid.append(Invalid(("rewards",) if "rewards" in value else (),
                              "`rewards` must say the reward for each value of "
                              f"`{column}`", _BY))
         rewards = {}
-    branches = {name: _read_terms(item, ("rewards", name), flaws) for name, item in rewards.items()}
+    branches = {name: _read_terms(item, ("rewards", name), invalid) for name, item in rewards.items()}
     return Recipe(column if isinstance(column, str) else "", branches)
 
 
-def _read_terms(value: Any, path: Path, flaws: list[Invalid]) -> tuple[Term, ...]:
+def _read_terms(value: Any, path: KeyPath, invalid: list[Invalid]) -> tuple[Term, ...]:
     if isinstance(value, str):
         return (Term(value, path=path),)
     if isinstance(value, dict) and "by" in value:
-        flaws.append(Invalid(path, "`by` cannot stand inside another `by`", _BY))
+        invalid.append(Invalid(path, "`by` cannot stand inside another `by`", _BY))
     elif isinstance(value, dict) and value:
-        return tuple(_read_term(name, item, (*path, name), flaws) for name, item in value.items())
+        return tuple(_read_term(name, item, (*path, name), invalid) for name, item in value.items())
     elif isinstance(value, list) and value:
-        return tuple(_read_listed(value, path, flaws))
+        return tuple(_read_listed(value, path, invalid))
     else:
-        flaws.append(Invalid(path, f"a reward cannot be {value!r}", _FORMS))
+        invalid.append(Invalid(path, f"a reward cannot be {value!r}", _FORMS))
     return ()
 
 
-def _read_listed(names: list[Any], path: Path, flaws: list[Invalid]) -> Iterator[Term]:
+def _read_listed(names: list[Any], path: KeyPath, invalid: list[Invalid]) -> Iterator[Term]:
     for index, name in enumerate(names):
-        place = (*path, index)
+        own_path = (*path, index)
         if not isinstance(name, str):
-            flaws.append(Invalid(place, f"a list of rewards holds names, not {name!r}", _FORMS))
+            invalid.append(Invalid(own_path, f"a list of rewards holds names, not {name!r}", _FORMS))
         elif name in names[:index]:
-            flaws.append(Invalid(place, f"reward `{name}` stands twice", f"To count it more:  reward: {{{name}: 2.0}}"))
+            invalid.append(Invalid(own_path, f"reward `{name}` stands twice",
+                                   f"To count it more:  reward: {{{name}: 2.0}}"))
         else:
-            yield Term(name, path=place)
+            yield Term(name, path=own_path)
 
 
-def _read_term(name: str, value: Any, path: Path, flaws: list[Invalid]) -> Term:
+def _read_term(name: str, value: Any, path: KeyPath, invalid: list[Invalid]) -> Term:
     given = dict(value) if isinstance(value, dict) else {"weight": value}
     own = {key: given.pop(key) for key in ("weight", "timeout", "retries") if key in given}
     right = {"weight": _is_number, "timeout": lambda it: _is_number(it) and it > 0,
              "retries": lambda it: type(it) is int and it >= 0}
     must = {"weight": "a number", "timeout": "a number of seconds above 0", "retries": "a whole number of at least 0"}
     for key in [key for key, item in own.items() if not right[key](item)]:
-        place = (*path, key) if isinstance(value, dict) else path
+        own_path = (*path, key) if isinstance(value, dict) else path
         hint = "" if isinstance(value, dict) else f"Or a mapping of its settings:  {name}: {{weight: 1.0, …}}"
-        flaws.append(Invalid(place, f"the {key} of reward `{name}` must be {must[key]}, not {own.pop(key)!r}", hint))
+        invalid.append(Invalid(own_path, f"the {key} of reward `{name}` must be {must[key]}, not {own.pop(key)!r}",
+                               hint))
     return Term(name, **own, settings=given, path=path, named_by_key=True)
 
 
@@ -155,17 +155,17 @@ def _is_number(value: Any) -> bool:
 
 
 ANNOTATION = "Reward"
-"""A setting with this annotation says which rewards to take."""
+"""Annotation of a setting that holds a recipe."""
 SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.programs", "workers.isolation.rewards.judge")
-"""The modules of the rewards that come with distflow."""
-_TAKEN = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
-"""What the metrics `reward/NAME` say of all rewards together."""
-_OF_ONE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
-"""What a parameter for one sample is called, and the column that it is a row of."""
+"""Modules of the shipped rewards."""
+_RESERVED = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
+"""Names that metrics `reward/NAME` use for figures of all rewards together."""
+_PER_SAMPLE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
+"""Parameter of one sample → the column of which it is a row."""
 _KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
-_FORMS_rewards = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
+_SAMPLE_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
                   "list[float]": "Ragged"}
-_FORMS_OF_ALL = {f"list[{kind}]": form for kind, form in _FORMS_rewards.items()}
+_BATCH_FORMS = {f"list[{kind}]": form for kind, form in _SAMPLE_FORMS.items()}
 
 
 @dataclass(frozen=True)
@@ -180,40 +180,40 @@ class RewardContract:
     summary: str = ""
     module: str = ""
     checked: bool = False
-    """Its decorator has a `check`."""
+    """Whether its decorator has a `check`."""
 
 
 @dataclass(frozen=True)
 class _RewardSetting:
-    """A place that says which rewards to take."""
+    """Setting of the DAG or the run that holds a recipe."""
 
     source: YamlSource
     path: tuple[str, ...]
     value: Any
     label: str
 
-    def spot(self, path: tuple[str | int, ...], key: bool = False) -> Location:
-        return self.source.spot((*self.path, *path), key)
+    def location(self, path: KeyPath, key: bool = False) -> Location:
+        return self.source.location((*self.path, *path), key)
 
 
-def check_rewards(spec: Spec) -> list[Diagnostic]:
-    """What is wrong with the rewards that are named; notes the contracts of those that exist in `spec.rewards`."""
-    named = [(place, *read_recipe(place.value)) for place in _named(spec)]
+def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
+    """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
+    named = [(setting, *read_recipe(setting.value)) for setting in _reward_settings(spec)]
     wanted = {term.name for _, recipe, _ in named for term in recipe.terms}
     mistakes: list[Diagnostic] = []
     spec.rewards.update(_find(spec, wanted, mistakes))
     if mistakes:
         return mistakes
-    for place, recipe, flaws in named:
-        mistakes += [Diagnostic(f"{place.label}: {flaw.what}", place.spot(flaw.path, flaw.key), flaw.hint)
-                     for flaw in (*flaws, *_check_terms(spec, recipe))]
+    for setting, recipe, invalid in named:
+        mistakes += [Diagnostic(f"{setting.label}: {each.what}", setting.location(each.path, each.key), each.hint)
+                     for each in (*invalid, *_check_terms(spec, recipe))]
     if spec.run.validation:
         mistakes += _check_columns(spec, named[-1][0], named[-1][1])
     return mistakes
 
 
-def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
-    """The contract of a node with the columns that its rewards read beside those of its function."""
+def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+    """Return the contract of a node's function with the columns that its rewards read too."""
     reads = {read.name: read for read in contract.reads}
     for setting in contract.settings.values():
         if setting.annotation == ANNOTATION:
@@ -224,24 +224,24 @@ def with_columns(spec: Spec, node: str, contract: Contract) -> Contract:
 
 
 def shipped_rewards() -> dict[str, RewardContract]:
-    """The rewards that come with distflow, by name."""
+    """Return the contracts of the shipped rewards, by name."""
     paths = {module: module_file(module) for module in SHIPPED}
     return {name: each for module, path in paths.items() if path for name, each in _of_file(module, path).items()}
 
 
-def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
-    """By field of the data, the values for which rewards are given, in validation or else in training."""
-    found: dict[str, list[str]] = {}
-    for place in _named(spec):
-        recipe, _ = read_recipe(place.value)
-        if (place.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
-            known = found.get(recipe.by, list(recipe.branches))
-            found[recipe.by] = [value for value in known if value in recipe.branches]
-    return found
+def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
+    """Return field of the data → values for which a reward is given, in validation or else in training."""
+    values: dict[str, list[str]] = {}
+    for setting in _reward_settings(spec):
+        recipe, _ = read_recipe(setting.value)
+        if (setting.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
+            known = values.get(recipe.by, list(recipe.branches))
+            values[recipe.by] = [value for value in known if value in recipe.branches]
+    return values
 
 
-def validation_fields(spec: Spec) -> list[str]:
-    """Fields of the data's own that validation's reward reads; those of training need not be there."""
+def validation_fields(spec: CheckedSpec) -> list[str]:
+    """Return the `data.columns` that validation's reward reads; those that only training reads may be missing."""
     if not spec.run.validation:
         return []
     recipe, _ = read_recipe(spec.run.validation.reward)
@@ -250,12 +250,12 @@ def validation_fields(spec: Spec) -> list[str]:
 
 
 def reward_contract(function: Any) -> RewardContract:
-    """That of a registered function, by its live signature."""
+    """Return the contract of a registered function, by its live signature."""
     return _contract(live_contract(function.__name__, function.__module__, function, decorators.NodeMarks()))
 
 
-def _named(spec: Spec) -> Iterator[_RewardSetting]:
-    """Validation comes last."""
+def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
+    """Yield the settings that hold recipes; validation's comes last."""
     for node, item in spec.dag.nodes.items():
         contract = spec.functions.get(item.function) if item.function else _default(spec, item)
         for name, value in item.settings.items():
@@ -266,7 +266,7 @@ def _named(spec: Spec) -> Iterator[_RewardSetting]:
         yield _RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
-def _default(spec: Spec, item: Node) -> Contract | None:
+def _default(spec: CheckedSpec, item: Node) -> Contract | None:
     fitting = [contract for contract in spec.functions.values()
                if contract.marks.type == item.type and item.role in contract.marks.default_for]
     return fitting[0] if len(fitting) == 1 else None
@@ -280,15 +280,15 @@ def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterato
             yield from contracts[term.name].columns.values()
 
 
-def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Invalid]:
+def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
         if contract is None:
             yield Invalid(term.path, f"there is no reward `{term.name}`", did_you_mean(
                 term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
         else:
-            flaws = [*_check_settings(term, contract)]
-            yield from flaws or _check_together(term, contract)
+            invalid = [*_check_settings(term, contract)]
+            yield from invalid or _run_own_check(term, contract)
 
 
 def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
@@ -309,8 +309,8 @@ def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
                           f"Add it:  reward: {{{term.name}: {{{name}: …}}}}{kind}", term.named_by_key)
 
 
-def _check_together(term: Term, contract: RewardContract) -> Iterator[Invalid]:
-    """What the reward's own `check` says of its settings."""
+def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
+    """Run the reward's own `check` on its settings."""
     if contract.checked:
         decorators.load_module(contract.module)
         if wrong := decorators.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
@@ -318,24 +318,26 @@ def _check_together(term: Term, contract: RewardContract) -> Iterator[Invalid]:
             yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
 
 
-def _check_pattern(path: tuple[str | int, ...], what: str, value: Any) -> Iterator[Invalid]:
+def _check_pattern(path: KeyPath, what: str, value: Any) -> Iterator[Invalid]:
     try:
         re.compile(value)
     except (re.error, TypeError) as error:
         yield Invalid(path, f"{what} is not a regular expression: {error}", "In YAML, put it in single quotes.")
 
 
-def _check_columns(spec: Spec, place: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    """Validation has the data and the answers of a model, and no nodes."""
-    known = [*_OF_ONE.values(), *spec.run.data.columns]
-    return [Diagnostic(f"{place.label}: {read.reader} reads column `{read.name}`, which the data does not give",
-                       place.spot(()), f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
+def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+    """Return a mistake for each column that validation's reward reads from a node: validation runs none."""
+    known = [*_PER_SAMPLE.values(), *spec.run.data.columns]
+    return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
+                       setting.location(()),
+                       f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
                        f"data: {{columns: [{', '.join([*spec.run.data.columns, read.name])}]}}")
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 
 
-def _find(spec: Spec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
-    """The contracts of all rewards that can be named; what the source does not show is looked for by an import."""
+def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
+    """Return the contracts of all rewards that can be named; import modules only if sources do not show those
+    wanted."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
     found: dict[str, RewardContract] = {}
     for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
@@ -358,21 +360,22 @@ def _find(spec: Spec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict
 
 @functools.cache
 def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
-    """The rewards that a module's source marks with `@reward`; none if it cannot be read (reported elsewhere)."""
+    """Return the rewards that a module's source marks with `@reward`; {} if it cannot be read (reported elsewhere)."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except SyntaxError:
         return {}
     functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
                  and any(_is_reward(decorator) for decorator in item.decorator_list)]
-    spots = {item.name: Location(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
-    found = {item.name: replace(_contract(build(item.name, module, spots[item.name], decorators.NodeMarks(), item.args,
+    locations = {item.name: Location(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
+    found = {item.name: replace(_contract(build(item.name, module, locations[item.name], decorators.NodeMarks(),
+                                                item.args,
                                                 item.returns, ast.get_docstring(item))), checked=_has_check(item))
              for item in functions}
     for item in functions:
         if found[item.name].batched and item.returns and ast.unparse(item.returns) in ("float", "int", "bool"):
             raise InvalidInput(Diagnostic(f"reward `{item.name}` takes all samples and returns one "
-                                          f"{ast.unparse(item.returns)}", spots[item.name],
+                                          f"{ast.unparse(item.returns)}", locations[item.name],
                                           "Return a number for each sample:  -> list[float]"))
     return found
 
@@ -388,43 +391,44 @@ def _is_reward(decorator: ast.expr) -> bool:
 
 
 def _contract(plain: Contract) -> RewardContract:
-    """A reward's own reading of its signature.
+    """Return the contract of a reward from that of its function.
 
     Raises:
-        InvalidInput: it mixes parameters for one sample and for all.
+        InvalidInput: it mixes parameters for one sample and for all, or has a reserved name.
     """
     names = [read.name for read in plain.reads]
-    batched = any(name in _OF_ONE.values() for name in names)
-    if mixed := [name for name in names if name in _OF_ONE] if batched else []:
+    batched = any(name in _PER_SAMPLE.values() for name in names)
+    if mixed := [name for name in names if name in _PER_SAMPLE] if batched else []:
         what = f"reward `{plain.name}` has parameter `{mixed[0]}`, of one sample, beside those of all samples"
         raise InvalidInput(Diagnostic(what, plain.where,
-                                      f"Write `{_OF_ONE[mixed[0]]}`, or all of them in the singular."))
-    if plain.name in _TAKEN:
+                                      f"Write `{_PER_SAMPLE[mixed[0]]}`, or all of them in the singular."))
+    if plain.name in _RESERVED:
         what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
         raise InvalidInput(Diagnostic(what, plain.where, "Give it another name."))
-    forms, who = _FORMS_OF_ALL if batched else _FORMS_rewards, f"reward `{plain.name}`"
+    forms, who = _BATCH_FORMS if batched else _SAMPLE_FORMS, f"reward `{plain.name}`"
     for read in plain.reads:
-        _check_number(plain, read.name, read.form)
-        kind = _KINDS.get(_OF_ONE.get(read.name, read.name))
+        _check_sample_form(plain, read.name, read.form)
+        kind = _KINDS.get(_PER_SAMPLE.get(read.name, read.name))
         if kind and forms.get(read.form, kind) != kind:
             what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
             raise InvalidInput(Diagnostic(what, plain.where, "Leave its annotation out, or correct it."))
-    columns = {read.name: Read(_OF_ONE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
+    columns = {read.name: Read(_PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
     return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary, plain.module)
 
 
-def _check_number(plain: Contract, name: str, form: str) -> None:
+def _check_sample_form(plain: Contract, name: str, form: str) -> None:
     """Check that a parameter of one sample is annotated as such, and one of all samples as a list.
 
     Raises:
         InvalidInput: the parameter's name says one thing and its annotation the other.
     """
-    one = next((one for one, column in _OF_ONE.items() if name in (one, column)), None)
-    if one is None or form not in (_FORMS_OF_ALL if name == one else _FORMS_rewards) or form == "list[int]":
+    one = next((one for one, column in _PER_SAMPLE.items() if name in (one, column)), None)
+    if one is None or form not in (_BATCH_FORMS if name == one else _SAMPLE_FORMS) or form == "list[int]":
         return
-    said = "one sample, by its name, and of all, by its annotation" if name == one else \
+    conflict = "one sample, by its name, and of all, by its annotation" if name == one else \
         "all samples, by its name, and of one, by its annotation"
-    kinds = ("str", "list[str]") if _KINDS[_OF_ONE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
-    raise InvalidInput(Diagnostic(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {said}", plain.where,
-                               f"Write  {one}: {kinds[0]}  for one sample, or  {_OF_ONE[one]}: {kinds[1]}  for all."))
+    kinds = ("str", "list[str]") if _KINDS[_PER_SAMPLE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
+    raise InvalidInput(Diagnostic(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {conflict}",
+                                  plain.where, f"Write  {one}: {kinds[0]}  for one sample, or  "
+                                  f"{_PER_SAMPLE[one]}: {kinds[1]}  for all."))

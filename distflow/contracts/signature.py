@@ -1,15 +1,10 @@
-"""Finding the functions that a DAG names: shipped, imported, or as `module:function`.
+"""Contracts of node functions: what each reads, writes and accepts, read from its source without importing it.
 
-What values a setting may have, as `@node(bounds=…)` writes it: ">= 1", or "> 0, <= 1".
-
-Values of YAML against the annotations of the parameters that get them.
-
-What a node function reads, writes and accepts, read from its source without importing it.
-
-Validation is thereby instant and runs no user code. Only a function that the source does not show (registered
-dynamically) is imported and inspected.
-
-The contract of a function that its module's source does not show: one that is registered when it is imported.
+    find_functions           contracts of all functions that a DAG may name: shipped, imported, or `module:function`
+    of_module, build         contract from source (ast): instant, and runs no user code
+    imported, live_contract  contract of a function that only an import shows, since it is registered dynamically
+    fits                     whether a YAML value fits the annotation of a parameter
+    within, readable         bounds of a setting, as `@node(bounds=…)` writes them: ">= 1", or "> 0, <= 1"
 """
 
 from __future__ import annotations
@@ -42,25 +37,25 @@ _SIGNS = {">=": (operator.ge, "at least"), ">": (operator.gt, "above"), "<=": (o
 
 
 def readable(bounds: Any) -> bool:
-    """Whether it is text: comparisons with numbers, separated by commas, which some number meets."""
+    """Return whether bounds are comparisons with numbers, separated by commas, which some number meets."""
     parts = bounds.split(",") if isinstance(bounds, str) else [""]
     return all(_PART.fullmatch(part) for part in parts) and within(nearest_within(bounds), bounds)
 
 
 def within(value: Any, bounds: str) -> bool:
-    """Whether `value` is a finite number that meets them."""
+    """Return whether `value` is a finite number within the bounds."""
     if type(value) not in (int, float) or not math.isfinite(value):
         return False
     return all(_SIGNS[sign][0](value, limit) for sign, limit in _parts(bounds))
 
 
 def in_words(bounds: str) -> str:
-    """`above 0 and at most 1`."""
+    """Return bounds as words, as `above 0 and at most 1`."""
     return " and ".join(f"{_SIGNS[sign][1]} {limit:g}" for sign, limit in _parts(bounds))
 
 
 def nearest_within(bounds: str) -> float:
-    """A number that meets them if one does: a bound that belongs to what it bounds, or one beside it."""
+    """Return a number within the bounds, or one beside them if there is none: a limit that is included if possible."""
     limits = [limit for _, limit in _parts(bounds)]
     middle = (min(limits) + max(limits)) / 2
     candidates = [*limits, min(limits) - 1, max(limits) + 1, middle]
@@ -78,7 +73,7 @@ _NAMES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, 
 
 
 def fits(value: Any, annotation: str) -> bool:
-    """Whether a value of YAML is of the kind that an annotation means. What these rules do not know fits."""
+    """Return whether a value of YAML fits an annotation. Annotations that these rules do not cover take any value."""
     kind = _kind(ast.parse(annotation, mode="eval").body)
     if kind is Any:
         return True
@@ -90,7 +85,7 @@ def fits(value: Any, annotation: str) -> bool:
 
 
 def _kind(node: ast.expr) -> Any:
-    """The type that an annotation means; Any for what these rules do not cover."""
+    """Return the type of an annotation; Any for what these rules do not cover."""
     if isinstance(node, ast.Name):
         return _NAMES.get(node.id, Any)
     if isinstance(node, ast.Constant) and node.value is None:
@@ -117,33 +112,33 @@ TYPES = (*ENGINE_TYPES, "COMPUTE")
 HEADS = get_args(Head)
 REQUIRED = "<required>"
 GROUP = "group"
-"""The column that says which prompt a row stems from. A step's rows are always moved by it."""
+"""Column with the prompt that a row stems from. A step's rows are always moved by it."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A positional parameter: the column of its name, in the form of its annotation ("" if it has none)."""
+    """Positional parameter: the column of its name, in the form of its annotation ("" if it has none)."""
 
     name: str
     form: str = ""
     optional: bool = False
     reader: str = ""
-    """Who reads it, where that is not the function itself."""
+    """Description of the reader, where that is not the function itself."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A keyword-only parameter. `annotation` and `default` are source text; `default` is REQUIRED if it has none."""
+    """Keyword-only parameter. `annotation` and `default` are source text; `default` is REQUIRED if it has none."""
 
     name: str
     annotation: str = ""
     default: str = REQUIRED
     bounds: str = ""
-    """What its number must meet: see `distflow.contracts.signature`."""
+    """Comparisons that its number must meet; "" if it has none."""
 
     @property
     def value(self) -> Any:
-        """The default, if it is a plain value; else None."""
+        """Default, if it is a plain value; else None."""
         try:
             value = None if self.default == REQUIRED else ast.literal_eval(self.default)
         except ValueError:
@@ -153,7 +148,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contract:
-    """All that the planner knows of a function. `name` is what YAML calls it."""
+    """What a node function reads, writes and accepts. `name` is its name in YAML."""
 
     name: str
     module: str
@@ -162,30 +157,30 @@ class Contract:
     reads: tuple[Read, ...] = ()
     settings: dict[str, Setting] = field(default_factory=dict)
     returns: tuple[str, ...] = ()
-    """The form of each column that it writes; empty if it has no annotation."""
+    """Form of each column that it writes; empty if it has no annotation."""
     summary: str = ""
 
     @property
     def key(self) -> str:
-        """`module:function`, from which a worker loads it."""
+        """Name by which a worker loads it: `module:function`."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
 
     @property
     def samples(self) -> bool:
-        """Whether the node's role must be ready to sample."""
+        """Whether the engine of the node's role must be ready to sample."""
         repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
         return repeats and self.marks.type in ENGINE_TYPES
 
 
 def built_in() -> dict[str, Contract]:
-    """The contracts of all shipped functions, by name."""
+    """Return the contracts of all shipped functions, by name."""
     folder = module_file(BUILT_IN).parent  # type: ignore[union-attr]
     modules = [f"{BUILT_IN}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
     return {contract.name: contract for module in modules for contract in of_module(module)}
 
 
 def of_module(module: str) -> tuple[Contract, ...]:
-    """The contracts of the functions that a module's source marks with `@node`.
+    """Return the contracts of the functions that a module's source marks with `@node`.
 
     Raises:
         InvalidInput: the module cannot be found, is not Python, or marks a function in a way that cannot work.
@@ -197,7 +192,7 @@ def of_module(module: str) -> tuple[Contract, ...]:
 
 
 def load_function(key: str) -> Any:
-    """The function that a contract's `key` names; importing its module may register more.
+    """Return the function that a contract's `key` names; importing its module may register more.
 
     Raises:
         InvalidInput: its module fails when it is imported.
@@ -212,8 +207,8 @@ def _of_file(module: str, path: Path) -> tuple[Contract, ...]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        spot = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
-        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", spot)) from None
+        location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
+        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
     found = (_of_function(module, path, item) for item in tree.body if isinstance(item, ast.FunctionDef))
     return tuple(contract for contract in found if contract)
 
@@ -231,7 +226,7 @@ def _of_function(module: str, path: Path, function: ast.FunctionDef) -> Contract
 
 
 def _marks(decorator: ast.Call) -> decorators.NodeMarks | None:
-    """The decorator's arguments, or None if they are not plain values (then the module is imported instead)."""
+    """Return the decorator's arguments; None if they are not plain values (then the module is imported instead)."""
     try:
         given = {str(item.arg): ast.literal_eval(item.value) for item in decorator.keywords}
         known = {item.name for item in fields(decorators.NodeMarks)}
@@ -242,10 +237,10 @@ def _marks(decorator: ast.Call) -> decorators.NodeMarks | None:
 
 def build(name: str, module: str, where: Location, marks: decorators.NodeMarks, arguments: ast.arguments,
           returns: ast.expr | None, doc: str | None) -> Contract:
-    """The contract of a function from its parsed signature.
+    """Return the contract of a function from its parsed signature.
 
     Raises:
-        InvalidInput: its marks do not fit it.
+        InvalidInput: the arguments of `@node` do not fit the signature.
     """
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
@@ -259,12 +254,12 @@ def build(name: str, module: str, where: Location, marks: decorators.NodeMarks, 
     summary = (doc or "").strip().partition("\n\n")[0].replace("\n", " ")
     forms = _forms(returns, len(marks.writes))
     result = Contract(name, module, where, marks, tuple(reads), settings, forms, summary)
-    _refuse_nonsense(result, bool(positional))
+    _check_marks(result, bool(positional))
     return result
 
 
-def _refuse_nonsense(contract: Contract, positional: bool) -> None:
-    """What `@node` says must fit the function that it stands on."""
+def _check_marks(contract: Contract, positional: bool) -> None:
+    """Raise InvalidInput with all arguments of `@node` that do not fit the function's signature."""
     marks, what = contract.marks, f"@node of `{contract.name}`: "
     reads = [read.name for read in contract.reads]
     wrong = []
@@ -306,7 +301,7 @@ def _refuse_nonsense(contract: Contract, positional: bool) -> None:
 
 
 def _wrong_limits(contract: Contract) -> Iterator[tuple[str, str]]:
-    """What is wrong with `bounds` and `belongs_to`, and what to write."""
+    """Yield (mistake, hint) for `bounds`, `belongs_to`, `only_with` and `refuses`."""
     for name, setting in contract.settings.items():
         if setting.bounds and not readable(setting.bounds):
             yield (f"`bounds` of `{name}` are {setting.bounds!r}, which no number meets or which cannot be read",
@@ -352,7 +347,7 @@ def _unquoted(node: ast.expr | None) -> ast.expr | None:
 
 
 def expression(text: str) -> ast.expr | None:
-    """A parsed expression; None for what is none."""
+    """Return a parsed expression; None if the text is none."""
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -364,7 +359,7 @@ def _text(node: ast.expr | None) -> str:
 
 
 def imported(module: str, name: str) -> Contract | None:
-    """The contract of a function that the source does not show, found by importing the module.
+    """Return the contract of a function that the source does not show, by importing the module; None if it has none.
 
     Raises:
         InvalidInput: the import fails.
@@ -377,7 +372,7 @@ def imported(module: str, name: str) -> Contract | None:
 
 
 def live_contract(name: str, module: str, function: Any, marks: decorators.NodeMarks) -> Contract:
-    """The contract of a function that was imported."""
+    """Return the contract of an imported function."""
     line = inspect.getsourcelines(function)[1] if inspect.isfunction(function) else 0
     where = Location(inspect.getsourcefile(function) or module, line) if line else Location(module)
     signature = inspect.signature(function)
@@ -386,7 +381,7 @@ def live_contract(name: str, module: str, function: Any, marks: decorators.NodeM
 
 
 def _arguments(signature: inspect.Signature) -> ast.arguments:
-    """A live signature as the source would show it; a default that is no plain value becomes `...`."""
+    """Return a live signature as ast would parse it; a default that is no plain value becomes `...`."""
     result = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
     for parameter in signature.parameters.values():
         argument = ast.arg(parameter.name, _parsed(parameter.annotation))
@@ -408,10 +403,13 @@ def _parsed(value: Any) -> ast.expr | None:
 
 
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
-    """The contracts of all functions that the DAG may name; user modules are found beside the DAG file too."""
-    for place in (str(Path(source.file).resolve().parent), str(Path.cwd())):
-        if place not in sys.path:
-            sys.path.append(place)
+    """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`.
+
+    The folder of the DAG file and the current one are added to `sys.path`.
+    """
+    for folder in (str(Path(source.file).resolve().parent), str(Path.cwd())):
+        if folder not in sys.path:
+            sys.path.append(folder)
     finder = _Finder(dag, source, mistakes)
     finder.read_imports()
     for node, item in dag.nodes.items():
@@ -425,17 +423,17 @@ class _Finder:
         self.dag, self.source, self.mistakes = dag, source, mistakes
         self.found = built_in()
         self.broken: set[str] = set()
-        """Modules that could not be read. What they would have held is not reported as missing."""
+        """Modules that could not be read: functions are not reported as missing from them."""
         self.read: set[str] = set()
 
     def read_imports(self) -> None:
         for index, module in enumerate(self.dag.imports):
-            shown = self._read(module, self.source.spot(("imports", index)))
+            shown = self._read(module, self.source.location(("imports", index)))
             self.found.update({contract.name: contract for contract in shown})
 
     def find(self, node: str, function: str) -> None:
-        """Look for a function that no source read so far shows; note a mistake if it is nowhere."""
-        where = self.source.spot(("nodes", node, "function"))
+        """Find a function that no source read so far shows; add a mistake if there is none."""
+        where = self.source.location(("nodes", node, "function"))
         module, separator, name = function.rpartition(":")
         modules = [module] if separator else self.dag.imports
         shown = {contract.name: contract for contract in (self._read(module, where) if separator else ())}
@@ -465,7 +463,7 @@ class _Finder:
             return ()
 
     def _import(self, modules: list[str], name: str, where: Location) -> Contract | None:
-        """The function as a module registers it when it is imported: the last resort, since it runs the user's code."""
+        """Return the contract of a function by importing modules: the last resort, since that runs the user's code."""
         for module in modules:
             try:
                 contract = None if module in self.broken else imported(module, name)

@@ -1,7 +1,7 @@
-"""Columns as strips of bytes, and the copying of rows between strips.
+"""Columns as flat byte buffers, and copies of rows between buffers.
 
-Each level of a column is a strip: its rows' bytes lie back to back, so many elements for each row. A dense column is
-one strip; a ragged one too, since its lengths are the strip's counts; each further level of raggedness adds one.
+Each level of a column is a buffer: its rows' bytes lie back to back, so many elements for each row. A dense column is
+one buffer; so is a ragged one, since its lengths are the buffer's counts; each further level of raggedness adds one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from distflow.data.batch import ColumnData, Ragged, dtype_name, levels, of_levels
 
 _FEW_BYTES = 256
-"""Up to this, rows of one element are copied by index, all at once; longer ones run by run."""
+"""Up to this many bytes, rows of one element are copied by index, all at once; longer ones run by run."""
 
 
 class ColumnForm(NamedTuple):
-    """What all rows of a column have in common. `shape` is that of an element, `depth` the levels of raggedness."""
+    """Type and shape that all rows of a column share. `shape` is that of an element, `depth` the levels of raggedness.
+    """
 
     depth: int
     dtype: str
@@ -30,7 +31,7 @@ class ColumnForm(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Bytes of an element of each strip: inner lengths, then the elements themselves."""
+        """Bytes of an element of each buffer: inner lengths, then the elements themselves."""
         return [8] * (self.depth - 1) + [math.prod(self.shape) * getattr(torch, self.dtype).itemsize]
 
     def __str__(self) -> str:
@@ -46,12 +47,12 @@ class ColumnBuffer:
 
     @property
     def starts(self) -> np.ndarray:
-        """[rows]: the element where each row begins."""
+        """Element at which each row begins [rows]."""
         return self.bounds[:-1]
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """[rows]: the elements of each row."""
+        """Elements of each row [rows]."""
         return self.bounds[1:] - self.bounds[:-1]
 
 
@@ -61,7 +62,7 @@ def form_of(column: ColumnData) -> ColumnForm:
 
 
 def bounds_of(column: ColumnData) -> list[np.ndarray]:
-    """Of each strip, outermost first: where each row's elements begin, and where the last row's end [rows + 1]."""
+    """Return for each buffer, outermost first, where each row's elements begin and the last row's end [rows + 1]."""
     result: list[np.ndarray] = []
     for level in levels(column)[0]:
         ends = np.zeros(len(level) + 1, dtype=np.int64)
@@ -71,38 +72,38 @@ def bounds_of(column: ColumnData) -> list[np.ndarray]:
 
 
 def elements_of(column: ColumnData) -> np.ndarray:
-    """[rows]: the elements of each row, at the innermost level."""
+    """Return the number of elements of each row, at the innermost level [rows]."""
     if isinstance(column, Ragged) and not isinstance(column.values, Ragged):
         return column.lengths.cpu().numpy()
     bounds = bounds_of(column)[-1]
     return bounds[1:] - bounds[:-1]
 
 
-def strips_of(column: ColumnData) -> list[ColumnBuffer]:
-    """The strips of a column; a level that is contiguous and on the CPU is not copied."""
+def buffers_of(column: ColumnData) -> list[ColumnBuffer]:
+    """Return the buffers of a column; a level that is contiguous and on the CPU is not copied."""
     lengths, values = levels(column)
     return [ColumnBuffer(raw(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column),
                                                                     strict=True)]
 
 
-def column_of(form: ColumnForm, strips: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
-    """The column whose strips are these ([bytes] uint8, counts [rows]); views, not copies."""
-    values = [data.view(torch.int64) for data, _ in strips[:-1]]
-    values.append(strips[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
-                  if math.prod(form.shape) else torch.empty(int(strips[-1][1].sum()), *form.shape,
+def column_of(form: ColumnForm, buffers: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
+    """Return the column with these buffers ([bytes] uint8, counts [rows]); views, not copies."""
+    values = [data.view(torch.int64) for data, _ in buffers[:-1]]
+    values.append(buffers[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
+                  if math.prod(form.shape) else torch.empty(int(buffers[-1][1].sum()), *form.shape,
                                                             dtype=getattr(torch, form.dtype)))
-    return of_levels([torch.from_numpy(strips[0][1]), *values[:-1]] if form.depth else [], values[-1])
+    return of_levels([torch.from_numpy(buffers[0][1]), *values[:-1]] if form.depth else [], values[-1])
 
 
 class RowRuns(NamedTuple):
-    """Rows that follow one another at both ends: from the `first` to the `last` of the rows that are copied."""
+    """Runs of rows that are consecutive at both ends: from the `first` to the `last` of the copied rows."""
 
     first: np.ndarray
     last: np.ndarray
 
 
 def runs_of(here: np.ndarray, there: np.ndarray) -> RowRuns:
-    """The runs of rows that have numbers `here` [rows] at one end and `there` [rows] at the other; at least one row."""
+    """Return the runs of rows numbered `here` [rows] at one end and `there` [rows] at the other; at least one row."""
     breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
     return RowRuns(np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(here) - 1]]))
 
@@ -124,5 +125,5 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
 
 
 def raw(tensor: Tensor) -> np.ndarray:
-    """[bytes] uint8: a view where possible."""
+    """Return the bytes of a tensor, [bytes] uint8; a view where possible."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Batches as others know them: padded tensors, TensorDict, Arrow."""
+"""Conversions of a batch behind `Batch.to_padded`, `to_tensordict`, `to_arrow` and their inverses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ _TORCH = {pa.bool_(): torch.bool, pa.uint8(): torch.uint8, pa.int8(): torch.int8
 
 
 def to_padded(batch: Batch, fill: float = 0) -> dict[str, Tensor]:
-    """One tensor a column, `ids` [B] among them; a ragged one becomes [B, longest, …] filled up on the right, beside
-    its `NAME_lengths` [B].
-
-    Raises:
-        ColumnError: a column is nested.
-    """
     padded: dict[str, Tensor] = {IDS: batch.ids}
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
@@ -37,7 +31,6 @@ def to_padded(batch: Batch, fill: float = 0) -> dict[str, Tensor]:
 
 
 def from_padded(tensors: dict[str, Tensor]) -> Batch:
-    """What `to_padded` made: a tensor with a `NAME_lengths` beside it is ragged, the others are dense."""
     columns: dict[str, ColumnData] = {}
     lengths = {name for name in tensors if name.endswith("_lengths") and name.removesuffix("_lengths") in tensors}
     for name, tensor in tensors.items():
@@ -48,12 +41,6 @@ def from_padded(tensors: dict[str, Tensor]) -> Batch:
 
 
 def to_tensordict(batch: Batch) -> TensorDict:
-    """A TensorDict of B rows: dense columns as they are, ragged ones as jagged nested tensors, without a copy.
-
-    Raises:
-        ColumnError: a column is nested: a jagged tensor has one ragged dimension.
-        InvalidInput: tensordict is not installed.
-    """
     kind = _tensordict()
     columns: dict[str, Any] = {IDS: batch.ids}
     for name, column in batch.columns.items():
@@ -65,7 +52,6 @@ def to_tensordict(batch: Batch) -> TensorDict:
 
 
 def from_tensordict(rows: TensorDict) -> Batch:
-    """Its entries as columns; `ids`, if there are none, are 0 … B - 1."""
     columns = {name: Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
                for name, value in rows.items()}
     ids = columns.pop(IDS, torch.arange(len(rows)))
@@ -73,8 +59,6 @@ def from_tensordict(rows: TensorDict) -> Batch:
 
 
 def to_arrow(batch: Batch) -> pa.Table:
-    """A table of B rows: a ragged column is a list, elements with a shape are lists of fixed size. Views, except for
-    booleans. Each field's metadata has the shape, and the type where Arrow lacks it (bfloat16 travels as int16)."""
     fields, arrays = [pa.field(IDS, pa.int64())], [pa.array(batch.ids.numpy())]
     for name, column in batch.columns.items():
         array, dtype, shape = _to_arrow(column)
@@ -85,11 +69,6 @@ def to_arrow(batch: Batch) -> pa.Table:
 
 
 def from_arrow(table: pa.Table) -> Batch:
-    """A table as a batch. Lists become ragged columns; `ids`, if there are none, are 0 … B - 1.
-
-    Raises:
-        ColumnError: a column has nulls, or values that no tensor holds, such as strings.
-    """
     columns = {}
     for field in table.schema:
         meaning = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}

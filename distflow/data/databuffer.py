@@ -1,10 +1,14 @@
-"""What tasks hand to each other within a step (DistFlow §6.2).
+"""Databuffer: hands columns from task to task within a step (DistFlow §6.2).
 
-Values are kept by producer and layout, so fan-outs, joins and repeated redistributions in one step each find their
-own. A task whose layout is the producer's gets its columns by reference. Otherwise the rows move, each once and
+Columns are kept by producer and layout, so that fan-outs, joins and repeated redistributions in one step each find
+their own. A task in its producer's layout gets the columns by reference. Otherwise the rows move, each once and
 directly to the rank that needs it.
 
-Whether a collective runs depends on the plan and on what ran before in the step, never on what a rank holds.
+    start      begin a step with rows of the dataset; `draw_again` adds further rows (resampling)
+    put        keep what a task wrote, and drop rows where it wrote `keep`
+    take       return the columns that a task reads, redistributed to its layout
+
+Whether a collective runs depends on the plan and on what ran before in the step, never on the rows of a rank.
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
-from distflow.data.missing_rows import debts
+from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
 from distflow.data.row_filter import KeptRows, joined
 from distflow.errors import ColumnError, RankMissing
-from distflow.plan import KEEP, ROW, SOURCE, Fan, Layout, Plan, RowLineage, Task, Transfer
+from distflow.plan import KEEP, ROW, SOURCE, Layout, Lineage, Plan, RowLineage, Task, Transfer
 from distflow.telemetry.metrics import Metrics
 
 _TEXT = "list[str]"
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
-Shelves = dict[tuple[str, Layout], Batch]
-_Draw = tuple[Shelves, dict[Layout, ShardAssignment], KeptRows]
+StepColumns = dict[tuple[str, Layout], Batch]
+_Draw = tuple[StepColumns, dict[Layout, ShardAssignment], KeptRows]
 
 
 class Databuffer:
-    """One rank's view of the group's buffer.
+    """One rank's view of its group's databuffer.
 
     A rank outside a layout takes part in its transfers and holds zero rows of it. Of the ranks that share one model
     (tensor parallel), the first puts rows for all of them. Rows stand in the order of their ids. A wait for another
@@ -43,70 +47,70 @@ class Databuffer:
     def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
                  limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
-        self.fans = RowLineage(plan.tasks, plan.source)
+        self.lineage = RowLineage(plan.tasks, plan.source)
         self.redistributor = Redistributor(rank, metrics, limit, group)
         self.source_layout = plan.source
-        self.shelves: Shelves = {}
-        self.homes: dict[Layout, ShardAssignment] = {}
-        """Per layout: decided by the first transfer to it, kept for the step."""
+        self.step_columns: StepColumns = {}
+        self.assignments: dict[Layout, ShardAssignment] = {}
+        """By layout: made by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
-        """(producer, column, layout) that were redistributed in this draw; the same on every rank."""
+        """(producer, column, layout) redistributed in this draw; the same on every rank."""
         self.drawn: range | None = None
-        """The dataset's rows that all ranks together have in this step; None when some of them were dropped."""
+        """Rows of the dataset that all ranks together have in this step; None when some of them were dropped."""
         self.kept = KeptRows(_NOTHING.ids, ())
-        """What the last task that dropped rows left, of all ranks and draws."""
+        """Rows that remained, on all ranks and in all draws, after the last task that dropped rows."""
         self.earlier: _Draw | None = None
-        """What the step's draws before this one left."""
+        """State of the step's draws before this one."""
         self.draws = 0
 
     def start(self, batch: Batch, drawn: range | None = None) -> None:
-        """Begin a step with this rank's rows of the dataset; what the last step left is dropped.
+        """Begin a step with this rank's rows of the dataset; columns of the last step are dropped.
 
         Args:
-            drawn: the rows of all shares in this step; messages name those of a rank that does not come.
+            drawn: the rows of all shares in this step; timeouts name those of a rank that is missing.
         """
         self.draws, self.earlier = 0, None
         self.redistributor.moved = 0
         self._begin(batch, drawn)
 
     def draw_again(self, batch: Batch, drawn: range | None = None) -> None:
-        """Go on with the step with further rows of the dataset, until `put` of a task that draws joins them."""
-        self.earlier = self.shelves, self.homes, self.kept
+        """Continue the step with further rows of the dataset, until `put` of a task that draws joins them."""
+        self.earlier = self.step_columns, self.assignments, self.kept
         self._begin(batch, drawn)
 
     def _begin(self, batch: Batch, drawn: range | None) -> None:
         self.drawn = drawn
-        self.shelves = {(SOURCE, self.source_layout): batch}
-        self.homes = {}
+        self.step_columns = {(SOURCE, self.source_layout): batch}
+        self.assignments = {}
         self.moved = set()
         self.draws += 1
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
-        """Keep what a task wrote for the rows `ids` [B], ascending.
+        """Keep the columns that a task wrote for the rows `ids` [B], ascending.
 
         Where it wrote `keep`, rows leave the step, and every rank must call this.
 
         Raises:
             ColumnError: `keep` is not one bool a row.
         """
-        self.shelves[task.node, task.layout] = Batch(ids, columns)
+        self.step_columns[task.node, task.layout] = Batch(ids, columns)
         if KEEP in task.writes:
             self._drop(task)
 
     def receive(self, written: Iterable[tuple[Task, dict[str, ColumnData], Tensor]]) -> None:
-        """`put` what several tasks wrote elsewhere, and drop rows only when all of it is there."""
+        """Keep the columns of several tasks that ran elsewhere, and drop rows only when all of them are there."""
         arrived = list(written)
         for task, columns, ids in arrived:
-            self.shelves[task.node, task.layout] = Batch(ids, columns)
+            self.step_columns[task.node, task.layout] = Batch(ids, columns)
         for task in (task for task, *_ in arrived if KEEP in task.writes):
             self._drop(task)
 
     def full(self, task: Task, prompts: int) -> bool:
-        """Whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
+        """Return whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
 
         More prompts than that are cut, latest first. The answer is the same on every rank.
         """
-        left = self.kept.ancestors(self.fans, 0)
+        left = self.kept.ancestors(self.lineage, 0)
         if len(left) < prompts and self.draws < task.draws:
             return False
         if len(left) > prompts:
@@ -116,18 +120,18 @@ class Databuffer:
         return True
 
     def take(self, task: Task) -> Batch:
-        """The columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
+        """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
 
         Raises:
             ColumnError: rows or columns that a producer owes are not there.
-            RankMissing: a rank that owes rows, or takes some, ended or did not come.
+            RankMissing: a rank that owes rows, or takes some, ended or timed out.
         """
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
-        fans = [self.fans.of(transfer.producer) for transfer in task.transfers]
-        finest = max(zip(fans, parts), key=lambda pair: len(pair[0]), default=None)
+        lineage = [self.lineage.of(transfer.producer) for transfer in task.transfers]
+        finest = max(zip(lineage, parts), key=lambda pair: len(pair[0]), default=None)
         ids = finest[1].ids if finest else torch.empty(0, dtype=torch.int64)
         found: dict[tuple[str, str], ColumnData] = {}
-        for part, fan, transfer in zip(parts, fans, task.transfers):
+        for part, fan, transfer in zip(parts, lineage, task.transfers):
             aligned = self._align(part, fan, task, ids, transfer)
             found |= {(transfer.producer, name): column for name, column in aligned.columns.items()}
         found |= {(column.producer, ROW): ids for column in task.reads if column.name == ROW}
@@ -135,13 +139,13 @@ class Databuffer:
                            else _empty(column.form) for column in task.reads})
 
     def readable(self, names: Iterable[str], count: int, more: Iterable[str] = ()) -> dict[str, list[Any]]:
-        """Up to `count` of this rank's rows, spread over the step, with those of the columns that it has for them.
+        """Return up to `count` of this rank's rows, spread over the step, as Python values by column.
 
         Of the layouts that hold rows here it takes the one with most of the columns `names`, and then with most rows;
-        columns of `more` come along where they are there.
+        columns of `more` are added where they are there.
         """
         names = set(names)
-        held = {name: [(self.fans.of(producer), batch) for (producer, _), batch in self.shelves.items()
+        held = {name: [(self.lineage.of(producer), batch) for (producer, _), batch in self.step_columns.items()
                        if name in batch.columns and len(batch)] for name in (*names, *more)}
         deepest = max((len(fan) for pairs in held.values() for fan, _ in pairs), default=0)
         best: dict[str, list[Any]] = {}
@@ -154,15 +158,14 @@ class Databuffer:
                 len(names & columns.keys()), max(map(len, columns.values()), default=0), len(columns)))
         return best if count else {}
 
-    def _readable(self, name: str, pairs: list[tuple[Fan, Batch]], fan: Fan, ids: Tensor) -> list[Any] | None:
+    def _readable(self, name: str, pairs: list[tuple[Lineage, Batch]], fan: Lineage, ids: Tensor) -> list[Any] | None:
         for shorter, batch in pairs:
-            index, lost = _places(batch.ids, ids // self.fans.times(fan[len(shorter) :]))
+            index, lost = _positions(batch.ids, ids // self.lineage.times(fan[len(shorter) :]))
             if not len(lost) and fan[: len(shorter)] == shorter:
                 return _plain(batch.only([name]).select(index)[name])
         return None
 
     def _fetch(self, transfer: Transfer, task: Task) -> Batch:
-        """The transfer's columns in the task's layout; a rank without rows may lack the columns themselves."""
         layout = task.layout
         if transfer.kind != "local":
             new = [name for name in transfer.columns if (transfer.producer, name, layout) not in self.moved]
@@ -172,7 +175,7 @@ class Databuffer:
         return self._held(transfer.producer, layout, transfer.columns)
 
     def _held(self, producer: str, layout: Layout, names: Iterable[str]) -> Batch:
-        batch = self.shelves[producer, layout]
+        batch = self.step_columns[producer, layout]
         lost = [name for name in names if name not in batch.columns]
         if lost and len(batch):
             raise ColumnError(f"node `{producer}` has {len(batch)} rows on rank {self.rank}, but not their column "
@@ -185,97 +188,96 @@ class Databuffer:
         try:
             moved = self.redistributor.move(
                 held, layout,
-                b"" if layout in self.homes else self._census(layout),
-                lambda census: self._home(layout, census).destinations(self.fans, producer, layout),
+                b"" if layout in self.assignments else self._count_rows(layout),
+                lambda counts: self._assign(layout, counts).destinations(self.lineage, producer, layout),
                 f"{producer}/{task.node}")
         except RankMissing as error:
-            rows = debts(self.fans, producer, origin, self.homes.get(origin), self.drawn, self.rank, error.ranks)
+            rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
+                                error.ranks)
             raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
                               f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
                               f"rows {rows}", error.ranks) from error
-        earlier = self.shelves.get((producer, layout))
-        self.shelves[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
+        earlier = self.step_columns.get((producer, layout))
+        self.step_columns[producer, layout] = moved if earlier is None else moved.with_columns(earlier.columns)
 
-    def _census(self, layout: Layout) -> bytes:
-        census = RowCounts(self.fans, layout)
-        for (producer, place), batch in self.shelves.items():
-            if place.leads(self.rank):
-                share = layout.share(self.rank) if place == layout else None
-                census.add(producer, batch, share, origin=place == self._origin(producer))
-        return census.to_bytes()
+    def _count_rows(self, layout: Layout) -> bytes:
+        counts = RowCounts(self.lineage, layout)
+        for (producer, held_in), batch in self.step_columns.items():
+            if held_in.leads(self.rank):
+                share = layout.share(self.rank) if held_in == layout else None
+                counts.add(producer, batch, share, origin=held_in == self._origin(producer))
+        return counts.to_bytes()
 
-    def _home(self, layout: Layout, census: list[bytes]) -> ShardAssignment:
-        if layout not in self.homes:
-            self.homes[layout], uneven = RowCounts(self.fans, layout).settle(
-                census, self.redistributor.neighbours.machines)
+    def _assign(self, layout: Layout, counts: list[bytes]) -> ShardAssignment:
+        if layout not in self.assignments:
+            self.assignments[layout], uneven = RowCounts(self.lineage, layout).assign(
+                counts, self.redistributor.host_group.machines)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
-        return self.homes[layout]
+        return self.assignments[layout]
 
-    def _align(self, part: Batch, fan: Fan, task: Task, ids: Tensor, transfer: Transfer) -> Batch:
-        """`part` with exactly the rows `ids`: repeated if its rows were repeated later on."""
-        times = self.fans.times(task.fan[len(fan) :])
+    def _align(self, part: Batch, fan: Lineage, task: Task, ids: Tensor, transfer: Transfer) -> Batch:
+        times = self.lineage.times(task.fan[len(fan) :])
         if times == 1 and torch.equal(part.ids, ids):
             return part
-        index, lost = _places(part.ids, ids // times)
+        index, lost = _positions(part.ids, ids // times)
         where = f"node `{task.node}` on rank {self.rank}"
         if len(lost):
             raise ColumnError(f"{where} lacks rows {lost[:5].tolist()} of columns {', '.join(transfer.columns)}, which "
                               f"node `{transfer.producer}` owes")
-        alone = part.ids[~torch.isin(part.ids, ids // times)] if len(part) * times != len(ids) else ()
-        if len(alone):
-            raise ColumnError(f"{where} has rows {alone[:5].tolist()} of columns {', '.join(transfer.columns)} from "
+        extra = part.ids[~torch.isin(part.ids, ids // times)] if len(part) * times != len(ids) else ()
+        if len(extra):
+            raise ColumnError(f"{where} has rows {extra[:5].tolist()} of columns {', '.join(transfer.columns)} from "
                               f"node `{transfer.producer}`, but its other inputs lack them")
         return part.select(index)
 
     def _drop(self, task: Task) -> None:
-        """The rows that a task wants dropped leave the step; then those of earlier draws come to the others."""
-        written = self.shelves[task.node, task.layout] if task.layout.leads(self.rank) else _NOTHING
+        written = self.step_columns[task.node, task.layout] if task.layout.leads(self.rank) else _NOTHING
         keep = written[KEEP] if len(written) else torch.empty(0, dtype=torch.bool)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.ndim != 1:
             raise ColumnError(f"node `{task.node}` wrote column `{KEEP}`, which says which rows stay in the step: it "
                               "must be a Tensor of one bool a row")
         self.metrics.add(f"filter/{task.node}/dropped", (~keep).sum())
         self.metrics.add(f"filter/{task.node}/kept", keep.sum())
-        gather = self.redistributor.neighbours.gather
-        whole = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
-        if whole and task.draws == 1:
-            return  # as nearly always: nobody needs to know which rows there are
+        gather = self.redistributor.host_group.gather
+        nothing_dropped = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
+        if nothing_dropped and task.draws == 1:
+            return  # the usual case: no rank has to know which rows there are
         self.kept = KeptRows(torch.cat([_unpacked(raw) for raw in gather(_packed(written.ids[keep]))]), task.out_fan)
-        if not whole:
+        if not nothing_dropped:
             self._keep_only(self.kept)
         if task.draws > 1:
             self._join()
 
     def _keep_only(self, kept: KeptRows) -> None:
         self.drawn = None
-        self.kept = KeptRows(self.kept.ids[kept.among(self.fans, self.kept.ids, self.kept.fan)], self.kept.fan)
-        for layout, homes in self.homes.items():
-            self.homes[layout] = kept.of_homes(self.fans, homes, self.fans.unit(layout))
-        for (producer, place), batch in self.shelves.items():
-            batch = kept.of(self.fans, batch, self.fans.of(producer))
-            if place in self.homes and place != self._origin(producer):  # a share may have lost all rows of a prompt
-                homes, unit = self.homes[place], self.fans.unit(place)
-                mine = torch.from_numpy(homes.units[homes.shares == place.share(self.rank)])
-                batch = KeptRows(mine, unit).of(self.fans, batch, self.fans.of(producer))
-            self.shelves[producer, place] = batch
+        self.kept = KeptRows(self.kept.ids[kept.among(self.lineage, self.kept.ids, self.kept.fan)], self.kept.fan)
+        self.assignments = {layout: kept.of_assignment(self.lineage, assignment, self.lineage.unit(layout))
+                            for layout, assignment in self.assignments.items()}
+        for (producer, layout), batch in self.step_columns.items():
+            batch = kept.of(self.lineage, batch, self.lineage.of(producer))
+            # a share may have lost all rows of a prompt
+            if layout in self.assignments and layout != self._origin(producer):
+                assignment, unit = self.assignments[layout], self.lineage.unit(layout)
+                mine = torch.from_numpy(assignment.units[assignment.shares == layout.share(self.rank)])
+                batch = KeptRows(mine, unit).of(self.lineage, batch, self.lineage.of(producer))
+            self.step_columns[producer, layout] = batch
 
     def _join(self) -> None:
-        """The rows of earlier draws, which have smaller ids, come before those of this one."""
         if self.earlier is None:
             return
-        (shelves, homes, kept), self.drawn = self.earlier, None
-        self.shelves = {key: joined(shelves[key], batch) for key, batch in self.shelves.items()}
-        self.homes = {layout: homes[layout].joined(later) for layout, later in self.homes.items()}
+        (step_columns, assignments, kept), self.drawn = self.earlier, None
+        self.step_columns = {key: joined(step_columns[key], batch) for key, batch in self.step_columns.items()}
+        self.assignments = {layout: assignments[layout].joined(later) for layout, later in self.assignments.items()}
         self.kept = KeptRows(torch.cat([kept.ids, self.kept.ids]), kept.fan)
         self.earlier = None
 
     def _origin(self, producer: str) -> Layout:
-        return self.source_layout if producer == SOURCE else self.fans.tasks[producer].layout
+        return self.source_layout if producer == SOURCE else self.lineage.tasks[producer].layout
 
 
-def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of `wanted` stands in `ids` (ascending), and those of `wanted` that are not there."""
+def _positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index in `ids` (ascending) of each of `wanted`, and those of `wanted` that are not there."""
     if not len(ids):
         return torch.zeros(0, dtype=torch.int64), wanted
     index = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
@@ -283,14 +285,12 @@ def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plain(column: ColumnData) -> list[Any]:
-    """One Python value a row."""
     if not isinstance(column, Ragged):
         return column.tolist()
     return decode_text(column) if column.values.dtype == torch.uint8 else [row.tolist() for row in column.rows]
 
 
 def _empty(form: str) -> ColumnData:
-    """No rows of a column that this rank has never seen."""
     if form == _TEXT:
         return encode_text([])
     nothing = torch.empty(0, dtype=torch.int64)

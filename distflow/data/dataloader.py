@@ -1,6 +1,6 @@
-"""Each rank draws its own share of every batch (DistFlow §6.1).
+"""Dataloader: each rank loads its own share of every batch (DistFlow §6.1).
 
-The stream of samples is the dataset shuffled anew each epoch, by (seed, epoch) alone. Step `s` takes the next
+The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone. Step `s` takes the next
 `batch` positions of it, over the end of an epoch too, and each share a contiguous part of those, as its layout
 says. So the samples of a step do not depend on the number of ranks, and the only state is the position.
 """
@@ -25,7 +25,7 @@ Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
 
 class WithoutEmpty:
-    """Records without those in which a field is empty: the next one that says something takes the place of each.
+    """Records in which each one with an empty field is replaced by the next one without.
 
     No index of them is made, so that opening stays quick and each rank finds the same ones.
     """
@@ -49,16 +49,16 @@ class WithoutEmpty:
         Raises:
             InvalidInput: there is no record that says something.
         """
-        for place in range(index, index + len(self.records)):
-            record = self.records.get([place % len(self.records)])[0]
+        for number in range(index, index + len(self.records)):
+            record = self.records.get([number % len(self.records)])[0]
             if not self.fields.empty(record):
                 return record
-            self._tell(place % len(self.records), record)
+            self._record_skipped(number % len(self.records), record)
         raise InvalidInput(Diagnostic(f"field `{self.fields.empty(record)}` of every record is empty",
                                       self.records.where(index)))
 
-    def _tell(self, index: int, record: Record) -> None:
-        """Count the record in the metrics each time, and say in events.jsonl once where it stands."""
+    def _record_skipped(self, index: int, record: Record) -> None:
+        """Count the record in the metrics each time, and record its location in events.jsonl once."""
         current().add("data/records_skipped", 1)
         if index not in self.known:
             self.known.add(index)
@@ -66,7 +66,7 @@ class WithoutEmpty:
 
 
 class Dataloader:
-    """Yields this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
+    """Loads this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
 
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
                  layout: Layout = ONE):
@@ -75,7 +75,8 @@ class Dataloader:
         self.position = 0
 
     def next(self) -> Batch:
-        """The next step's rows of this share: none for a rank without a share, perhaps none if ranks outnumber rows."""
+        """Return the next step's rows of this share: none for a rank without a share, perhaps none if ranks outnumber
+        rows."""
         start, self.position = self.position, self.position + self.batch
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
@@ -84,36 +85,34 @@ class Dataloader:
             Batch(torch.empty(0, dtype=torch.int64))
 
     def at(self, ids: torch.Tensor) -> Batch:
-        """The prompts at these positions of the stream [B], in their order."""
+        """Return the prompts at these positions of the stream [B], in their order."""
         columns = self.encode(self.records.get([self._index(position) for position in ids.tolist()]))
         return Batch(ids, {**columns, "group": ids})
 
-    def arrivals(self) -> tuple[()]:
-        """What others have computed on the last draw's prompts: nothing."""
+    def take_results(self) -> tuple[()]:
+        """Return what other groups computed on the last draw's prompts: nothing."""
         return ()
 
     def finish(self) -> None:
-        """The step is done."""
+        """End the step."""
 
-    def settle(self, state: dict[str, int]) -> None:
-        """Nobody will go on from a state before this one."""
+    def release_before(self, state: dict[str, int]) -> None:
+        """Release what only states before this one need: nothing."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
 
     @property
     def drawn_before(self) -> int:
-        """The number of draws so far."""
         return self.position // self.batch
 
     @property
     def drawn(self) -> range:
-        """The rows of the last step, of all shares."""
+        """Rows of the last step, of all shares."""
         return range(self.position - self.batch, self.position)
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset so far."""
         return self.position / len(self.records)
 
     def _index(self, position: int) -> int:

@@ -1,6 +1,6 @@
-"""Records of a dataset by index, whatever file they lie in. Opening reads an index; a record is read when asked for.
+"""Datasets: records by index from JSON lines, Parquet or a `datasets` folder, with their checks and images.
 
-The images of a record: files beside the data, or bytes in it.
+Opening reads an index only; a record is read when it is asked for. Images are files beside the data, or bytes in it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
 
 def open_images(record: Record, field: str, folder: Path) -> list[Image.Image]:
-    """The images in a field of a record: none, one, or a list of them.
+    """Return the images in a field of a record: none, one, or a list of them.
 
-    Each is a path from `folder` on, bytes of an image file, {bytes, path} as `datasets` writes them, or an image that
+    Each is a path below `folder`, bytes of an image file, {bytes, path} as `datasets` writes them, or an image that
     `datasets` has read.
 
     Raises:
@@ -60,7 +60,7 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
     """Read the images of some records.
 
     Raises:
-        InvalidInput: what is wrong with the first that cannot be read, and where.
+        InvalidInput: one cannot be read; names the first such record and its location.
     """
     for index in indices:
         try:
@@ -75,27 +75,24 @@ _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
 _BLANK = 64
-"""A line longer than this is taken for a record without looking whether it is blank."""
+"""A line longer than this counts as a record without a look whether it is blank."""
 
 
 class Records(Protocol):
-    """What a dataset must offer."""
+    """Interface of a dataset."""
 
     def __len__(self) -> int: ...
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        """The records at these indices, in this order."""
+        """Return the records at these indices, in this order."""
 
     def where(self, index: int) -> Location:
-        """The place of a record, for messages."""
+        """Return the location of a record, for messages."""
 
 
 def open_records(path: Path) -> Records:
-    """Open a .jsonl or .parquet file or a folder that `datasets` saved.
-
-    Raises:
-        InvalidInput: the format is unknown, it cannot be read, or there is no record in it.
-    """
+    """Open a .jsonl or .parquet file or a folder that `datasets` saved. Raises `InvalidInput` if the format is unknown,
+    it cannot be read, or there is no record in it."""
     kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
@@ -112,24 +109,24 @@ def open_records(path: Path) -> Records:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
-    missing from some records."""
+    """Fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
+    missing."""
 
     question: str
     texts: Sequence[str] = ()
     tools: str | None = None
     strict: bool = True
-    """Whether a record in which one of them is empty is a mistake."""
+    """Whether a record with an empty field is a mistake."""
 
     @property
     def all(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((self.question, *self.texts)))
 
     def empty(self, record: Record) -> str:
-        """Return the first field that says nothing; "" if all say something."""
-        return next((name for name in self.all if name in record and self.says_nothing(name, record[name])), "")
+        """Return the first field that is empty; "" if none is."""
+        return next((name for name in self.all if name in record and self.is_empty_field(name, record[name])), "")
 
-    def says_nothing(self, name: str, value: Any) -> bool:
+    def is_empty_field(self, name: str, value: Any) -> bool:
         return is_empty_question(value) if name == self.question else is_empty(value)
 
 
@@ -142,9 +139,10 @@ def check_records(records: Records, fields: Fields, share: int = 0, shares: int 
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
     """Read every `shares`-th record from `share` on and require that its fields can be used.
 
-    `rewarded` says which values a field may have: those for which there is a reward.
-
     What is wrong with one field of many records is one mistake, shown at the first of them.
+
+    Args:
+        rewarded: by field, the values for which there is a reward; others are mistakes.
 
     Returns:
         The indices of records with an empty field, unless the fields are strict.
@@ -174,7 +172,7 @@ def check_records(records: Records, fields: Fields, share: int = 0, shares: int 
 
 
 def _read_block(records: Records, indices: Sequence[int], mistakes: list[Diagnostic]) -> list[tuple[int, Record]]:
-    """The readable records among `indices`; a block that has an unreadable one is read again, one by one."""
+    """Return the readable records among `indices`; a block with an unreadable one is read again, one by one."""
     try:
         return list(zip(indices, records.get(indices)))
     except InvalidInput as error:
@@ -188,7 +186,7 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
                   known: set[tuple[str, str]]) -> list[Diagnostic]:
     mistakes = []
     for name in (*fields.all, *([fields.tools] if fields.tools in record else ())):
-        kind = _trouble(record, name, fields)
+        kind = _requirement(record, name, fields)
         if not kind or (name, kind) in known:
             continue
         known.add((name, kind))
@@ -213,19 +211,18 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
                              did_you_mean(value, values, "There are rewards for"))
 
 
-def _trouble(record: Record, name: str, fields: Fields) -> str:
-    """What a field must be and is not; "" if all is well."""
+def _requirement(record: Record, name: str, fields: Fields) -> str:
     if name not in record:
         return "there"
     if name == fields.tools:
         return wrong_tools(record[name])
-    if fields.says_nothing(name, record[name]):
+    if fields.is_empty_field(name, record[name]):
         return _FILLED
     return (wrong_question if name == fields.question else wrong_answer)(record[name])
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are passed over."""
+    """Dataset of one JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -254,11 +251,12 @@ class JsonLines:
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
-            spot = Location(str(self.path), line, error.pos + 1, 1, text)
-            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", spot)) from None
+            location = Location(str(self.path), line, error.pos + 1, 1, text)
+            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location)) from None
         if not isinstance(record, dict):
-            spot = Location(str(self.path), line, 1, len(text), text)
-            raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}", spot))
+            location = Location(str(self.path), line, 1, len(text), text)
+            raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}",
+                                          location))
         return record
 
 
@@ -268,7 +266,7 @@ def _text(file: Any, start: int, end: int) -> str:
 
 
 class Parquet:
-    """A Parquet file; a row group is read when a record of it is asked for, and the last one read is kept."""
+    """Dataset in a Parquet file; reads a row group when a record of it is asked for, and keeps the last one read."""
 
     def __init__(self, path: Path):
         import pyarrow.parquet  # only users of Parquet pay for its import
@@ -301,7 +299,7 @@ class Parquet:
 
 
 class SavedFolder:
-    """A folder written by `datasets.Dataset.save_to_disk`; memory-mapped."""
+    """Dataset in a folder written by `datasets.Dataset.save_to_disk`; memory-mapped."""
 
     def __init__(self, path: Path):
         import datasets  # takes seconds to import; only users of this format pay for it

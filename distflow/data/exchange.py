@@ -1,12 +1,12 @@
-"""Bytes between the ranks of a group: every rank to every rank, and all to all alike.
+"""Collectives on bytes between the ranks of a group: all-to-all and all-gather.
 
-These are gloo's connections, and they carry no token: gloo takes whoever connects for the rank that it says it is, and
-sends in the clear. It learns the ranks' addresses from torchrun's store, which has no password either. Whoever reaches
-these ports can read rows and weights, and change them; and since torch's own checkpointing sends pickles through the
-group, perhaps run code. gloo has a transport with TLS, but the wheels of torch are built without it ("unsupported
-gloo device"). So a run of several machines belongs on a network that only they reach, or in a tunnel between them;
-`GLOO_SOCKET_IFNAME` chooses gloo's interface. On one machine it is `lo` unless it is set, and `distflow run` has the
-store there too; torchrun itself lets its store listen on all interfaces, whatever it is told.
+These use gloo's connections, and they carry no token: gloo takes whoever connects for the rank that it claims to be,
+and sends in the clear. It learns the ranks' addresses from torchrun's store, which has no password either. Whoever
+reaches these ports can read rows and weights, and change them; and since torch's own checkpointing sends pickles
+through the group, perhaps run code. gloo has a transport with TLS, but the wheels of torch are built without it
+("unsupported gloo device"). So a run of several machines belongs on a network that only they reach, or in a tunnel
+between them; `GLOO_SOCKET_IFNAME` chooses gloo's interface. On one machine it is `lo` unless it is set, and `distflow
+run` has the store there too; torchrun itself lets its store listen on all interfaces, whatever its settings.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from distflow.errors import RankMissing
 
-_LEAST = 4096
-_COLLECTIVE, _LATE, _GONE = ("gloo", "nccl", "c10d", "store"), ("timed out", "timeout"), (
+_MIN_SIZE = 4096
+_COLLECTIVE, _LATE, _ENDED = ("gloo", "nccl", "c10d", "store"), ("timed out", "timeout"), (
     "closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
-"""What stands in the message of a collective that failed for another rank's sake; its type is RuntimeError at best."""
+"""Phrases in the message of a collective that failed because of another rank; its type is RuntimeError at best."""
 
 
 def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -34,60 +34,60 @@ def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dis
     One collective; every rank of the group must call it.
 
     Raises:
-        RankMissing: a rank ended, or did not come within the group's time limit. So do the two below.
+        RankMissing: a rank ended, or timed out. `gather` and `barrier` raise it too.
     """
     received = torch.empty(sum(arriving), dtype=torch.uint8)
-    with attended():
+    with peer_errors():
         dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
     return received
 
 
-_room: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Bytes that each rank's payload gets in a group's next gather; the same on all its ranks."""
+_payload_size: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Bytes for each rank's payload in a group's next gather; the same on all its ranks."""
 
 
 def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank.
+    """Return every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank.
 
     One collective if the payloads are about as long as they were last time, two if one is longer.
     """
     group = group or dist.group.WORLD
     if group.size() == 1:
         return [payload]
-    room = _room.get(group, _LEAST)
-    parts = _gathered(len(payload).to_bytes(8, "little") + payload[: room - 8], room, group)
+    size_limit = _payload_size.get(group, _MIN_SIZE)
+    parts = _gathered(len(payload).to_bytes(8, "little") + payload[: size_limit - 8], size_limit, group)
     sizes = [int.from_bytes(part[:8], "little") for part in parts]
     longest = max(sizes) + 8
-    if longest > room:
-        rest = _gathered(payload[room - 8 :], longest - room, group)
+    if longest > size_limit:
+        rest = _gathered(payload[size_limit - 8 :], longest - size_limit, group)
         parts = [part + more for part, more in zip(parts, rest)]
-    _room[group] = max(_LEAST, longest + longest // 4)
+    _payload_size[group] = max(_MIN_SIZE, longest + longest // 4)
     return [part[8 : 8 + size] for part, size in zip(parts, sizes)]
 
 
 def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
     mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
-    with attended():
+    with peer_errors():
         group.allgather([everyone], [mine]).wait()
     return [part.numpy().tobytes() for part in everyone]
 
 
-def meet(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank of the group has come here, on the CPU."""
-    with attended():
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank of the group has called this, on the CPU."""
+    with peer_errors():
         dist.all_reduce(torch.zeros(1), group=group)
 
 
 @contextlib.contextmanager
-def attended() -> Iterator[None]:
-    """Errors of collectives become RankMissing; others pass."""
+def peer_errors() -> Iterator[None]:
+    """Turn errors of collectives into RankMissing; let others pass."""
     try:
         yield
     except RuntimeError as error:
         text = str(error).lower()
         late = any(phrase in text for phrase in _LATE)
-        if not any(word in text for word in _COLLECTIVE) or not (late or any(phrase in text for phrase in _GONE)):
+        if not any(word in text for word in _COLLECTIVE) or not (late or any(phrase in text for phrase in _ENDED)):
             raise
         what = "a rank did not come within the wait limit" if late else "a rank ended while others waited for it"
         raise RankMissing(f"{what} ({str(error).splitlines()[0]})") from error

@@ -1,7 +1,7 @@
-"""Which rows a rank owes, for the message of a wait in vain.
+"""Names the rows that a missing rank owes, for the message of a timeout.
 
-The rank that is missing has announced nothing. But its rows follow from the plan: those of its share of the dataset,
-or those that the homes of the step gave to its share, each repeated as often as nodes repeated it.
+A missing rank has announced nothing. But its rows follow from the plan: those of its share of the dataset, or those
+that the assignment of the step gave to its share, each repeated as often as nodes repeated it.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from distflow.plan import Layout, RowLineage
 _SHOWN, _RANKS_SHOWN = 5, 4
 
 
-def debts(fans: RowLineage, producer: str, origin: Layout, homes: ShardAssignment | None, drawn: range | None,
-          rank: int,
-          missing: Sequence[int]) -> str:
-    """What the ranks `missing` owe of the rows of `producer`; if it is not known who is missing, what all others owe.
+def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
+                 drawn: range | None, rank: int, missing: Sequence[int]) -> str:
+    """Describe which rows of `producer` the ranks `missing` owe; if none is known to be missing, those of all others.
 
     Args:
         origin: the layout in which the producer wrote its rows.
-        homes: of that layout; None if it is the dataset's own, or if no rows have come to it.
+        assignment: of that layout; None if it is the dataset's own, or if no rows have come to it.
         drawn: the rows of the dataset in this step, of all shares; None if this rank does not know them.
         rank: the one that waits.
     """
     owners = [other for other in range(origin.first, origin.last + 1) if origin.leads(other) and other != rank]
     asked = list(missing) or owners
-    told = [f"rank {other} owes {_owed(owed(fans, producer, origin, homes, drawn, other), origin, other)}"
-            for other in asked[:_RANKS_SHOWN]]
+    expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other)
+                for other in asked[:_RANKS_SHOWN]}
+    descriptions = [f"rank {other} owes {_describe(ids, origin, other)}" for other, ids in expected.items()]
     more = f", and {len(asked) - _RANKS_SHOWN} more ranks theirs" if len(asked) > _RANKS_SHOWN else ""
-    return "; ".join(told) + more
+    return "; ".join(descriptions) + more
 
 
-def owed(fans: RowLineage, producer: str, origin: Layout, homes: ShardAssignment | None, drawn: range | None,
-         rank: int) -> np.ndarray | None:
-    """The ids of the rows of `producer` that a rank has by its share [rows]; None if that cannot be known."""
-    fan, unit, share = fans.of(producer), fans.unit(origin), origin.share(rank)
+def expected_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
+                  drawn: range | None, rank: int) -> np.ndarray | None:
+    """Return the ids [rows] of the producer's rows that a rank has by its share; None if that cannot be known."""
+    fan, unit, share = lineage.of(producer), lineage.unit(origin), origin.share(rank)
     if not origin.leads(rank):
         return np.empty(0, dtype=np.int64)
-    if origin == fans.source and drawn is not None:
+    if origin == lineage.source and drawn is not None:
         mine = origin.cut(len(drawn), share)
         units = np.array(drawn[mine.start : mine.stop], dtype=np.int64)
-    elif origin != fans.source and homes is not None:
-        units = homes.units[homes.shares == share]
+    elif origin != lineage.source and assignment is not None:
+        units = assignment.units[assignment.shares == share]
     else:
         return None
     if len(fan) < len(unit):
-        return np.unique(units // fans.times(unit[len(fan) :]))
-    times = fans.times(fan[len(unit) :])
+        return np.unique(units // lineage.times(unit[len(fan) :]))
+    times = lineage.times(fan[len(unit) :])
     return (units[:, None] * times + np.arange(times)).reshape(-1)
 
 
-def _owed(ids: np.ndarray | None, origin: Layout, rank: int) -> str:
+def _describe(ids: np.ndarray | None, origin: Layout, rank: int) -> str:
     if ids is None:
         return f"share {origin.share(rank)} of {origin.dp} of them"
     if not len(ids):

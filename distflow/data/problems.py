@@ -1,4 +1,4 @@
-"""Reads the question, the tools and the answer out of a record, in all the forms in which datasets have them."""
+"""Reads the question, the tools and the answer of a record, in all the forms in which datasets have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 Message = dict[str, Any]
-"""One turn of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
+"""Message of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
 
 
 def messages_of(record: Record, data: Data) -> list[Message]:
@@ -34,12 +34,12 @@ def messages_of(record: Record, data: Data) -> list[Message]:
 
 def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
     """Return the tools that a record names, or None; JSON text, as Parquet files often have it, is parsed."""
-    said = record.get(data.tools) if data.tools else None
-    return (json.loads(said or "null") if isinstance(said, str) else _without_nulls(said)) or None
+    value = record.get(data.tools) if data.tools else None
+    return (json.loads(value or "null") if isinstance(value, str) else _without_nulls(value)) or None
 
 
 def question_text(asked: str | list[Message]) -> str:
-    """Return what a person would call the question: the text, or what the last user message says."""
+    """Return the question as one text: itself, or the content of the last user message."""
     if isinstance(asked, str):
         return asked
     users = [each for each in asked if each["role"] == "user"]
@@ -59,34 +59,34 @@ def answer_text(answer: str | int | float) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field says nothing: null, or blank text."""
+    """Return whether a field is null or blank text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def is_empty_question(value: Any) -> bool:
-    """Whether a question says nothing: as other fields, or no message, or messages without text and parts.
+    """Return whether a question is empty: as other fields, or no message, or messages without text and parts.
 
-    What has a wrong form is not empty: `wrong_question` tells of it.
+    What has a wrong form is not empty: `wrong_question` reports it.
     """
-    return not any(_says(each) for each in value) if isinstance(value, list) else is_empty(value)
+    return not any(_has_content(each) for each in value) if isinstance(value, list) else is_empty(value)
 
 
 def wrong_question(value: Any) -> str:
-    """Return what a question must be and is not; "" if it can be asked."""
+    """Return the requirement that a question fails; "" if it is right."""
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
 
 
 def wrong_answer(value: Any) -> str:
-    """Return what an answer, or another field that is text, must be and is not; "" if it can be taken."""
+    """Return the requirement that an answer, or another text field, fails; "" if it is right."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
 
 
 def wrong_tools(value: Any) -> str:
-    """Return what a field of tools must be and is not; "" if it can be taken."""
+    """Return the requirement that a field of tools fails; "" if it is right."""
     try:
         value = json.loads(value or "null") if isinstance(value, str) else value
     except ValueError:
@@ -95,7 +95,7 @@ def wrong_tools(value: Any) -> str:
     return "" if right else _TOOLS
 
 
-def _says(message: Any) -> bool:
+def _has_content(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else message
     if isinstance(content, list):
         return any(not isinstance(part, dict) or part.get("type", "text") != "text" or not is_empty(part.get("text"))
@@ -112,12 +112,12 @@ def _is_message(value: Any) -> bool:
         isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in parts)
 
 
-def _message(said: Message) -> Message:
-    return {name: _without_nulls(value) for name, value in said.items() if value is not None or name == "content"}
+def _message(message: Message) -> Message:
+    return {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives each mapping the keys of all others in its place, as null; templates ask whether a key is there."""
+    """Remove the keys that Parquet adds as null to each mapping; templates ask whether a key is there."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,10 +1,9 @@
-"""Rows from one layout to another: each once, directly, and within a machine with a single copy (DistFlow §6.2).
+"""Moves rows from one layout to another: each once, directly, with a single copy within a machine (DistFlow §6.2).
 
-The ranks announce what they hold and which memory they have free. From that, each computes where every row will lie
-in its reader's memory. Within a machine the holder of a row writes it right there; rows for other machines go in one
-`all_to_all_single`, packed, with sizes that both ends know already, and their reader puts them in place.
-
-Where each row goes when a layout changes: computed from what the ranks announce, the same on all of them.
+    announce       each rank announces its rows and its free shared memory (`RowNotice`)
+    Route          from all notices, each rank computes where every row will lie in its reader's memory
+    Redistributor  moves: within a machine the holder writes a row to its final address; rows for other machines
+                   travel in one `all_to_all_single`, packed, with sizes known at both ends, and the reader places them
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from distflow.data.column_buffers import (
     ColumnBuffer,
     ColumnForm,
     RowRuns,
+    buffers_of,
     column_of,
     copy_rows,
     form_of,
     runs_of,
-    strips_of,
 )
 from distflow.data.exchange import exchange
 from distflow.data.host_group import HostGroup
@@ -44,7 +43,8 @@ Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class RowNotice(NamedTuple):
-    """What a rank announces: its rows' ids [rows], and per column its form and its rows' counts, one [rows] a strip.
+    """Announcement of a rank: ids of its rows [rows], and per column its form and the counts of its rows, [rows] per
+    buffer.
 
     Columns whose rows have as many elements each, as all that a policy writes of its tokens, share one array.
     """
@@ -52,44 +52,41 @@ class RowNotice(NamedTuple):
     ids: np.ndarray
     forms: dict[str, ColumnForm]
     counts: dict[str, list[np.ndarray]]
-    stock: PoolNotice
+    pool: PoolNotice
 
 
-def announce(batch: Batch, stock: PoolNotice) -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
-    """A rank's notice as bytes, and the strips that it speaks of."""
-    strips = {name: strips_of(column) for name, column in batch.columns.items()}
+def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
+    """Return a rank's notice as bytes, and the buffers that it describes."""
+    buffers = {name: buffers_of(column) for name, column in batch.columns.items()}
     forms, numbers = [], {}
     for name, column in batch.columns.items():
         form = form_of(column)
-        counts = [strip.counts.tobytes() for strip in strips[name]] if form.depth else []  # a dense row has one element
+        # a dense row has one element
+        counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
         forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts]))
-    header = msgpack.packb([len(batch), forms, stock])
+    header = msgpack.packb([len(batch), forms, pool])
     header += b"\0" * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, batch.ids.numpy().tobytes(), *numbers]), strips
+    return b"".join([len(header).to_bytes(8, "little"), header, batch.ids.numpy().tobytes(), *numbers]), buffers
 
 
 def read_notice(raw: bytes) -> RowNotice:
-    """What `announce` packed."""
     size = int.from_bytes(raw[:8], "little")
     reader = msgpack.Unpacker()
     reader.feed(raw[8 : 8 + size])
-    rows, forms, stock = reader.unpack()
+    rows, forms, pool = reader.unpack()
     numbers = np.frombuffer(raw, dtype=np.int64, offset=8 + size)
     ids, *distinct = [numbers[start : start + rows] for start in range(0, len(numbers), rows)] if rows else [numbers]
     once = np.ones(rows, dtype=np.int64)
     described, counts = {}, {}
-    for name, depth, dtype, shape, strips in forms:
+    for name, depth, dtype, shape, buffers in forms:
         described[name] = ColumnForm(depth, dtype, tuple(shape))
-        counts[name] = [distinct[strip] if rows else ids for strip in strips] if depth else [once]
-    return RowNotice(ids, described, counts, PoolNotice.unpack(stock))
+        counts[name] = [distinct[buffer] if rows else ids for buffer in buffers] if depth else [once]
+    return RowNotice(ids, described, counts, PoolNotice.unpack(pool))
 
 
 def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
-    """The form of each column. A rank without rows, or with empty ones only, has no say if another has elements.
-
-    Raises:
-        ColumnError: the ranks' elements differ in type or shape, or their columns are not the same.
-    """
+    """Return the form of each column. Ranks without rows, or with empty ones only, are ignored if another has elements.
+    Raises `ColumnError` if the ranks' elements differ in type or shape, or their columns are not the same."""
     holders = [rank for rank, notice in enumerate(notices) if len(notice.ids)] or [0]
     names = notices[holders[0]].forms
     for rank in holders:
@@ -100,22 +97,22 @@ def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
 
 
 def _agree(name: str, notices: Sequence[RowNotice], holders: list[int]) -> ColumnForm:
-    said = {rank: notices[rank].forms[name] for rank in holders}
-    if len(set(said.values())) == 1:
-        return said[holders[0]]
+    announced = {rank: notices[rank].forms[name] for rank in holders}
+    if len(set(announced.values())) == 1:
+        return announced[holders[0]]
     full = [rank for rank in holders if notices[rank].counts[name][-1].any()] or holders[:1]
-    first = said[full[0]]
+    first = announced[full[0]]
     for rank in holders:
-        if said[rank].depth != first.depth or (rank in full and said[rank] != first):
+        if announced[rank].depth != first.depth or (rank in full and announced[rank] != first):
             raise ColumnError(f"the parts of column `{name}` do not fit together: rank {full[0]} has {first}, rank "
-                              f"{rank} has {said[rank]}")
+                              f"{rank} has {announced[rank]}")
     return first
 
 
-class StripPart(NamedTuple):
-    """One strip of the rows that arrive. Per pair: `counts` elements, from element `at` of its share's strip.
+class BufferPart(NamedTuple):
+    """One buffer of a column as it arrives. Per pair: `counts` elements, from element `at` of its share's buffer.
 
-    Share `i`'s strip lies at byte `starts[i]` of its memory and has `sizes[i]` bytes, in elements of `width` bytes.
+    Share `i`'s buffer lies at byte `starts[i]` of its memory and has `sizes[i]` bytes, in elements of `width` bytes.
     """
 
     width: int
@@ -126,10 +123,10 @@ class StripPart(NamedTuple):
 
 
 class Route:
-    """The rows' way: pairs of a row and a share, by share and then by id.
+    """Routes of all rows: pairs of a row and a share, by share and then by id.
 
-    holder, position, ids: [pairs]: the rank that has the row, where in its batch, its id. `bounds` [shares + 1]: share
-    `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`. `totals` [shares]: bytes of a share's memory.
+    holder, position, ids: [pairs]: the rank that has the row, its index in that batch, its id. `bounds` [shares + 1]:
+    share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`. `totals` [shares]: bytes of a share's memory.
 
     Raises:
         ColumnError: a share would get a row twice.
@@ -153,58 +150,58 @@ class Route:
                               f"twice, on rank {one} and rank {other}")
         self.totals = np.zeros(shares, dtype=np.int64)
         holders = [notice for notice in notices if len(notice.ids)]
-        known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.parts = {name: [self._part([notice.counts[name][level] for notice in holders], row, width, known)
+        shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.parts = {name: [self._part([notice.counts[name][level] for notice in holders], row, width, shared)
                              for level, width in enumerate(form.widths)] if holders else []
                       for name, form in forms.items()}
 
-    def _part(self, said: list[np.ndarray], row: np.ndarray, width: int, known: dict) -> StripPart:
-        """`said`: each holder's counts. Strips for which all said the same share their arrays, which are `known`."""
-        key = tuple(map(id, said))
-        if key not in known:
-            counts = np.concatenate(said)[row]
+    def _part(self, announced: list[np.ndarray], row: np.ndarray, width: int, shared: dict) -> BufferPart:
+        """Lay out one buffer. `announced`: each holder's counts; buffers with the same counts share their arrays
+        (`shared`)."""
+        key = tuple(map(id, announced))
+        if key not in shared:
+            counts = np.concatenate(announced)[row]
             ends = np.zeros(len(counts) + 1, dtype=np.int64)
             counts.cumsum(out=ends[1:])
             edges = ends[self.bounds]
-            known[key] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
-        counts, at, elements = known[key]
+            shared[key] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
+        counts, at, elements = shared[key]
         sizes, starts = elements * width, self.totals
         self.totals = starts + -(-sizes // _ALIGNED) * _ALIGNED
-        return StripPart(width, counts, at, starts, sizes)
+        return BufferPart(width, counts, at, starts, sizes)
 
     def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
-        """The pairs of a share, or those of them whose rows a rank has; by id."""
+        """Return the pairs of a share, or of those the ones whose rows a rank holds; by id."""
         every = np.arange(self.bounds[share], self.bounds[share + 1])
         return every if holder is None else every[self.holder[every] == holder]
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """[pairs]: bytes of each row."""
-        alike: dict[int, list[StripPart]] = {}
+        """Bytes of each row [pairs]."""
+        alike: dict[int, list[BufferPart]] = {}
         for part in (part for parts in self.parts.values() for part in parts):
             alike.setdefault(id(part.counts), []).append(part)
         return sum((parts[0].counts * sum(part.width for part in parts) for parts in alike.values()),
                    np.zeros(len(self.ids), dtype=np.int64))
 
     def traffic(self, ranks: int) -> np.ndarray:
-        """[ranks, shares]: bytes of rows that a rank has and a share gets."""
+        """Return the bytes of rows that each rank sends to each share [ranks, shares]."""
         shares = len(self.totals)
         sums = np.bincount(self.holder * shares + self.share, self.sizes, ranks * shares)
         return sums.astype(np.int64).reshape(ranks, shares)
 
 
 def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
-    """[pairs]: their order by share and then by id."""
     if (ids[1:] >= ids[:-1]).all():  # the usual case; numbers as small as these are sorted in one pass
         return np.argsort(share.astype(np.min_scalar_type(shares)), kind="stable")
     return np.lexsort((ids, share))
 
 
-Strips = dict[str, list[ColumnBuffer]]
+Buffers = dict[str, list[ColumnBuffer]]
 
 
 class Destination(NamedTuple):
-    """Where a share's rows are put: in the memory of its first rank on each machine that has ranks of it.
+    """Memory that receives a share's rows: that of its first rank on each machine that has ranks of it.
 
     number: of the segment; -1 if the share has no bytes.
     """
@@ -219,80 +216,83 @@ class Redistributor:
 
     def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
         self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
-        self.warehouse = SharedMemoryPool(rank)
+        self.pool = SharedMemoryPool(rank)
         self.moved = 0
         """Bytes of rows that left or reached this rank in this step."""
 
     @functools.cached_property
-    def neighbours(self) -> HostGroup:
+    def host_group(self) -> HostGroup:
         return HostGroup(self.rank, self.limit, self.group)
 
-    def move(self, held: Batch, layout: Layout, rider: bytes, settle: Callable[[list[bytes]], Destinations],
-             edge: str) -> Batch:
-        """The rows that `layout` gives to this rank, by id, with their columns; every rank must call it.
+    def move(self, held: Batch, layout: Layout, payload: bytes,
+             find_destinations: Callable[[list[bytes]], Destinations], edge: str) -> Batch:
+        """Return the rows that `layout` assigns to this rank, by id, with their columns; every rank must call it.
 
         Args:
             held: this rank's rows; ids and lengths are on the CPU.
-            rider: what this rank tells the others to find the rows' destinations.
-            settle: from all ranks' riders to which rows go to which shares of `layout`; the same on every rank.
+            payload: this rank's contribution to finding destinations.
+            find_destinations: from all ranks' payloads to the destinations of rows in `layout`; the same on every rank.
             edge: what the bytes are counted for in the metrics.
 
         Raises:
-            ColumnError: on every rank: rows without a place or with two, or columns that do not fit together.
+            ColumnError: on every rank: rows without a destination or held twice, or columns that do not fit together.
         """
-        raw, strips = announce(held, self.warehouse.stock())
-        told = [msgpack.unpackb(part) for part in self.neighbours.gather(msgpack.packb([raw, rider]))]
-        notices = [read_notice(notice) for notice, _ in told]
+        raw, buffers = announce(held, self.pool.notice())
+        payloads = [msgpack.unpackb(part) for part in self.host_group.gather(msgpack.packb([raw, payload]))]
+        notices = [read_notice(notice) for notice, _ in payloads]
         forms = agree(notices)
-        route = Route(notices, forms, settle([part for _, part in told]), layout.dp)
-        places, stocks = self._reserve(route, layout, [notice.stock for notice in notices])
-        machines = self.neighbours.machines
-        here = [place for place in places if machines[place.rank] == machines[self.rank]]
-        memory = {place: self.warehouse.open(stocks, place.rank, place.number) for place in here if place.number >= 0}
-        for place in memory:
-            for part, strip, pairs, runs in _rows(route, strips, place.share, self.rank):
-                copy_rows(strip.data, _strip(memory[place], part, place.share), strip.starts[route.position[pairs]],
+        route = Route(notices, forms, find_destinations([part for _, part in payloads]), layout.dp)
+        destinations, pools = self._reserve(route, layout, [notice.pool for notice in notices])
+        machines = self.host_group.machines
+        here = [each for each in destinations if machines[each.rank] == machines[self.rank]]
+        memory = {each: self.pool.open(pools, each.rank, each.number) for each in here if each.number >= 0}
+        for target in memory:
+            for part, buffer, pairs, runs in _rows(route, buffers, target.share, self.rank):
+                copy_rows(buffer.data, _bytes_of(memory[target], part, target.share),
+                          buffer.starts[route.position[pairs]],
                           part.at[pairs], part.counts[pairs], part.width, runs)
         traffic = route.traffic(len(notices))
-        self._count(edge, traffic, places, machines)
-        apart = np.array(machines)[:, None] != np.array([machines[place.rank] for place in places], dtype=int)
-        if traffic[:, [place.share for place in places]][apart].any():
-            self._send(strips, route, traffic, places, machines, memory)
-        self.neighbours.meet()
+        self._count(edge, traffic, destinations, machines)
+        crosses = np.array(machines)[:, None] != np.array([machines[each.rank] for each in destinations], dtype=int)
+        if traffic[:, [each.share for each in destinations]][crosses].any():
+            self._send(buffers, route, traffic, destinations, machines, memory)
+        self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
-    def _reserve(self, route: Route, layout: Layout, stocks: list[PoolNotice]) -> tuple[list[Destination],
-                                                                                        list[PoolNotice]]:
-        """The places of all shares. Where one lacks memory, its owner adds some and all announce their stocks anew."""
+    def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> tuple[list[Destination],
+                                                                                       list[PoolNotice]]:
+        """Choose memory for all shares. Where a share lacks some, its owner adds a segment and all ranks announce
+        again."""
         owners: dict[tuple[int, int], int] = {}
-        for rank, machine in enumerate(self.neighbours.machines):
+        for rank, machine in enumerate(self.host_group.machines):
             share = layout.share(rank)
             if share is not None:
                 owners.setdefault((share, machine), rank)
         wanted = {rank: int(route.totals[share]) for (share, _), rank in owners.items()}
-        chosen = choose(stocks, wanted)
+        chosen = choose(pools, wanted)
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
-                self.warehouse.add(wanted[self.rank])
-            stocks = [PoolNotice.unpack(msgpack.unpackb(raw))
-                      for raw in self.neighbours.gather(msgpack.packb(self.warehouse.stock()))]
-            chosen = choose(stocks, wanted)
-        return [Destination(share, rank, chosen[rank]) for (share, _), rank in owners.items()], stocks
+                self.pool.add(wanted[self.rank])
+            pools = [PoolNotice.unpack(msgpack.unpackb(raw))
+                     for raw in self.host_group.gather(msgpack.packb(self.pool.notice()))]
+            chosen = choose(pools, wanted)
+        return [Destination(share, rank, chosen[rank]) for (share, _), rank in owners.items()], pools
 
-    def _send(self, strips: Strips, route: Route, traffic: np.ndarray, places: list[Destination], machines: list[int],
+    def _send(self, buffers: Buffers, route: Route, traffic: np.ndarray, destinations: list[Destination],
+              machines: list[int],
               memory: dict[Destination, np.ndarray]) -> None:
-        """The rows that cross between machines, in one all-to-all; each part holds one strip after the other."""
-        far = {place.rank: place.share for place in places if machines[place.rank] != machines[self.rank]}
+        """Send the rows that cross between machines in one all-to-all; each part holds one buffer after the other."""
+        far = {each.rank: each.share for each in destinations if machines[each.rank] != machines[self.rank]}
         sizes = [int(traffic[self.rank, far[rank]]) if rank in far else 0 for rank in range(len(machines))]
         outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
         for rank in sorted(far):
-            for part, strip, pairs, runs in _rows(route, strips, far[rank], self.rank):
+            for part, buffer, pairs, runs in _rows(route, buffers, far[rank], self.rank):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
-                copy_rows(strip.data, outgoing[position : position + size], strip.starts[route.position[pairs]],
+                copy_rows(buffer.data, outgoing[position : position + size], buffer.starts[route.position[pairs]],
                           counts.cumsum() - counts, counts, part.width, runs)
                 position += size
-        mine = next((place for place in places if place.rank == self.rank), None)
+        mine = next((each for each in destinations if each.rank == self.rank), None)
         arriving = [int(traffic[rank, mine.share]) if mine and machines[rank] != machines[self.rank] else 0
                     for rank in range(len(machines))]
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
@@ -304,7 +304,7 @@ class Redistributor:
             for part in (part for parts in route.parts.values() for part in parts):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
-                copy_rows(received[position : position + size], _strip(memory[mine], part, mine.share),
+                copy_rows(received[position : position + size], _bytes_of(memory[mine], part, mine.share),
                           counts.cumsum() - counts, part.at[pairs], counts, part.width, runs)
                 position += size
 
@@ -312,39 +312,38 @@ class Redistributor:
               memory: dict[Destination, np.ndarray]) -> Batch:
         if share is None or not len(route.ids):
             return Batch(torch.empty(0, dtype=torch.int64))
-        place, pairs = next(place for place in here if place.share == share), route.pairs(share)
+        target, pairs = next(each for each in here if each.share == share), route.pairs(share)
         raw = torch.empty(0, dtype=torch.uint8)
-        if place in memory:
-            raw = self.warehouse.lease(memory[place], place.rank, place.number, int(route.totals[share]))
+        if target in memory:
+            raw = self.pool.lease(memory[target], target.rank, target.number, int(route.totals[share]))
         columns = {}
         for name, form in forms.items():
-            strips = [(_strip(raw, part, share), part.counts[pairs]) for part in route.parts[name]]
-            columns[name] = column_of(form, strips)
+            buffers = [(_bytes_of(raw, part, share), part.counts[pairs]) for part in route.parts[name]]
+            columns[name] = column_of(form, buffers)
         return Batch(torch.from_numpy(route.ids[pairs]), columns)
 
-    def _count(self, edge: str, traffic: np.ndarray, places: list[Destination], machines: list[int]) -> None:
-        """Bytes of rows: of the edge in all, those that leave this rank, and those that leave this machine."""
-        sent = {place: int(traffic[self.rank, place.share]) for place in places}
-        away = sum(size for place, size in sent.items() if place.rank != self.rank)
-        arrived = sum(int(traffic[:, place.share].sum()) - sent[place] for place in places if place.rank == self.rank)
+    def _count(self, edge: str, traffic: np.ndarray, destinations: list[Destination], machines: list[int]) -> None:
+        sent = {each: int(traffic[self.rank, each.share]) for each in destinations}
+        away = sum(size for each, size in sent.items() if each.rank != self.rank)
+        arrived = sum(int(traffic[:, each.share].sum()) - sent[each] for each in destinations if each.rank == self.rank)
         self.metrics.add(f"data/bytes/{edge}", sum(sent.values()))
         self.metrics.add("data/bytes_sent", away)
         self.metrics.add("data/bytes_between_machines",
-                         sum(size for place, size in sent.items() if machines[place.rank] != machines[self.rank]))
+                         sum(size for each, size in sent.items() if machines[each.rank] != machines[self.rank]))
         self.moved += away + arrived
         self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 
 
-def _rows(route: Route, strips: Strips, share: int, holder: int) -> Iterator[tuple[StripPart, ColumnBuffer,
-                                                                                   np.ndarray, RowRuns]]:
-    """Each strip of the rows that go from this rank to a share, its own strip, their pairs, and their runs."""
+def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
+        Iterator[tuple[BufferPart, ColumnBuffer, np.ndarray, RowRuns]]:
+    """Yield for each buffer of the rows that go from this rank to a share: its part, the buffer, its pairs, their runs.
+    """
     pairs = route.pairs(share, holder)
     if len(pairs):
         runs = runs_of(route.position[pairs], pairs)
         for name, parts in route.parts.items():
-            yield from ((part, strip, pairs, runs) for part, strip in zip(parts, strips[name], strict=True))
+            yield from ((part, buffer, pairs, runs) for part, buffer in zip(parts, buffers[name], strict=True))
 
 
-def _strip(memory: Any, part: StripPart, share: int) -> Any:
-    """The part of a share's memory that one strip has."""
+def _bytes_of(memory: Any, part: BufferPart, share: int) -> Any:
     return memory[part.starts[share] : part.starts[share] + part.sizes[share]]

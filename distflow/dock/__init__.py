@@ -1,23 +1,20 @@
-"""The transfer dock: rows between groups that do not step together (MindSpeed RL, its section of that name).
+"""Transfer dock: rows between groups that do not step together (MindSpeed RL §"Distributed Transfer Dock Strategy").
 
-    service.py     a process of the dock: warehouse and controllers, served        child.py   one as a child process
-    client.py      put, lease, fetch, commit, renew, saved, snapshot               reach.py   its connections
-    warehouse.py, kept.py   rows by (id, column)                                       parcel.py  rows as buffers
-    controller.py  leases and commits of one consumer, pure                        selection.py  which rows next
-    recall.py      commits that are taken back
-    desk.py, peers.py   what a process knows, and state updates between processes
-    lease.py       what a holder knows
-    line.py, door.py   proof of the token, messages; those before it                layout.py  who consumes what, where
-    memory.py      payloads through shared memory, within a machine
-    snapshot.py, journal.py  for a process that is restored; no run switches them on yet
-    intervals.py, diagnosis.py, errors.py, volume.py
+    client       put, lease, fetch, commit, rollback       process    a shard server as a child process
+    shard        server of a shard and its indexes         shard_state   its state, updates to the other processes
+    storage      rows by (id, column)                      index      leases and commits of one consumer, pure
+    selection    rules for the next rows; the layout       timeouts   explanations of waits that time out
+    snapshot, journal   for a process that is restored; no run switches them on yet
+
+A row is put, is ready for a consumer once it has the columns that the consumer reads, is leased, and is committed; an
+expired lease makes it ready again, a rollback too. It leaves the dock when all consumers have committed it.
 """
 
 from distflow.dock.client import DockClient
-from distflow.dock.errors import DockError, Full, LeaseLost, Refused, TimedOut, Unreachable
+from distflow.dock.errors import DockError, Full, LeaseLost, TimedOut
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, LeaseRequest, RowState, deal, selection
 from distflow.dock.shard import StorageShardServer
 
-__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "LeaseRequest", "Refused", "RowState",
-           "StorageShardServer", "TimedOut", "Unreachable", "deal", "selection"]
+__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "LeaseRequest", "RowState",
+           "StorageShardServer", "TimedOut", "deal", "selection"]

@@ -1,4 +1,4 @@
-"""A process's view of the dock: put rows, lease them, fetch them, commit them."""
+"""Client of the dock: put, lease, fetch and commit rows."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.dock.errors import DockError, TimedOut, Unreachable
+from distflow.dock.errors import DockError, TimedOut, error_from
 from distflow.dock.index import Lease
-from distflow.dock.selection import Address, Consumer, DockLayout, Ids
+from distflow.dock.selection import Consumer, DockLayout, Ids
 from distflow.dock.storage import RecordBatch, gather, order_of, pack, spans_of, unpack
 from distflow.dock.timeouts import explain
+from distflow.rpc.connection import Address
+from distflow.rpc.errors import RpcError, Unreachable
 from distflow.rpc.pool import ConnectionPool
 
 _COMMITS_KEPT = 256
+"""Last commits that are remembered, to repeat them to an index that was restored from an older snapshot."""
 _log = logging.getLogger("distflow.dock")
 
 
 class DockClient:
-    """Talks to all processes of a dock; for one thread at a time.
+    """Connections to all processes of a dock; for one thread at a time.
 
     Args:
-        addresses: of all warehouses by number. One is enough to find the others.
+        addresses: of all shards by number. One is enough to find the others.
         token: the run's.
-        who: what messages call this process, as "rollout 3"; the host and process id are added.
+        who: name of this process in messages, as "rollout 3"; the host and process id are added.
         patience: seconds without any answer after which a process of the dock counts as unreachable.
 
     Raises:
@@ -47,68 +50,67 @@ class DockClient:
                  session: str = ""):
         self.who = who if session else f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.session = session or secrets.token_hex(8)
-        self.reach = ConnectionPool(token, self.who, self.session, patience, self._again)
+        self.pool = ConnectionPool(token, self.who, self.session, patience, self._repeat_commits, error_from)
         self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
-        """The last ones, told again to a controller that was restored from an older snapshot."""
         self.known: DockLayout | None = None
         self.addresses = [tuple(address) for address in addresses]
 
     @property
     def layout(self) -> DockLayout:
         if self.known is None:
-            reply, _ = self.reach.ask(self.addresses[0], {"op": "layout"})
+            reply, _ = self.pool.ask(self.addresses[0], {"op": "layout"})
             self.known = DockLayout.from_plain(reply["layout"])
         return self.known
 
-    def meet(self, consumers: Sequence[Consumer]) -> None:
-        """Make one dock of the processes at `addresses`; once, by any process, and again when one was replaced."""
+    def configure(self, consumers: Sequence[Consumer]) -> None:
+        """Make one dock of the shards at `addresses`; once, by any process, and again when a shard was replaced."""
         self.known = DockLayout(tuple(self.addresses), tuple(consumers))
         for number, address in enumerate(self.addresses):
-            self.reach.ask(address, {"op": "meet", "layout": self.known.to_plain(), "number": number})
+            self.pool.ask(address, {"op": "configure", "layout": self.known.to_plain(), "number": number})
 
-    def doing(self, what: str) -> None:
-        """Say what this process is doing now; it travels with the next request, and costs nothing."""
-        self.reach.doing = what
+    def report_activity(self, activity: str) -> None:
+        """Set what this process is doing now; it is sent with the next request, and costs nothing."""
+        self.pool.activity = activity
 
     def put(self, batch: Batch, *, version: Tensor | int | None = None, group: Tensor | None = None,
             priority: Tensor | int | None = None, turn: int | None = None, wait: float = 0.0) -> int:
-        """Store rows, or columns of rows that are there; returns how many were new (a row that came again is dropped).
+        """Store rows, or columns of stored rows; return how many were new (a row that came again is dropped).
 
-        Columns that are made together must be put together. `turn` marks unfinished rows: whoever leases them next
-        gets them from `saved` and goes on; each turn replaces the one before.
+        Columns that are made together must be put together. `turn` marks unfinished rows: the process that leases
+        them next gets them from `saved` and goes on; each turn replaces the one before.
 
         Args:
-            version, group, priority: [rows] int64, or one number for all; without, what is known of a row stays.
+            version, group, priority: [rows] int64, or one number for all; None leaves what is known of a row.
             wait: seconds to wait for room; 0 refuses at once.
 
         Raises:
-            Full: there is no room. Rows for other warehouses may have been stored: putting all again is safe.
+            Full: there is no room. Rows for other shards may have been stored: putting all again is safe.
         """
         ids = batch.ids.to("cpu", torch.int64).numpy()
-        marks = {name: _column(value, len(ids)) for name, value in
+        meta = {name: _column(value, len(ids)) for name, value in
                  (("version", version), ("group", group), ("priority", priority)) if value is not None}
         whole, requests = RecordBatch(batch, 0, 0), []
-        for number, places in self.layout.split(ids):
-            spans = spans_of(places, [0], [whole])
-            heads, buffers = pack(ids[places], [(name, spans) for name in batch.columns])
-            header = {"op": "put", "ids": ids[places].tobytes(), "columns": heads, "turn": turn, "wait": wait,
-                      "marks": {name: values[places].tobytes() for name, values in marks.items()}}
+        for number, positions in self.layout.split(ids):
+            spans = spans_of(positions, [0], [whole])
+            schema, buffers = pack(ids[positions], [(name, spans) for name in batch.columns])
+            header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn, "wait": wait,
+                      "meta": {name: values[positions].tobytes() for name, values in meta.items()}}
             requests.append((self.layout.addresses[number], header, buffers))
-        return sum(reply["kept"] for reply, _ in self.reach.ask_all(requests, wait))
+        return sum(reply["stored"] for reply, _ in self.pool.ask_all(requests, wait))
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
               share: int = 0, shares: int = 1, version: int | None = None) -> Lease:
-        """Up to `count` ready rows, at least `least` (all of them unless said otherwise), for this process alone.
+        """Lease up to `count` ready rows, at least `least` (by default all of them), for this process alone.
 
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
         dealt. Asking again for a step that is not committed returns the same rows, also to a restarted group.
 
         Args:
             wait: seconds to wait for rows.
-            version: of the asker's weights, for rules that bound staleness.
+            version: of this process's weights, for rules that bound staleness.
 
         Raises:
-            TimedOut: not enough rows came in time; says which columns of which rows are missing, and who owes them.
+            TimedOut: not enough rows came in time; names the missing columns and the consumers that write them.
         """
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
                    "wait": wait, "step": step, "share": share, "shares": shares, "version": version,
@@ -117,20 +119,20 @@ class DockClient:
 
     def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0,
              version: int | None = None) -> tuple[Tensor, Tensor]:
-        """What all shares of such a lease have, or would have: the rows' ids, ascending, and the tokens of each."""
+        """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
         reply = self._await_rows({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
                                   "step": step, "version": version})
         return tuple(torch.frombuffer(bytearray(reply[name]), dtype=torch.int64) for name in ("id", "tokens"))
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
-        """Columns of leased rows (those that its consumer reads), or of the rows with these ids, in their order.
+        """Fetch columns of leased rows (by default those that the consumer reads), or of rows by id, in their order.
 
         Raises:
             ColumnError: a row or a column is not there; names it.
         """
         if isinstance(rows, Lease):
             columns = self.layout.consumer(rows.consumer).reads if columns is None else columns
-            if not len(rows) and len(rows.all_ids):  # an empty share has columns too; only rows know of which form
+            if not len(rows) and len(rows.all_ids):  # an empty share has columns too; only rows show their form
                 return self.fetch(rows.all_ids[:1], columns).slice(0, 0)
             rows = rows.ids
         if columns is None:
@@ -138,70 +140,63 @@ class DockClient:
         return self._gather(rows, {"op": "fetch", "columns": list(columns)})[0]
 
     def saved(self, rows: Lease | Tensor) -> tuple[Batch, Tensor]:
-        """Those of the rows that an earlier holder left unfinished, as it last saved them, and the turn of each."""
+        """Fetch the rows that an earlier holder left unfinished, as it last saved them, and the turn of each."""
         return self._gather(rows.ids if isinstance(rows, Lease) else rows, {"op": "saved"})
 
     def renew(self, lease: Lease) -> None:
-        """The holder is alive and at work.
-
-        Raises:
-            LeaseLost: too late; others have the rows.
-        """
-        self.reach.ask(self._home(lease.consumer), {"op": "renew", "consumer": lease.consumer, "lease": lease.number})
+        """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
+        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
 
     def release(self, lease: Lease) -> None:
-        """Give the rows back before the time."""
-        self.reach.ask(self._home(lease.consumer), {"op": "release", "consumer": lease.consumer, "lease": lease.number})
+        """End the lease early: its rows are ready for others."""
+        self._ask_index({"op": "release", "consumer": lease.consumer, "lease": lease.number})
 
     def commit(self, lease: Lease) -> bool:
-        """All shares of the lease are consumed for good; rows that all consumers committed leave the dock.
+        """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
 
-        Safe to repeat, by any rank: only the first returns True. Train, commit, and only then publish or keep the
-        weights; a commit that is refused means that others train on these rows.
+        Safe to repeat, by any rank: only the first returns True. Train, commit, and only then publish or save weights.
 
         Raises:
-            LeaseLost: the lease ran out and others were given its rows, or its controller was restored and cannot
-                know whether they were. Nothing was committed.
+            LeaseLost: others were, or may have been, given the rows and train on them. Nothing was committed.
         """
         request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
                    "ids": lease.all_ids.numpy().tobytes()}
-        reply, _ = self.reach.ask(self._home(lease.consumer), request)
-        self.commits.append(request | {"told": True})
+        reply = self._ask_index(request)
+        self.commits.append(request | {"answered": True})
         return reply["new"]
 
-    def take_back(self, consumer: str, step: int) -> int:
-        """A consumer that `recalls` was set back to before this step: rows that it has committed from there on are
-        ready again. Returns how many.
+    def rollback(self, consumer: str, step: int) -> int:
+        """Undo the commits from this step on; return how many rows are ready again.
 
         Raises:
-            DockError: rows of such a step have left; nothing was taken back.
+            DockError: rows of such a step have left, or the consumer is not `can_roll_back`. Nothing was rolled back.
         """
-        reply, _ = self.reach.ask(self._home(consumer), {"op": "take_back", "consumer": consumer, "step": step})
+        reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
         later = [each for each in self.commits if each["consumer"] == consumer and each["step"] is not None
                  and each["step"] >= step]
         for each in later:
             self.commits.remove(each)
         return reply["rows"]
 
-    def settle(self, consumer: str, before: int) -> None:
-        """Commits of steps before this one will not be taken back: their rows leave."""
-        self.reach.ask(self._home(consumer), {"op": "settle", "consumer": consumer, "before": before})
+    def release_before(self, consumer: str, step: int) -> None:
+        """Make the commits of steps before this one final: their rows leave."""
+        self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
 
     @contextlib.contextmanager
     def keep(self, lease: Lease) -> Iterator[None]:
-        """Renew from a thread while the block runs. A stopped or dead process loses its lease, a stuck one does not."""
+        """Renew the lease from a thread while the block runs. A process that is stopped or dead loses it."""
         over = threading.Event()
-        other = DockClient(self.addresses, self.reach.token, self.who, self.reach.patience, session=self.session)
+        other = DockClient(self.addresses, self.pool.token, self.who, self.pool.patience, session=self.session)
         other.known, other.commits = self.layout, self.commits
 
-        def beat() -> None:
-            with contextlib.suppress(DockError):  # the commit will say that the lease was lost
+        def renew_until_over() -> None:
+            with contextlib.suppress(DockError, RpcError):  # the commit will say that the lease was lost
                 while not over.wait(lease.seconds / 3):
-                    other.doing(self.reach.doing)
-                    with contextlib.suppress(Unreachable):  # it may come back before the lease runs out
+                    other.report_activity(self.pool.activity)
+                    with contextlib.suppress(Unreachable):  # it may come back before the lease expires
                         other.renew(lease)
 
-        thread = threading.Thread(target=beat, name="dock lease", daemon=True)
+        thread = threading.Thread(target=renew_until_over, name="dock lease", daemon=True)
         thread.start()
         try:
             yield
@@ -211,18 +206,16 @@ class DockClient:
             other.close()
 
     def snapshot(self, folder: Path) -> int:
-        """Have every process write its part into a folder that all of them see; returns the bytes. Each file is whole
-        or absent; restore one with `Service(snapshot=…)`."""
+        """Have every process write its shard into a folder that all of them see; return the bytes."""
         requests = [(address, {"op": "snapshot", "folder": str(folder)}, ()) for address in self.layout.addresses]
-        return sum(reply["bytes"] for reply, _ in self.reach.ask_all(requests, wait=600.0))
+        return sum(reply["bytes"] for reply, _ in self.pool.ask_all(requests, wait=600.0))
 
     def status(self) -> list[dict[str, Any]]:
-        """Of every process: rows, bytes held and moved, duplicates, leases, who is connected and doing what."""
-        return [self.reach.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
+        """Return of every process: rows, bytes stored and moved, duplicates, leases, its clients and their activity."""
+        return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
 
     def close(self) -> None:
-        """Hang up; leases that only this process holds end."""
-        self.reach.close()
+        self.pool.close()
 
     def __enter__(self) -> DockClient:
         return self
@@ -233,14 +226,15 @@ class DockClient:
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]
 
+    def _ask_index(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self.pool.ask(self._home(request["consumer"]), request)[0]
+
     def _gather(self, ids: Tensor, request: dict[str, Any]) -> tuple[Batch, Tensor]:
-        """Rows from the warehouses that have them, in the order of `ids`."""
         if not len(ids):
             return Batch(ids), ids
         numbers = ids.to("cpu", torch.int64).numpy()
-        shares = list(self.layout.split(numbers))
-        replies = self.reach.ask_all([(self.layout.addresses[number], request | {"ids": numbers[places].tobytes()}, ())
-                                      for number, places in shares])
+        replies = self.pool.ask_all([(self.layout.addresses[shard], request | {"ids": numbers[positions].tobytes()}, ())
+                                     for shard, positions in self.layout.split(numbers)])
         parts = [unpack(reply["rows"], reply["columns"], data) for reply, data in replies]
         turns = [torch.frombuffer(bytearray(reply["turns"]), dtype=torch.int64) for reply, _ in replies
                  if reply.get("turns")]
@@ -251,48 +245,46 @@ class DockClient:
         if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
             return filled[0], turn
         starts = numpy.cumsum([0, *map(len, filled)])
-        gaps = numpy.searchsorted(starts, order, side="right") - 1  # one place between two parcels that nobody has
+        gaps = numpy.searchsorted(starts, order, side="right") - 1  # one unused position between two batches
         bases = [int(start) + gap for gap, start in enumerate(starts[:-1])]
-        parcels = [RecordBatch(part, base, 0) for part, base in zip(filled, bases)]
-        spans = spans_of(order + gaps, bases, parcels)
+        batches = [RecordBatch(part, base, 0) for part, base in zip(filled, bases)]
+        spans = spans_of(order + gaps, bases, batches)
         return gather(ids.numpy()[order], filled[0].columns, spans), turn
 
     def _await_rows(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer. With an TimedOut comes what those say who owe the missing columns."""
+        """Send a request that waits for rows; a `TimedOut` also says what the writers of missing columns are doing."""
 
         def ask(consumer: str, ids: list[int]) -> list[str]:
             try:
-                question = {"op": "where", "consumer": consumer, "ids": ids}
-                return self.reach.ask(self._home(consumer), question)[0]["fates"]
-            except DockError as trouble:
-                return [f"unknown: {trouble}"]
+                return self._ask_index({"op": "describe_rows", "consumer": consumer, "ids": ids})["lines"]
+            except (DockError, RpcError) as error:
+                return [f"unknown: {error}"]
 
         try:
-            return self.reach.ask(self._home(request["consumer"]), request, wait=request["wait"])[0]
+            return self.pool.ask(self._home(request["consumer"]), request, wait=request["wait"])[0]
         except TimedOut as error:
             if not error.report["known"]:
                 error.report["producers"] = self._producers()
             raise TimedOut(explain(str(error), error.report, self.layout, ask), error.report) from None
 
     def _producers(self) -> list[str]:
-        """Who is connected, and what each is doing."""
         found: dict[str, str] = {}
         for address in self.layout.addresses:
             try:
-                for who, doing, ago in self.reach.ask(address, {"op": "status"})[0]["persons"]:
-                    if who != self.who and (doing or who not in found):
-                        found[who] = f"{who}, which {ago:.1f} s ago was {doing}" if doing else who
-            except Unreachable as trouble:
-                found[str(address)] = str(trouble)
+                for who, activity, ago in self.pool.ask(address, {"op": "status"})[0]["clients"]:
+                    if who != self.who and (activity or who not in found):
+                        found[who] = f"{who}, which {ago:.1f} s ago was {activity}" if activity else who
+            except Unreachable as error:
+                found[str(address)] = str(error)
         return list(found.values())
 
-    def _again(self, address: Address) -> None:
-        """A process came back from a snapshot, which may be older than our last commits."""
+    def _repeat_commits(self, address: Address) -> None:
+        """Repeat the last commits to a process that was restored: its snapshot may be older than they are."""
         for request in list(self.commits):
             if self._home(request["consumer"]) == address:
                 try:
-                    self.reach.ask(address, request)
-                except DockError as error:
+                    self.pool.ask(address, request)
+                except (DockError, RpcError) as error:
                     _log.warning("%s: a commit made before the dock was restored no longer stands: %s", self.who, error)
 
 

@@ -1,43 +1,35 @@
-"""What can go wrong at the dock.
+"""Errors of the dock, and how a client rebuilds the one that a reply reports.
 
 DistflowError
 └── DockError         the dock cannot do what was asked
-    ├── Refused       the other side does not know the run's token, or is not a dock at all
-    ├── Unreachable   a warehouse or a controller does not answer
-    ├── Full          the warehouse has no room and none came within the wait
-    ├── TimedOut      rows were waited for and did not come; names what is missing and who owes it
+    ├── Full          the shard has no room, and none came within the wait
+    ├── TimedOut      rows did not come in time; names the missing columns and the consumers that write them
     └── LeaseLost     the lease ran out and its rows were given to another
+
+A connection that breaks is no `DockError`: see `distflow.rpc.errors`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from distflow.errors import DistflowError
+from distflow.errors import CheckpointError, ColumnError, DistflowError
 
 
 class DockError(DistflowError):
     """The dock cannot do what was asked of it. The message says what to change."""
 
 
-class Refused(DockError):
-    """The other side did not prove that it knows the run's token. Give all processes of a run the same token."""
-
-
-class Unreachable(DockError):
-    """A process of the dock does not answer. It may be down, or stopped; restore it from its snapshot."""
-
-    elsewhere = True
-
-
 class Full(DockError):
-    """There was no room. Consume faster, produce less far ahead, or give the warehouse more rows or bytes."""
+    """There was no room. Consume faster, produce less far ahead, or give the shards room for more rows or bytes."""
 
 
 class TimedOut(DockError):
     """Rows did not come within the limit. `report` holds what the message says, for programs.
 
-    `report["lacking"]` has, for each set of missing columns, the ids of some rows; `report["owed"]` who owes them.
+    `report["missing"]` has, for each set of missing columns, the ids of some rows; `report["writers"]` what each
+    consumer that writes those columns has of the rows.
     """
 
     def __init__(self, message: str, report: dict[str, Any] | None = None):
@@ -49,5 +41,10 @@ class LeaseLost(DockError):
     """The rows of this lease were given to another holder or are committed: throw away what was made of them."""
 
 
-KINDS = {kind.__name__: kind for kind in (DockError, Refused, Unreachable, Full, TimedOut, LeaseLost)}
-"""By the name under which an error travels."""
+_BY_NAME = {kind.__name__: kind for kind in (DockError, Full, TimedOut, LeaseLost, ColumnError, CheckpointError)}
+
+
+def error_from(reply: Mapping[str, Any]) -> DistflowError:
+    """Return the error that a shard's reply reports by its class's name; an unknown name becomes a `DockError`."""
+    kind = _BY_NAME.get(reply["error"], DockError)
+    return TimedOut(reply["message"], reply["report"]) if kind is TimedOut else kind(reply["message"])

@@ -1,16 +1,12 @@
-"""Commits that can be taken back: a trainer that is set back to an older state asks again for what came after it.
+"""Index of one consumer: which rows are ready, which are leased to whom, and which are committed.
 
-Rows that such a consumer has committed in a step stay in their warehouses until it says that it will never go back
-behind it (`settle`), or until there is no room for new ones. Pure, as the controller is.
+    learn      metadata of rows arrives from the shards      → ready, once all columns of `reads` are there
+    lease      rows are handed out                           → held; back to ready when the lease expires or is released
+    commit     rows are consumed for good                    → done; retained if the consumer `can_roll_back`
+    rollback   commits from a step on are undone             → ready
 
-A set of whole numbers as the ranges that they fill: what a run has consumed, in a few words however long it runs.
-
-What a holder knows of its lease.
-
-A controller: which rows are ready for one consumer, who has leased which, and which it has committed.
-
-Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `service.py` holds
-its lock around every call. MindSpeed RL §"Distributed Transfer Dock Strategy"; leases and commits are ours.
+Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `shard.py` holds its
+lock around every call. MindSpeed RL §"Distributed Transfer Dock Strategy"; leases, commits and rollbacks are ours.
 """
 
 from __future__ import annotations
@@ -29,63 +25,61 @@ from distflow.dock.selection import DEALS, Consumer, Ids, LeaseRequest, RowState
 
 
 class Intervals:
-    """Numbers that mostly follow each other. Memory and time go with the number of gaps, not of members."""
+    """Set of whole numbers, kept as ranges: memory and time grow with the number of gaps, not of members."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()):
         self.starts: list[int] = []
         self.ends: list[int] = []
-        """Of each range, the first number behind it."""
+        """Exclusive."""
         for start, end in ranges:
             self.starts.append(start)
             self.ends.append(end)
 
     def __contains__(self, number: int) -> bool:
-        place = bisect_right(self.starts, number) - 1
-        return place >= 0 and number < self.ends[place]
+        at = bisect_right(self.starts, number) - 1
+        return at >= 0 and number < self.ends[at]
 
     def __len__(self) -> int:
-        """How many numbers are in it."""
         return sum(self.ends) - sum(self.starts)
 
     def add(self, number: int) -> None:
-        place = bisect_right(self.starts, number)
-        if place and number < self.ends[place - 1]:
+        at = bisect_right(self.starts, number)
+        if at and number < self.ends[at - 1]:
             return
-        joins_left = place > 0 and self.ends[place - 1] == number
-        joins_right = place < len(self.starts) and self.starts[place] == number + 1
+        joins_left = at > 0 and self.ends[at - 1] == number
+        joins_right = at < len(self.starts) and self.starts[at] == number + 1
         if joins_left and joins_right:
-            self.ends[place - 1] = self.ends.pop(place)
-            self.starts.pop(place)
+            self.ends[at - 1] = self.ends.pop(at)
+            self.starts.pop(at)
         elif joins_left:
-            self.ends[place - 1] = number + 1
+            self.ends[at - 1] = number + 1
         elif joins_right:
-            self.starts[place] = number
+            self.starts[at] = number
         else:
-            self.starts.insert(place, number)
-            self.ends.insert(place, number + 1)
+            self.starts.insert(at, number)
+            self.ends.insert(at, number + 1)
 
     def remove(self, number: int) -> None:
-        """Take a member out."""
-        place = bisect_right(self.starts, number) - 1
-        if place < 0 or number >= self.ends[place]:
+        at = bisect_right(self.starts, number) - 1
+        if at < 0 or number >= self.ends[at]:
             return
-        start, end = self.starts.pop(place), self.ends.pop(place)
-        kept = [(first, last) for first, last in ((start, number), (number + 1, end)) if first < last]
-        self.starts[place:place] = [first for first, _ in kept]
-        self.ends[place:place] = [last for _, last in kept]
+        start, end = self.starts.pop(at), self.ends.pop(at)
+        rest = [(first, last) for first, last in ((start, number), (number + 1, end)) if first < last]
+        self.starts[at:at] = [first for first, _ in rest]
+        self.ends[at:at] = [last for _, last in rest]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(first, first behind) of each range, ascending."""
+        """(start, exclusive end) of each range, ascending."""
         return list(zip(self.starts, self.ends))
 
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """Rows that are this holder's for `seconds` from now, and again with every `renew`.
+    """Lease as its holder sees it, valid for `seconds` from now and from every `renew`.
 
-    `ids` [rows] are its share, ascending; the other tensors stand in their order: tokens, weight version, group (-1:
-    of its own), and the last saved turn (-1: none). `all_ids` are those of all shares, which a commit covers.
+    `ids` [rows] are those of the holder's share, ascending, and the other tensors are in their order; group -1 is a
+    group of its own, turn -1 none saved. `all_ids` are those of all shares, which a commit covers.
     """
 
     consumer: str
@@ -104,22 +98,21 @@ class Lease:
 
     @classmethod
     def granted(cls, consumer: str, step: int | None, reply: Mapping[str, Any]) -> Lease:
-        """From a controller's answer."""
-        marks = {name: numpy.frombuffer(data, numpy.int64) for name, data in reply["marks"].items()}
-        order = numpy.argsort(marks["id"])
-        columns = [torch.from_numpy(marks[name][order]) for name in ("id", "tokens", "version", "group", "turn")]
-        everyone = torch.from_numpy(numpy.frombuffer(reply["all"], numpy.int64).copy())
-        return cls(consumer, reply["lease"], step, reply["seconds"], *columns, everyone)
+        meta = {name: numpy.frombuffer(data, numpy.int64) for name, data in reply["meta"].items()}
+        order = numpy.argsort(meta["id"])
+        columns = [torch.from_numpy(meta[name][order]) for name in ("id", "tokens", "version", "group", "turn")]
+        all_ids = torch.from_numpy(numpy.frombuffer(reply["all"], numpy.int64).copy())
+        return cls(consumer, reply["lease"], step, reply["seconds"], *columns, all_ids)
 
 
 _SHOWN = 8
-_REMEMBERED = 512
-"""Leases that ran out, kept to say who has their rows now."""
+_EXPIRED_KEPT = 512
+"""Expired leases that are remembered, to say who has their rows now."""
 
 
 @dataclass
 class GrantedLease:
-    """A lease. Its rows are dealt into shares, one for each rank of the group that asked."""
+    """Lease as the index keeps it: rows dealt into shares, one for each rank of the group that asked."""
 
     number: int
     shares: list[list[RowState]]
@@ -128,9 +121,9 @@ class GrantedLease:
     expires: float
     request: int
     holders: set[str] = field(default_factory=set)
-    """Sessions that have asked for a share of it."""
+    """Sessions that have asked for a share."""
     last: str = ""
-    """The session that spoke last, for messages."""
+    """Session that asked last, for messages."""
 
     @property
     def rows(self) -> list[RowState]:
@@ -138,34 +131,33 @@ class GrantedLease:
 
 
 class ConsumerIndex:
-    """Of one consumer.
+    """Ready rows, leases and commits of one consumer.
 
     Args:
-        epoch: makes the lease numbers of a restored controller differ from those before.
-        lives: the epochs before of which it knows every commit, since a journal has them.
+        epoch: start of the process; it makes the lease numbers of a restored index differ from those before.
+        epochs: earlier epochs of which every commit is known, since a journal has them.
     """
 
-    def __init__(self, consumer: Consumer, epoch: int = 1, lives: Iterable[int] = ()):
+    def __init__(self, consumer: Consumer, epoch: int = 1, epochs: Iterable[int] = ()):
         self.consumer = consumer
         self.reads = set(consumer.reads)
         self.rows: dict[int, RowState] = {}
-        """All that are known and not committed."""
+        """Known and not committed."""
         self.ready: dict[int, RowState] = {}
-        """Those that can be leased, in the order in which they became so."""
+        """Can be leased, in the order in which they became ready."""
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()
         """Committed rows, leases and steps."""
-        self.kept: dict[int, list[RowState]] = {}
-        """Rows of the steps whose commits can be taken back (`recall.py`)."""
-        self.settled = 0
-        """The first of those steps."""
+        self.retained: dict[int, list[RowState]] = {}
+        """Rows by step, of commits that can still be rolled back: they stay in their shards."""
+        self.first_retained = 0
         self.leases: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
-        self.epoch, self.number, self.lives = epoch, epoch << 32, {epoch, *lives}
+        self.epoch, self.number, self.epochs = epoch, epoch << 32, {epoch, *epochs}
         self.discarded = self.returned = self.refused = 0
-        """Rows that a rule dropped; rows that leases gave back; commits that came too late."""
+        """Counts: rows that a rule dropped, rows that leases gave back, commits that came too late."""
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
-        """Warehouses have got columns of rows (`Warehouse.table`); may be told twice. Returns the committed."""
+        """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
         names, committed = set(columns), []
         for number, tokens, version, group, priority, turn in table.T.tolist():
             if number in self.done:
@@ -180,14 +172,14 @@ class ConsumerIndex:
                 self.ready.setdefault(number, row)
         return committed
 
-    def relearn(self, listed: Mapping[int, Iterable[str]], warehouse: int, warehouses: int,
+    def relearn(self, listed: Mapping[int, Iterable[str]], shard: int, shards: int,
                 replaced: bool = True) -> list[int]:
-        """A warehouse has listed all that it holds, ahead of `learn`: forget what it has lost, and return those ids.
+        """Forget the rows that a shard does not list any more, ahead of `learn`; return their ids.
 
-        Rows that were committed here but whose results a lost warehouse took with it are opened again; only if it was
-        `replaced`, for a list that was long on its way may lack results that have come since.
+        Committed rows whose results were lost with a shard become ready again, but only if the shard was `replaced`:
+        a listing that was long on its way may lack results that have come since.
         """
-        lost = [number for number in self.rows if number % warehouses == warehouse and number not in listed]
+        lost = [number for number in self.rows if number % shards == shard and number not in listed]
         for number in lost:
             self.ready.pop(number, None)
             self.rows.pop(number)
@@ -201,14 +193,12 @@ class ConsumerIndex:
         return lost
 
     def lease(self, ask: LeaseRequest, now: float, session: str, *, least: int = 1, step: int | None = None,
-              share: int = 0,
-              shares: int = 1, request: int = 0) -> GrantedLease | None:
-        """Hand out up to `ask.count` rows, or None if fewer than `least` are ready.
+              share: int = 0, shares: int = 1, request: int = 0) -> GrantedLease | None:
+        """Lease up to `ask.count` rows, or return None if fewer than `least` are ready.
 
-        Rows in `ask.discarded` afterwards are not wanted by a rule and count as committed.
-
-        Whoever asks for a step that is leased joins that lease: the ranks of a group get their shares of one draw,
-        and a restarted group gets the rows that it had. The same `request` always gets the same lease.
+        Rows that a rule puts into `ask.discarded` count as committed. A session that asks for a leased step joins
+        that lease: the ranks of a group get their shares of one draw, and a restarted group gets the rows that it
+        had. The same `request` always gets the same lease.
 
         Raises:
             DockError: the step is committed, or the group asks with another number of shares than before.
@@ -218,12 +208,13 @@ class ConsumerIndex:
         self.expire(now)
         granted = self._same(step, request)
         if granted is None:
-            units = choose(self.ready.values(), self.consumer.rules, ask)
+            groups = choose(self.ready.values(), self.consumer.rules, ask)
             self.discarded += len(ask.discarded)
             self._finish([row.id for row in ask.discarded])
-            if not units or sum(map(len, units)) < least:
+            if not groups or sum(map(len, groups)) < least:
                 return None
-            dealt = DEALS[self.consumer.deal](units, shares) if shares > 1 else [[row for one in units for row in one]]
+            whole = [row for group in groups for row in group]
+            dealt = DEALS[self.consumer.deal](groups, shares) if shares > 1 else [whole]
             self.number += 1
             granted = GrantedLease(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted
@@ -235,19 +226,15 @@ class ConsumerIndex:
         return granted
 
     def look(self, ask: LeaseRequest, now: float, least: int) -> list[RowState] | None:
-        """The rows that `lease` would hand out for a step, by id, or None. Nobody holds or loses any for that."""
+        """Return the rows that `lease` would hand out for a step, by id, or None; no state changes."""
         self.expire(now)
         granted = self._same(ask.step, 0)
-        units = granted.shares if granted else choose(self.ready.values(), self.consumer.rules, ask)
-        rows = sorted((row for unit in units for row in unit), key=lambda row: row.id)
+        groups = granted.shares if granted else choose(self.ready.values(), self.consumer.rules, ask)
+        rows = sorted((row for group in groups for row in group), key=lambda row: row.id)
         return rows if len(rows) >= max(least, 1) else None
 
     def renew(self, number: int, now: float, session: str) -> float:
-        """A holder is alive: the lease lasts on. One that ran out is revived if nobody has its rows. Returns seconds.
-
-        Raises:
-            LeaseLost: they were given to another.
-        """
+        """Extend a lease and return its seconds; an expired one is revived, unless its rows were given to others."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
@@ -259,26 +246,25 @@ class ConsumerIndex:
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float, *, told: bool = False,
+    def commit(self, number: int, step: int | None, ids: list[int], now: float, *, answered: bool = False,
                keep: Callable[[], None] = lambda: None) -> bool:
-        """The rows are consumed for good; False if this very commit was made before.
+        """Mark rows as consumed for good; return False if this very commit was made before.
 
-        A late commit stands if nobody else was given any of the rows. A lease of an earlier life of this controller,
-        whose commits it may have forgotten, is void: another may have been given its rows and committed them. Only
-        a commit that was answered in that life stands, and is told again.
+        A late commit stands if no other holder was given any of the rows. A lease of an earlier epoch whose commits
+        may be forgotten is void, since another holder may have committed its rows.
 
         Args:
-            told: it was answered before this controller was restored; counts more than a lease that was given since.
-            keep: called when it is sure that it stands, before anything is changed; may refuse by an error.
+            answered: a client repeats a commit that was answered in an earlier epoch; it outweighs newer leases.
+            keep: called before anything changes, once the commit is valid; may refuse by raising.
 
         Raises:
-            LeaseLost: somebody else may have committed the rows; nothing is committed then.
+            LeaseLost: another holder may have committed the rows; nothing is committed.
         """
         self.expire(now)
         if number in self.finished:
             return False
-        taken = [row for row in ids if row in self.done or (not told and self._other(row, number))]
-        unsure = number >> 32 not in self.lives and not told
+        taken = [row for row in ids if row in self.done or (not answered and self._leased_to_other(row, number))]
+        unsure = number >> 32 not in self.epochs and not answered
         if taken or unsure or (step is not None and step in self.steps):
             self.refused += 1
             raise LeaseLost(self._lost(number, taken or ids, step))
@@ -288,19 +274,18 @@ class ConsumerIndex:
         self.finished.add(number)
         if step is not None:
             self.steps.add(step)
-            if self.consumer.recalls and step >= self.settled:
-                self.kept[step] = [self.rows[row] for row in ids if row in self.rows]
+            if self.consumer.can_roll_back and step >= self.first_retained:
+                self.retained[step] = [self.rows[row] for row in ids if row in self.rows]
         self._finish(ids)
         return True
 
     def release(self, number: int, now: float) -> None:
-        """The holder gives its rows back before the time."""
         if number in self.leases:
             self.leases[number].expires = now
             self.expire(now)
 
     def dropped(self, session: str, now: float) -> bool:
-        """A holder's last connection is gone: its leases end, unless another holds them too. True if any ended."""
+        """End the leases of a session without connections, unless others share them; return whether any ended."""
         mine = [granted for granted in self.leases.values() if session in granted.holders]
         for granted in mine:
             granted.holders.discard(session)
@@ -309,7 +294,7 @@ class ConsumerIndex:
         return self.expire(now) > 0
 
     def expire(self, now: float) -> int:
-        """Take back the rows of leases that have run out, ahead of all others; returns how many."""
+        """Make the rows of expired leases ready again, ahead of all others; return how many."""
         over = [granted for granted in self.leases.values() if granted.expires <= now]
         back: dict[int, RowState] = {}
         for granted in over:
@@ -320,17 +305,17 @@ class ConsumerIndex:
                     back[row.id] = row
         if over:
             self.ready = back | self.ready
-        while len(self.expired) > _REMEMBERED:
+        while len(self.expired) > _EXPIRED_KEPT:
             self.expired.pop(next(iter(self.expired)))
         self.returned += (count := sum(len(granted.rows) for granted in over))
         return count
 
     def finish(self, ids: Iterable[int]) -> None:
-        """These rows are known to be committed, by a warehouse that remembers it."""
+        """Mark rows as committed that a shard remembers as such."""
         self._finish([row for row in ids if row not in self.done])
 
     def replay(self, commits: Iterable[tuple[int, int | None, list[int]]]) -> None:
-        """Commits (lease, step, ids) of a journal, some of which may be known."""
+        """Apply commits (lease, step, ids) of a journal, some of which may be known."""
         for number, step, ids in commits:
             if number in self.finished:
                 continue
@@ -340,18 +325,68 @@ class ConsumerIndex:
             self._finish(ids)
 
     def state(self) -> dict[str, Any]:
-        """What a snapshot keeps: what is committed. Rows are told again by warehouses, and leases are void."""
+        """Return the commits, for a snapshot: shards list their rows again, and leases are void."""
         return {name: getattr(self, name).ranges for name in ("done", "finished", "steps")}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name in ("done", "finished", "steps"):
             setattr(self, name, Intervals(map(tuple, state[name])))
 
+    def rollback(self, step: int) -> int:
+        """Make the committed rows of all steps from `step` on ready again; return how many."""
+        back = {row.id: row for number in sorted(self.retained) if number >= step for row in self.retained[number]}
+        for number in [number for number in self.retained if number >= step]:
+            del self.retained[number]
+            self.steps.remove(number)
+        for row in back.values():
+            row.held = False
+            self.done.remove(row.id)
+        self.rows |= back
+        self.ready = back | self.ready
+        return len(back)
+
+    def check_rollback(self, step: int) -> None:
+        """Raise `DockError` if rows that were committed in a step from `step` on have left."""
+        for first, end in self.steps.ranges:
+            if gone := [number for number in range(max(first, step), end) if number not in self.retained]:
+                raise DockError(f"step {gone[0]} of `{self.consumer.name}` is committed already, and its rows have "
+                                f"left: a group that was set back to step {step} cannot do it again. Start everything "
+                                "again from the checkpoint (torchrun --max-restarts)")
+
+    def release_before(self, step: int) -> list[int]:
+        """Make all commits of steps before this one final; return the retained rows, which may leave."""
+        self.first_retained = max(self.first_retained, step)
+        return [row.id for number in sorted(self.retained) if number < step for row in self.retained.pop(number)]
+
+    def release_oldest(self) -> list[int]:
+        """Release the oldest retained step, but none of the newest two: copies of the last one's state may be under
+        way, or turn out torn."""
+        return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else []
+
+    def release_torn(self, listed: Collection[int], shard: int, shards: int) -> list[int]:
+        """Release the steps of which a shard has lost rows, given all rows that it lists; return their other rows."""
+        torn = [number for number, rows in self.retained.items()
+                if any(row.id % shards == shard and row.id not in listed for row in rows)]
+        return [row.id for number in torn for row in self.retained.pop(number)]
+
+    def final(self, rows: Iterable[int]) -> list[int]:
+        """Return those of committed rows that are not retained."""
+        retained = {row.id for step in self.retained.values() for row in step}
+        return [row for row in rows if row not in retained]
+
+    def final_ranges(self) -> list[tuple[int, int]]:
+        """Return all committed rows that are not retained, as `Intervals.ranges`."""
+        result = Intervals(self.done.ranges)
+        for rows in self.retained.values():
+            for row in rows:
+                result.remove(row.id)
+        return result.ranges
+
     def _same(self, step: int | None, request: int) -> GrantedLease | None:
         found = [granted for granted in self.leases.values()
                  if (step is not None and granted.step == step) or (request and granted.request == request)]
         if not found and step is not None and step in self.steps:
-            raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not taken back")
+            raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
         return found[0] if found else None
 
     def _hold(self, granted: GrantedLease) -> None:
@@ -365,10 +400,10 @@ class ConsumerIndex:
         granted.last = session
 
     def _gone(self, row: RowState, number: int) -> bool:
-        """Committed, given to another, or lost with its warehouse: what is there now came anew."""
-        return row.id in self.done or self._other(row.id, number) or self.rows.get(row.id) is not row
+        """Whether the row was committed, given to another holder, or lost with its shard and stored again."""
+        return row.id in self.done or self._leased_to_other(row.id, number) or self.rows.get(row.id) is not row
 
-    def _other(self, number: int, lease: int) -> bool:
+    def _leased_to_other(self, number: int, lease: int) -> bool:
         row = self.rows.get(number)
         return row is not None and row.lease not in (0, lease)
 
@@ -381,8 +416,8 @@ class ConsumerIndex:
     def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
         leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}
         done = [row for row in ids if row in self.done]
-        if number >> 32 not in self.lives:
-            return (f"lease {number} of `{self.consumer.name}` is of an earlier life of its controller, which was "
+        if number >> 32 not in self.epochs:
+            return (f"lease {number} of `{self.consumer.name}` is of an earlier epoch of its index, which was "
                     f"restored without a journal: its rows {ids[:_SHOWN]} may have been committed by others since. "
                     "Throw away what was made of them")
         fate = []
@@ -396,64 +431,3 @@ class ConsumerIndex:
                 f"of life for {self.consumer.seconds:g} s. Its rows {ids[:_SHOWN]} "
                 f"{'; '.join(fate) or 'may be others by now'}. Throw away what was made of them; renew leases more "
                 "often if this work takes longer")
-
-
-def check(controller: ConsumerIndex, step: int) -> None:
-    """
-    Raises:
-        DockError: rows that were committed in a step from `step` on have left, so that it cannot be done again.
-    """
-    for first, end in controller.steps.ranges:
-        if gone := [number for number in range(max(first, step), end) if number not in controller.kept]:
-            raise DockError(f"step {gone[0]} of `{controller.consumer.name}` is committed already, and its rows have "
-                            f"left: a group that was set back to step {step} cannot do it again. Start everything "
-                            "again from the checkpoint (torchrun --max-restarts)")
-
-
-def take_back(controller: ConsumerIndex, step: int) -> int:
-    """Make the rows of all steps from `step` on ready again; returns how many."""
-    back = {row.id: row for number in sorted(controller.kept) if number >= step for row in controller.kept[number]}
-    for number in [number for number in controller.kept if number >= step]:
-        del controller.kept[number]
-        controller.steps.remove(number)
-    for row in back.values():
-        row.held = False
-        controller.done.remove(row.id)
-    controller.rows |= back
-    controller.ready = back | controller.ready
-    return len(back)
-
-
-def settle(controller: ConsumerIndex, before: int) -> list[int]:
-    """What was and will be committed in steps before this one is not taken back; the rows that may leave."""
-    controller.settled = max(controller.settled, before)
-    return [row.id for number in sorted(controller.kept) if number < before for row in controller.kept.pop(number)]
-
-
-def settle_oldest(controller: ConsumerIndex) -> list[int]:
-    """The same for the oldest step that is kept, but not for the newest two: of the last one's state the copies may be
-    under way, or turn out torn."""
-    return settle(controller, min(controller.kept) + 1) if len(controller.kept) > 2 else []
-
-
-def lose(controller: ConsumerIndex, listed: Collection[int], warehouse: int, warehouses: int) -> list[int]:
-    """A warehouse has listed all that it holds: steps of which it has lost rows cannot be taken back any more; returns
-    their other rows, which may leave."""
-    torn = [number for number, rows in controller.kept.items()
-            if any(row.id % warehouses == warehouse and row.id not in listed for row in rows)]
-    return [row.id for number in torn for row in controller.kept.pop(number)]
-
-
-def settled(controller: ConsumerIndex, rows: Iterable[int]) -> list[int]:
-    """Those of committed rows that are not kept."""
-    kept = {row.id for some in controller.kept.values() for row in some}
-    return [row for row in rows if row not in kept]
-
-
-def settled_ranges(controller: ConsumerIndex) -> list[tuple[int, int]]:
-    """All committed rows that are not kept, as `Intervals.ranges`."""
-    result = Intervals(controller.done.ranges)
-    for rows in controller.kept.values():
-        for row in rows:
-            result.remove(row.id)
-    return result.ranges

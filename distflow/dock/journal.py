@@ -1,13 +1,13 @@
-"""The commits that a process of the dock has answered, on disk: one that is restored forgets none of them.
+"""Journal of the commits that a process of the dock has answered: a process that is restored forgets none of them.
 
     bytes
     4     n, the length of the record
     4     its CRC-32
-    n     a msgpack map: {"life": epoch} of a process that begins, {"consumer", "lease", "step", "rows": ranges}, or
-          {"consumer", "back": step} where commits of steps from that one on were taken back
+    n     a msgpack map: {"epoch"} of a process that starts, {"consumer", "lease", "step", "rows": ranges} of a commit,
+          or {"consumer", "back": step} where commits of steps from that one on were rolled back
 
-A snapshot is as old as its checkpoint; this file is not. Each record is written before its answer is sent, so it
-outlives the process, but not a machine that loses its power. The end of a record that was cut off is dropped.
+A snapshot is as old as its checkpoint; the journal is up to date. Each record is written before its answer is sent, so
+it outlives the process, but not a machine that loses its power. A record that was cut off at the end is dropped.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Of one process, for all its lives in a run.
-
-    Raises:
-        CheckpointError: the file cannot be read or written.
-    """
+    """Journal of one process and of those that replace it; raises `CheckpointError` if it cannot be opened."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,32 +47,22 @@ class Journal:
         os.ftruncate(self.file, self.size)
 
     @property
-    def lives(self) -> frozenset[int]:
-        """The epochs whose commits are all in here."""
-        return frozenset(record["life"] for record in self.records if "life" in record)
+    def epochs(self) -> frozenset[int]:
+        return frozenset(record["epoch"] for record in self.records if "epoch" in record)
 
     def begin(self, epoch: int) -> None:
-        """A process takes the journal up."""
-        self._write({"life": epoch})
+        self._write({"epoch": epoch})
 
     def commit(self, consumer: str, lease: int, step: int | None, ids: Ids) -> None:
-        """Keep a commit.
-
-        Raises:
-            DockError: the disk does not take it; nothing may be committed then.
-        """
+        """Record a commit; raises `DockError` if it cannot be written, and then it must not count."""
         self._write({"consumer": consumer, "lease": lease, "step": step, "rows": _ranges(ids)})
 
-    def take_back(self, consumer: str, step: int) -> None:
-        """Keep that the commits of steps from this one on do not stand any more.
-
-        Raises:
-            DockError: the disk does not take it; they stand then.
-        """
+    def rollback(self, consumer: str, step: int) -> None:
+        """Record that the commits of steps from this one on are rolled back; raises `DockError` as `commit` does."""
         self._write({"consumer": consumer, "back": step})
 
     def commits(self, consumer: str) -> Iterator[tuple[int, int | None, list[int]]]:
-        """(lease, step, ids) of each commit of a consumer, oldest first."""
+        """Yield (lease, step, ids) of each commit of a consumer, oldest first."""
         standing: list[Record] = []
         for record in (record for record in self.records if record.get("consumer") == consumer):
             if "back" in record:
@@ -97,13 +83,12 @@ class Journal:
             if os.pwrite(self.file, whole, self.size) < len(whole):
                 raise OSError("the disk is full")
         except OSError as error:
-            raise DockError(f"{self.path}: a commit cannot be kept, so it is none: {error}") from None
+            raise DockError(f"{self.path}: a commit cannot be written, so it does not count: {error}") from None
         self.size += len(whole)
         self.records.append(record)
 
 
 def _records(data: bytes) -> Iterator[tuple[Record, int]]:
-    """Each whole record, and the byte behind it."""
     position = 0
     while position + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, position)
@@ -115,7 +100,6 @@ def _records(data: bytes) -> Iterator[tuple[Record, int]]:
 
 
 def _ranges(ids: Ids) -> list[tuple[int, int]]:
-    """(first, first behind) of rows that follow each other, ascending."""
     rows = numpy.unique(ids)
     edges = numpy.flatnonzero(numpy.diff(rows) != 1)
     if not len(rows):

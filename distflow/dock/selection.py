@@ -1,14 +1,13 @@
-"""Which ready rows a consumer gets next, and how the ranks of its group share them: plain functions in two registries.
+"""Selection of the rows that a consumer gets next, and the layout that all processes of a dock share.
 
-A rule takes units (lists of rows that stay together) in the order in which they became ready and yields units in the
-order in which they shall go. Rules follow one another, so that `fresh`, `whole_groups` and `by_priority` combine. It
-is lazy: rows that nobody asks for are not looked at. Your own:
+A rule takes groups (lists of rows that stay together) in the order in which they became ready and yields groups in
+the order in which they are to be leased. Rules are chained, so that `fresh`, `whole_groups` and `by_priority` combine,
+and lazy: rows that no lease needs are not looked at. A deal shares groups between the ranks that work on one step.
+Both are plain functions in a registry. A rule of one's own:
 
     @selection
-    def shortest_first(units, ask):
-        return sorted(units, key=lambda unit: sum(row.tokens for row in unit))
-
-Who consumes what, and where everything lives: the few facts that all processes of a dock share.
+    def shortest_first(groups, ask):
+        return sorted(groups, key=lambda group: sum(row.tokens for row in group))
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ import torch
 from distflow.data.assignment import assign
 from distflow.dock.errors import DockError
 from distflow.errors import did_you_mean
+from distflow.rpc.connection import Address
 
-Address = tuple[str, int]
-"""Host and port."""
 Ids = numpy.ndarray
 """[rows] int64."""
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A worker state that takes rows, as `reward` or `update`; it has one controller.
+    """Stage of the pipeline that takes rows, as `reward` or `update`; it has one index.
 
-    A row is ready for it as soon as it has all columns of `reads`. `writes` says which columns it owes to others: that
-    is how the dock knows whom to name when one is missing, and what to do again when a warehouse was lost. `rules`
-    are names of the selection registry with their settings, applied in order: `{"fresh": {"bound": 1}}`. Its
-    controller lives with warehouse number `home`. `seconds`: how long a lease lasts without a sign of life. `recalls`:
-    its commits of steps can be taken back until they are settled; their rows stay as long.
+    Args:
+        reads: a row is ready for the consumer as soon as it has all these columns.
+        writes: the columns that it adds: a timeout names it when one is missing, and a lost shard's are made again.
+        rules: names of the selection registry with their settings, applied in order: `{"fresh": {"bound": 1}}`.
+        home: number of the shard whose process keeps the index.
+        seconds: how long a lease lasts without being renewed.
+        can_roll_back: commits of steps can be rolled back until they are released; their rows stay as long.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Consumer:
     deal: str = "balanced"
     home: int = 0
     seconds: float = 60.0
-    recalls: bool = False
+    can_roll_back: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads", tuple(self.reads))
@@ -60,10 +60,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class DockLayout:
-    """The warehouses by number, and the consumers. Row `i` lives in warehouse `i` modulo their count.
+    """Addresses of the shards by number, and the consumers. Row `i` lives in shard `i` modulo their count.
 
-    Row ids must be unique in the run and are best dense (step · rows + row): then warehouses fill evenly, and what
-    was consumed is remembered as a few ranges (MindSpeed RL: warehouses split the batch by sample index).
+    Row ids must be unique in the run and are best dense (step · rows + row): then shards fill evenly, and the
+    consumed rows are a few ranges (MindSpeed RL: warehouses split the batch by sample index).
     """
 
     addresses: tuple[Address, ...]
@@ -73,10 +73,10 @@ class DockLayout:
         names = [consumer.name for consumer in self.consumers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise DockError(f"each consumer has one controller, but there are several named {', '.join(twice)}")
+            raise DockError(f"each consumer has one index, but there are several named {', '.join(twice)}")
         for consumer in self.consumers:
             if not 0 <= consumer.home < len(self.addresses):
-                raise DockError(f"consumer `{consumer.name}` lives with warehouse {consumer.home}, but warehouses are "
+                raise DockError(f"consumer `{consumer.name}` lives with shard {consumer.home}, but shards are "
                                 f"numbered 0 to {len(self.addresses) - 1}")
 
     def consumer(self, name: str) -> Consumer:
@@ -87,19 +87,17 @@ class DockLayout:
         raise DockError(f"there is no consumer `{name}` at this dock. {hint}")
 
     def writers(self, column: str) -> list[Consumer]:
-        """The consumers that owe a column."""
         return [consumer for consumer in self.consumers if column in consumer.writes]
 
     def split(self, ids: Ids) -> Iterable[tuple[int, Ids]]:
-        """Which of `ids` live in which warehouse: (its number, their places in `ids`), for those that have any."""
-        homes = ids % len(self.addresses)
+        """Yield (shard number, positions in `ids`) for each shard in which any of the rows live."""
+        shards = ids % len(self.addresses)
         for number in range(len(self.addresses)):
-            places = numpy.flatnonzero(homes == number)
-            if len(places):
-                yield number, places
+            positions = numpy.flatnonzero(shards == number)
+            if len(positions):
+                yield number, positions
 
     def to_plain(self) -> dict[str, Any]:
-        """As msgpack carries it."""
         return {"addresses": [list(address) for address in self.addresses],
                 "consumers": [asdict(consumer) for consumer in self.consumers]}
 
@@ -111,83 +109,83 @@ class DockLayout:
 
 @dataclass(slots=True)
 class RowState:
-    """What a controller knows of a row that is not consumed: metadata only."""
+    """Metadata of a row in a consumer's index."""
 
     id: int
     columns: set[str]
     tokens: int = 0
     version: int = 0
-    """The weights that made it."""
+    """Of the weights that made it."""
     group: int = -1
-    """Of the prompt it stems from; -1: it is a group of its own."""
+    """Id shared by the samples of a prompt; -1: a group of its own."""
     priority: int = 0
     """Higher goes first."""
     turn: int = -1
-    """The last turn of it that is saved, if it is not finished."""
+    """Last saved turn, if the row is not finished."""
     lease: int = 0
-    """The last lease that had it; 0: none."""
+    """Last lease that had the row; 0: none."""
     held: bool = False
 
 
-Unit = list[RowState]
+RowGroup = list[RowState]
 
 
 @dataclass
 class LeaseRequest:
-    """A request for rows. `version` is that of the consumer's weights; None is what it did not say."""
+    """Request for rows. `version` is that of the consumer's weights."""
 
     count: int
     version: int | None = None
     step: int | None = None
     discarded: list[RowState] = field(default_factory=list)
-    """Where a rule puts rows that this consumer will never want: they count as consumed."""
+    """Rows that a rule drops for good: they count as consumed."""
 
 
-Rule = Callable[..., Iterable[Unit]]
-Deal = Callable[[list[Unit], int], list[Unit]]
+Rule = Callable[..., Iterable[RowGroup]]
+Deal = Callable[[list[RowGroup], int], list[RowGroup]]
 RULES: dict[str, Rule] = {}
 DEALS: dict[str, Deal] = {}
 
 
 def selection(rule: Rule) -> Rule:
-    """Register a rule under its name: `rule(units, ask, **settings)` yields units."""
+    """Register a rule under its name: `rule(groups, ask, **settings)` yields groups."""
     RULES[rule.__name__] = rule
     return rule
 
 
 def deal(function: Deal) -> Deal:
-    """Register a way to share units between ranks: `function(units, shares)` returns each share's rows."""
+    """Register a way to share groups between ranks: `function(groups, shares)` returns each share's rows."""
     DEALS[function.__name__] = function
     return function
 
 
 @selection
-def first_come(units: Iterable[Unit], ask: LeaseRequest) -> Iterable[Unit]:
-    """In the order in which rows became ready."""
-    return units
+def first_come(groups: Iterable[RowGroup], ask: LeaseRequest) -> Iterable[RowGroup]:
+    """Yield rows in the order in which they became ready."""
+    return groups
 
 
 @selection
-def fresh(units: Iterable[Unit], ask: LeaseRequest, *, bound: int) -> Iterator[Unit]:
-    """Rows that weights at most `bound` versions older than the asker's have made; older ones are discarded.
+def fresh(groups: Iterable[RowGroup], ask: LeaseRequest, *, bound: int) -> Iterator[RowGroup]:
+    """Yield rows of weights at most `bound` versions older than the consumer's; discard older ones.
 
-    A unit that has one stale row goes as a whole: half a group has no advantage. Put `whole_groups` before it.
+    A group with a stale row is discarded whole: half a group has no advantage. Put `whole_groups` before this rule.
     """
     if ask.version is None:
-        raise DockError("the rule `fresh` needs the version of the asker's weights: lease(…, version=…)")
-    for unit in units:
-        if min(row.version for row in unit) < ask.version - bound:
-            ask.discarded += unit
+        raise DockError("the rule `fresh` needs the version of the consumer's weights: lease(…, version=…)")
+    for group in groups:
+        if min(row.version for row in group) < ask.version - bound:
+            ask.discarded += group
         else:
-            yield unit
+            yield group
 
 
 @selection
-def whole_groups(units: Iterable[Unit], ask: LeaseRequest, *, size: int) -> Iterator[Unit]:
-    """Groups of `size` rows, all of them ready, in the order in which they became whole."""
-    waiting: dict[int, Unit] = {}
-    for unit in units:
-        for row in unit:
+def whole_groups(groups: Iterable[RowGroup], ask: LeaseRequest, *, size: int) -> Iterator[RowGroup]:
+    """Yield groups of `size` rows, all of them ready, in the order in which they became whole."""
+    waiting: dict[int, RowGroup] = {}
+    for group in groups:
+        for row in group:
             together = waiting.setdefault(row.group, [])
             together.append(row)
             if row.group == -1 or len(together) == size:
@@ -195,58 +193,56 @@ def whole_groups(units: Iterable[Unit], ask: LeaseRequest, *, size: int) -> Iter
 
 
 @selection
-def of_step(units: Iterable[Unit], ask: LeaseRequest, *, rows: int) -> Iterator[Unit]:
-    """Rows of the step that the asker names: `rows` of them, whose ids are those from step · rows on."""
+def of_step(groups: Iterable[RowGroup], ask: LeaseRequest, *, rows: int) -> Iterator[RowGroup]:
+    """Yield the `rows` rows of the requested step: ids from step · rows on."""
     if ask.step is None:
-        raise DockError("the rule `of_step` needs the asker's step: lease(…, step=…)")
-    return (unit for unit in units if unit[0].id // rows == ask.step)
+        raise DockError("the rule `of_step` needs a step: lease(…, step=…)")
+    return (group for group in groups if group[0].id // rows == ask.step)
 
 
 @selection
-def by_priority(units: Iterable[Unit], ask: LeaseRequest) -> Iterable[Unit]:
-    """Highest priority first; equals as they came."""
-    return sorted(units, key=lambda unit: -max(row.priority for row in unit))
+def by_priority(groups: Iterable[RowGroup], ask: LeaseRequest) -> Iterable[RowGroup]:
+    """Yield groups by priority, highest first; equal ones as they came."""
+    return sorted(groups, key=lambda group: -max(row.priority for row in group))
 
 
 @deal
-def balanced(units: list[Unit], shares: int) -> list[Unit]:
-    """About as many tokens to every rank (longest processing time first, as in the databuffer)."""
-    weights = torch.tensor([sum(max(row.tokens, 1) for row in unit) for unit in units], dtype=torch.int64)
-    result: list[Unit] = [[] for _ in range(shares)]
-    for unit, share in zip(units, assign(weights, shares).tolist()):
-        result[share] += unit
+def balanced(groups: list[RowGroup], shares: int) -> list[RowGroup]:
+    """Give every rank about as many tokens (longest processing time first, as in the databuffer)."""
+    weights = torch.tensor([sum(max(row.tokens, 1) for row in group) for group in groups], dtype=torch.int64)
+    result: list[RowGroup] = [[] for _ in range(shares)]
+    for group, share in zip(groups, assign(weights, shares).tolist()):
+        result[share] += group
     return result
 
 
 @deal
-def in_turn(units: list[Unit], shares: int) -> list[Unit]:
-    """One unit to each rank in turn: as many units to every rank, whatever their length."""
-    return [[row for unit in units[share::shares] for row in unit] for share in range(shares)]
+def in_turn(groups: list[RowGroup], shares: int) -> list[RowGroup]:
+    """Give one group to each rank in turn: as many groups to every rank, whatever their length."""
+    return [[row for group in groups[share::shares] for row in group] for share in range(shares)]
 
 
-def choose(rows: Iterable[RowState], rules: Mapping[str, Mapping[str, Any]], ask: LeaseRequest) -> list[Unit]:
-    """The units to hand out: as many as come before one that does not fit into `ask.count` rows."""
-    units: Iterable[Unit] = ([row] for row in rows)
+def choose(rows: Iterable[RowState], rules: Mapping[str, Mapping[str, Any]], ask: LeaseRequest) -> list[RowGroup]:
+    """Return the groups to lease: as many as come before one that does not fit into `ask.count` rows."""
+    groups: Iterable[RowGroup] = ([row] for row in rows)
     for name, settings in rules.items():
-        units = RULES[name](units, ask, **settings)
+        groups = RULES[name](groups, ask, **settings)
     chosen, total = [], 0
     if ask.count < 1:
         return chosen
-    for unit in units:
-        if total + len(unit) > ask.count:
+    for group in groups:
+        if total + len(group) > ask.count:
             break
-        chosen.append(unit)
-        total += len(unit)
+        chosen.append(group)
+        total += len(group)
         if total == ask.count:
             break
     return chosen
 
 
-def check_rules(consumer: str, rules: Mapping[str, Any], way: str) -> None:
-    """Raises:
-        DockError: a consumer names a rule or a deal that is not registered.
-    """
-    for name, known in [(rule, RULES) for rule in rules] + [(way, DEALS)]:
+def check_rules(consumer: str, rules: Mapping[str, Any], deal: str) -> None:
+    """Raise `DockError` if a consumer names a rule or a deal that is not registered."""
+    for name, known in [(rule, RULES) for rule in rules] + [(deal, DEALS)]:
         if name not in known:
             raise DockError(f"consumer `{consumer}` wants its rows by `{name}`, which is not registered. "
                             f"{did_you_mean(name, known)}")

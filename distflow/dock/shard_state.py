@@ -1,8 +1,13 @@
-"""What one process of the dock knows: its warehouse, its controllers, who is connected, and what others must be told.
+"""State of one process of the dock, and the updates between processes.
 
-Everything here runs under one lock, `changed`, which also wakes those who wait for rows or for room.
+    storage    the rows of its shard                   indexes    of the consumers whose `home` it is
+    clients    sessions, with their activity           outboxes   updates for the other processes, one for each
 
-State updates between processes of the dock: from warehouses to controllers, and back when rows are committed.
+    rows, listing           from a shard to the indexes: rows have got columns; all rows that it holds
+    retire, committed       from an index to the shards: rows were committed; all rows that were
+    memory_pressure         from a shard to the indexes: release a retained step
+
+All methods run under one lock, `changed`, which also wakes the requests that wait for rows or for room.
 """
 
 from __future__ import annotations
@@ -17,303 +22,304 @@ from typing import Any
 
 import numpy
 
-from distflow.dock import index
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.journal import Journal
-from distflow.dock.selection import Address, Consumer, DockLayout, Ids
+from distflow.dock.selection import Consumer, DockLayout, Ids
 from distflow.dock.storage import StorageShard
-from distflow.rpc.connection import Connection, ConnectionEnded, connect
+from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
+from distflow.rpc.errors import RpcError
 
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two attempts to reach a peer, doubled each time."""
-_BEAT = 1.0
-"""Seconds after which a silent connection is tried: a peer that was replaced must be told everything again."""
-_LIMIT = 10.0
+_PROBE_INTERVAL = 1.0
+"""Seconds after which a silent connection is probed: a peer that was replaced needs the full updates again."""
+_TIMEOUT = 10.0
 _log = logging.getLogger("distflow.dock")
 
 Update = dict[str, Any]
 
 
 class Outbox(threading.Thread):
-    """Updates for one peer, in order. Each new connection begins with `everything`, so none can be lost.
+    """Thread that sends updates to one peer, in order. Each connection begins with `full_updates`: none can be lost.
 
-    `tell` and `everything` run under the lock of the service, which `changed` holds.
+    `post` and `full_updates` run under the lock of the server, `changed`.
     """
 
     def __init__(self, address: Address, token: bytes, who: str, changed: threading.Condition,
-                 everything: Callable[[], list[Update]]):
+                 full_updates: Callable[[], list[Update]]):
         super().__init__(name=f"dock updates for {address[0]}:{address[1]}", daemon=True)
         self.address, self.token, self.who = address, token, who
-        self.changed, self.everything = changed, everything
+        self.changed, self.full_updates = changed, full_updates
         self.waiting: deque[Update] = deque()
-        self.trouble = ""
-        """Why the peer is out of reach; empty if it is not."""
+        self.failure = ""
+        """Why the peer is unreachable; empty if it is not."""
         self.since, self.warned = 0.0, False
-        self.news, self.over = threading.Event(), threading.Event()
+        self.pending, self.over = threading.Event(), threading.Event()
 
-    def tell(self, update: Update) -> None:
-        if not self.trouble:  # a peer that comes back is told everything
+    def post(self, update: Update) -> None:
+        if not self.failure:  # a peer that comes back gets the full updates
             self.waiting.append(update)
-            self.news.set()
+            self.pending.set()
 
     def stop(self) -> None:
         self.over.set()
-        self.news.set()
+        self.pending.set()
 
     def run(self) -> None:
         pause = _PAUSE
         while not self.over.is_set():
-            line = None
+            connection = None
             try:
-                line = connect(self.address, self.token, _LIMIT)
-                self._ask(line, {"op": "hello", "who": self.who, "session": ""})
+                connection = connect(self.address, self.token, _TIMEOUT)
+                self._ask(connection, {"op": "hello", "who": self.who, "session": ""})
                 pause = _PAUSE
-                self._stream(line)
-            except (OSError, ConnectionEnded, DockError) as error:
-                self._cut_off(str(error) or type(error).__name__)
+                self._stream(connection)
+            except (OSError, ConnectionEnded, DockError, RpcError) as error:
+                self._note_failure(str(error) or type(error).__name__)
             finally:
-                if line is not None:
-                    line.close()
+                if connection is not None:
+                    connection.close()
             self.over.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _stream(self, line: Connection) -> None:
+    def _stream(self, connection: Connection) -> None:
         with self.changed:
             self.waiting.clear()
-            self.trouble, self.warned = "", False
-            updates = self.everything()
+            self.failure, self.warned = "", False
+            updates = self.full_updates()
         while not self.over.is_set():
-            self._ask(line, {"op": "updates", "updates": updates})
-            self.news.wait(_BEAT)
-            self.news.clear()
+            self._ask(connection, {"op": "updates", "updates": updates})
+            self.pending.wait(_PROBE_INTERVAL)
+            self.pending.clear()
             updates = [self.waiting.popleft() for _ in range(len(self.waiting))]
 
-    def _cut_off(self, trouble: str) -> None:
+    def _note_failure(self, failure: str) -> None:
         with self.changed:
             now = time.monotonic()
-            self.since = self.since if self.trouble else now
+            self.since = self.since if self.failure else now
             if now - self.since > _LONGEST_PAUSE and not self.warned:
                 self.warned = True
-                _log.warning("%s cannot tell %s:%d of new rows: %s", self.who, *self.address, trouble)
-            self.trouble = trouble
+                _log.warning("%s cannot send %s:%d its updates: %s", self.who, *self.address, failure)
+            self.failure = failure
             self.waiting.clear()
 
-    def _ask(self, line: Connection, message: dict[str, Any]) -> None:
-        line.send(message)
-        reply, size = line.receive()
-        line.skip(size)
+    def _ask(self, connection: Connection, message: dict[str, Any]) -> None:
+        connection.send(message)
+        reply, size = connection.receive()
+        connection.skip(size)
         if "error" in reply:
             raise DockError(reply["message"])
 
 
-_GONE_KEPT = 1024
+_ENDED_KEPT = 1024
+"""Sessions without connections that are remembered, for messages."""
 
 
 @dataclass
 class ClientSession:
-    """A client process: who it is, and what it last said that it is doing."""
+    """Client process: its name, and the activity that it reported last."""
 
     who: str
-    doing: str = ""
-    told: float = 0.0
-    lines: int = 0
-    """Its open connections."""
+    activity: str = ""
+    active_at: float = 0.0
+    connections: int = 0
+    """Open ones."""
 
 
 class ShardState:
-    """One process's part of the dock. It can hold rows as soon as `meet` has told it the layout."""
+    """Shard, indexes and clients of one process. It can hold rows as soon as `configure` has given it the layout."""
 
     def __init__(self, token: bytes, epoch: int, max_rows: int, max_bytes: int, journal: Journal | None = None):
         self.token, self.epoch, self.journal = token, epoch, journal
         self.changed = threading.Condition()
-        self.warehouse = StorageShard(0, 1, max_rows, max_bytes)
-        self.controllers: dict[str, ConsumerIndex] = {}
+        self.storage = StorageShard(0, 1, max_rows, max_bytes)
+        self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
         self.epochs: dict[tuple[str, int], int] = {}
-        """Of the process that last listed a warehouse's rows for a consumer here."""
-        self.persons: dict[str, ClientSession] = {}
+        """By consumer here and shard: the epoch of the process that last listed the shard's rows."""
+        self.clients: dict[str, ClientSession] = {}
         self.sent = self.received = 0
         """Bytes on connections that have ended."""
 
-    def meet(self, layout: DockLayout, number: int) -> None:
-        """Take a place in the layout: be its warehouse `number` and the home of those consumers' controllers.
+    def configure(self, layout: DockLayout, number: int) -> None:
+        """Become shard `number` of the layout, and the home of its consumers' indexes.
 
         Raises:
-            DockError: this process has another place already.
+            DockError: this process is another shard already.
         """
-        if layout == self.layout and number == self.warehouse.number:
+        if layout == self.layout and number == self.storage.number:
             return
-        house = self.warehouse
-        if self.layout is not None and (house.number, house.count) != (number, len(layout.addresses)):
-            raise DockError(f"this process is warehouse {house.number} of {house.count}; it cannot become {number} of "
+        storage = self.storage
+        if self.layout is not None and (storage.number, storage.count) != (number, len(layout.addresses)):
+            raise DockError(f"this process is shard {storage.number} of {storage.count}; it cannot become {number} of "
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
-        house.number, house.count, self.layout = number, len(layout.addresses), layout
+        storage.number, storage.count, self.layout = number, len(layout.addresses), layout
         for consumer in layout.consumers:
             if consumer.home == number:
-                known = self.controllers.get(consumer.name) or self.take_up(consumer)
-                known.consumer, known.reads = consumer, set(consumer.reads)
+                index = self.indexes.get(consumer.name) or self.add_index(consumer)
+                index.consumer, index.reads = consumer, set(consumer.reads)
         self.stop()
-        self.outboxes = {other: self._outbox(other) for other in range(house.count) if other != number}
-        for update in self._everything(number):
+        self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
+        for update in self._full_updates(number):
             self.apply(update)
         for outbox in self.outboxes.values():
             outbox.start()
 
-    def take_up(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
-        """A consumer's controller, with what a snapshot and the journal know of its commits."""
-        made = ConsumerIndex(consumer, self.epoch, self.journal.lives if self.journal else ())
+    def add_index(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
+        """Add a consumer's index, with the commits that a snapshot's state and the journal have."""
+        index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else ())
         if state is not None:
-            made.restore(state)
+            index.restore(state)
         if self.journal is not None:
-            made.replay(self.journal.commits(consumer.name))
-        self.controllers[consumer.name] = made
-        return made
+            index.replay(self.journal.commits(consumer.name))
+        self.indexes[consumer.name] = index
+        return index
 
-    def commit(self, consumer: str, number: int, step: int | None, ids: Ids, told: bool) -> bool:
-        """A commit at one of the controllers here, kept before it counts; see `ConsumerIndex.commit`."""
+    def commit(self, consumer: str, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
+        """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
 
         def keep() -> None:
             if self.journal is not None:
                 self.journal.commit(consumer, number, step, ids)
 
-        controller = self.controller(consumer)
-        new = controller.commit(number, step, ids.tolist(), time.monotonic(), told=told, keep=keep)
-        if new and step not in controller.kept:
+        index = self.index(consumer)
+        new = index.commit(number, step, ids.tolist(), time.monotonic(), answered=answered, keep=keep)
+        if new and step not in index.retained:
             self.retire(consumer, ids)
         return new
 
-    def take_back(self, consumer: str, step: int) -> int:
-        """See `recall.take_back`; kept before it counts."""
-        controller = self.controller(consumer)
-        index.check(controller, step)
+    def rollback(self, consumer: str, step: int) -> int:
+        """Undo commits at one of the indexes here, in the journal first; see `ConsumerIndex.rollback`."""
+        index = self.index(consumer)
+        index.check_rollback(step)
         if self.journal is not None:
-            self.journal.take_back(consumer, step)
+            self.journal.rollback(consumer, step)
         self.changed.notify_all()
-        return index.take_back(controller, step)
+        return index.rollback(step)
 
-    def settle(self, consumer: str, before: int) -> None:
-        """Let go of the rows of a consumer's steps before this one."""
-        self.retire(consumer, index.settle(self.controller(consumer), before))
+    def release_before(self, consumer: str, step: int) -> None:
+        """Make a consumer's commits of steps before this one final; their rows may leave."""
+        self.retire(consumer, self.index(consumer).release_before(step))
 
-    def make_room(self) -> bool:
-        """Ask for the rows of a step that is only kept in case somebody goes back; whether any have left at once."""
-        before = len(self.warehouse.rows)
-        for home in {consumer.home for consumer in self.met().consumers if consumer.recalls}:
-            self._tell(home, {"kind": "crowded"})
-        return len(self.warehouse.rows) < before
+    def evict(self) -> bool:
+        """Ask the indexes to release a retained step; return whether any rows have left at once."""
+        before = len(self.storage.rows)
+        for home in {consumer.home for consumer in self.configured().consumers if consumer.can_roll_back}:
+            self._post(home, {"kind": "memory_pressure"})
+        return len(self.storage.rows) < before
 
     def stop(self) -> None:
         for outbox in self.outboxes.values():
             outbox.stop()
 
-    def met(self) -> DockLayout:
+    def configured(self) -> DockLayout:
         if self.layout is None:
-            raise DockError("this warehouse has no place in a dock yet; call Dock.meet with all addresses first")
+            raise DockError("this shard has no place in a dock yet; call `DockClient.configure` first")
         return self.layout
 
-    def controller(self, consumer: str) -> ConsumerIndex:
-        layout = self.met()
-        if consumer not in self.controllers:
+    def index(self, consumer: str) -> ConsumerIndex:
+        layout = self.configured()
+        if consumer not in self.indexes:
             home = layout.consumer(consumer).home
-            raise DockError(f"the controller of `{consumer}` lives with warehouse {home}, not {self.warehouse.number}")
-        return self.controllers[consumer]
+            raise DockError(f"the index of `{consumer}` lives with shard {home}, not {self.storage.number}")
+        return self.indexes[consumer]
 
     def announce(self, ids: Iterable[int], columns: Iterable[str], new: bool) -> None:
-        """Tell all controllers that rows have got columns. `new`: some of them were not here before."""
-        table = self.warehouse.table(ids)
+        """Tell all indexes that rows have got columns. `new`: some of the rows were not here before."""
+        table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
-        for home in {consumer.home for consumer in self.met().consumers}:
-            self._tell(home, update)
+        for home in {consumer.home for consumer in self.configured().consumers}:
+            self._post(home, update)
 
     def retire(self, consumer: str, ids: Iterable[int]) -> None:
-        """Tell the warehouses that a consumer has committed rows."""
+        """Tell the shards that a consumer's commits of rows are final."""
         numbers = numpy.fromiter(ids, numpy.int64)
-        for home, places in self.met().split(numbers):
-            self._tell(home, {"kind": "retire", "consumer": consumer, "ids": numbers[places].tobytes()})
+        for home, positions in self.configured().split(numbers):
+            self._post(home, {"kind": "retire", "consumer": consumer, "ids": numbers[positions].tobytes()})
 
     def apply(self, update: Update) -> None:
-        """An update from a warehouse or a controller, here or elsewhere."""
+        """Apply an update from a shard or an index, here or of another process."""
         if update["kind"] == "rows":
-            for name, controller in self.controllers.items():
-                committed = controller.learn(read_table(update["table"]), update["columns"])
-                if committed and update["new"]:  # a lost warehouse has forgotten it, and a late producer put it again
-                    self.retire(name, index.settled(controller, committed))
+            for name, index in self.indexes.items():
+                committed = index.learn(read_table(update["table"]), update["columns"])
+                if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
+                    self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self.warehouse.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
-        elif update["kind"] == "listing" and update["consumer"] in self.controllers:
-            self._relearn(self.controllers[update["consumer"]], update)
+            self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
+        elif update["kind"] == "listing" and update["consumer"] in self.indexes:
+            self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             done = Intervals(map(tuple, update["ranges"]))
-            self.warehouse.retire(update["consumer"], [row for row in self.warehouse.rows if row in done], self._all())
-        elif update["kind"] == "crowded":
-            for name, controller in self.controllers.items():
-                self.retire(name, index.settle_oldest(controller))
-            return  # who is waked for nothing would ask again, and wake the others
+            self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done], self._all())
+        elif update["kind"] == "memory_pressure":
+            for name, index in self.indexes.items():
+                self.retire(name, index.release_oldest())
+            return  # a producer that wakes for nothing would ask again, and wake the others
         self.changed.notify_all()
 
     def enter(self, session: str, who: str) -> ClientSession:
-        person = self.persons.setdefault(session, ClientSession(who, told=time.monotonic()))
-        person.lines += 1
-        return person
+        client = self.clients.setdefault(session, ClientSession(who, active_at=time.monotonic()))
+        client.connections += 1
+        return client
 
     def leave(self, session: str) -> None:
-        """A connection is gone; with a process's last one its leases end."""
-        person = self.persons[session]
-        person.lines -= 1
-        if person.lines:
+        """Note the end of a connection; with a session's last one its leases end."""
+        client = self.clients[session]
+        client.connections -= 1
+        if client.connections:
             return
-        ended = [controller.dropped(session, time.monotonic()) for controller in self.controllers.values()]
-        absent = [name for name, other in self.persons.items() if not other.lines]
-        for name in absent[: max(0, len(absent) - _GONE_KEPT)]:
-            del self.persons[name]
+        ended = [index.dropped(session, time.monotonic()) for index in self.indexes.values()]
+        absent = [name for name, other in self.clients.items() if not other.connections]
+        for name in absent[: max(0, len(absent) - _ENDED_KEPT)]:
+            del self.clients[name]
         if any(ended):
             self.changed.notify_all()
 
     def _all(self) -> frozenset[str]:
-        return frozenset(consumer.name for consumer in self.met().consumers)
+        return frozenset(consumer.name for consumer in self.configured().consumers)
 
-    def _tell(self, home: int, update: Update) -> None:
-        if home == self.warehouse.number:
+    def _post(self, home: int, update: Update) -> None:
+        if home == self.storage.number:
             self.apply(update)
         else:
-            self.outboxes[home].tell(update)
+            self.outboxes[home].post(update)
 
     def _outbox(self, other: int) -> Outbox:
-        return Outbox(self.met().addresses[other], self.token, f"warehouse {self.warehouse.number}", self.changed,
-                      lambda: self._everything(other))
+        return Outbox(self.configured().addresses[other], self.token, f"shard {self.storage.number}", self.changed,
+                      lambda: self._full_updates(other))
 
-    def _everything(self, other: int) -> list[Update]:
-        """All that process `other` must know of this one."""
-        updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.settled_ranges(controller)}
-                                 for name, controller in self.controllers.items()]
-        return updates + [self._listing(consumer.name) for consumer in self.met().consumers if consumer.home == other]
+    def _full_updates(self, other: int) -> list[Update]:
+        """Return all that process `other` must know of this one."""
+        updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
+                                 for name, index in self.indexes.items()]
+        homed = [consumer.name for consumer in self.configured().consumers if consumer.home == other]
+        return updates + [self._listing(name) for name in homed]
 
     def _listing(self, consumer: str) -> Update:
         forms: dict[frozenset[str], list[int]] = {}
         done = []
-        for row, kept in self.warehouse.rows.items():
-            if consumer in kept.consumed:
+        for row, stored in self.storage.rows.items():
+            if consumer in stored.consumed:
                 done.append(row)
             else:
-                forms.setdefault(kept.columns, []).append(row)
-        parts = [[sorted(columns), self.warehouse.table(rows).tobytes()] for columns, rows in forms.items()]
-        return {"kind": "listing", "consumer": consumer, "warehouse": self.warehouse.number, "parts": parts,
+                forms.setdefault(stored.columns, []).append(row)
+        parts = [[sorted(columns), self.storage.table(rows).tobytes()] for columns, rows in forms.items()]
+        return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
                 "epoch": self.epoch, "done": numpy.array(done, numpy.int64).tobytes()}
 
-    def _relearn(self, controller: ConsumerIndex, update: Update) -> None:
+    def _relearn(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
         listed = {row: columns for columns, table in parts for row in table[0].tolist()}
-        controller.finish(read_ids(update["done"]).tolist())
-        source = controller.consumer.name, update["warehouse"]
+        index.finish(read_ids(update["done"]).tolist())
+        source = index.consumer.name, update["shard"]
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
-        controller.relearn(listed, update["warehouse"], self.warehouse.count, replaced)
-        self.retire(controller.consumer.name,
-                    index.lose(controller, listed, update["warehouse"], self.warehouse.count))
+        index.relearn(listed, update["shard"], self.storage.count, replaced)
+        self.retire(index.consumer.name, index.release_torn(listed, update["shard"], self.storage.count))
         for columns, table in parts:
-            controller.learn(table, columns)
+            index.learn(table, columns)
 
 
 def read_ids(data: bytes) -> Ids:
@@ -321,5 +327,4 @@ def read_ids(data: bytes) -> Ids:
 
 
 def read_table(data: bytes) -> Ids:
-    """[6, rows], see `StorageShard.table`."""
     return numpy.frombuffer(data, numpy.int64).reshape(6, -1)

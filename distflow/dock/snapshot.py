@@ -1,12 +1,12 @@
-"""A process's part of the dock as a file: whole or absent, and without pickle.
+"""Snapshot of one shard process as a file: whole or absent, and without pickle.
 
     bytes
     4     `DFS1`
-    …     messages, each as on a line: lengths (4 and 8 bytes), a msgpack header, buffers
+    …     messages, each as on a connection: lengths (4 and 8 bytes), a msgpack header, buffers
     4     0xffffffff, then the CRC-32 of all that stands before
 
-The first header holds what is known of rows and what consumers have committed; each other message is one parcel.
-Taking the state is a matter of references, under the lock; writing is not.
+The first header has the rows' metadata and the consumers' commits; each other message is one record batch. The state
+is captured under the lock, by reference; it is written without the lock.
 """
 
 from __future__ import annotations
@@ -31,73 +31,72 @@ from distflow.errors import CheckpointError
 _MAGIC, _LENGTHS, _SUM = b"DFS1", struct.Struct("<IQ"), struct.Struct("<II")
 _END = 0xFFFFFFFF
 Message = tuple[dict[str, Any], list[Any]]
-Living = dict[int, tuple[int, list[str]]]
-"""See `Warehouse.living`."""
+LiveRows = dict[int, tuple[int, list[str]]]
+"""See `StorageShard.live_rows`."""
 
 
-def capture(desk: ShardState) -> tuple[dict[str, Any], list[tuple[RecordBatch, Living]]]:
-    """The head of a snapshot, and each parcel with its living rows. Metadata: rows are not touched, and as nobody
-    changes a parcel, they can be packed later."""
-    house = desk.warehouse
+def capture(state: ShardState) -> tuple[dict[str, Any], list[tuple[RecordBatch, LiveRows]]]:
+    """Return the head of a snapshot, and each batch with its live rows; batches never change, so are packed later."""
+    storage = state.storage
     consumed: dict[str, list[int]] = {}
-    for row, kept in house.rows.items():
-        for consumer in kept.consumed:
+    for row, stored in storage.rows.items():
+        for consumer in stored.consumed:
             consumed.setdefault(consumer, []).append(row)
-    head = {"layout": desk.met().to_plain(), "number": house.number, "table": house.table(house.rows).tobytes(),
-            "gone": house.gone.ranges,
+    head = {"layout": state.configured().to_plain(), "number": storage.number,
+            "table": storage.table(storage.rows).tobytes(), "gone": storage.gone.ranges,
             "consumed": {name: numpy.array(rows, numpy.int64).tobytes() for name, rows in consumed.items()},
-            "controllers": {name: controller.state() for name, controller in desk.controllers.items()}}
-    return head, [(parcel, house.living(parcel)) for parcel in house.parcels]
+            "indexes": {name: index.state() for name, index in state.indexes.items()}}
+    return head, [(records, storage.live_rows(records)) for records in storage.batches]
 
 
-def messages(head: dict[str, Any], parcels: Iterable[tuple[RecordBatch, Living]]) -> Iterator[Message]:
-    """All messages of a snapshot, one after the other; needs no lock."""
+def messages(head: dict[str, Any], batches: Iterable[tuple[RecordBatch, LiveRows]]) -> Iterator[Message]:
+    """Yield all messages of a snapshot; needs no lock."""
     yield head, []
-    for parcel, live in parcels:
-        yield from _parcel(parcel, live)
+    for records, live in batches:
+        yield from _messages_of(records, live)
 
 
-def _parcel(parcel: RecordBatch, live: Living) -> Iterator[Message]:
-    """Its living rows: those that are finished, and those that are saved turns."""
-    names = list(parcel.batch.columns)
+def _messages_of(records: RecordBatch, live: LiveRows) -> Iterator[Message]:
+    """Yield the live rows of a batch: the finished ones, then the saved turns."""
+    names = list(records.batch.columns)
     for turn in (False, True):
-        local = [place for place, (_, found) in live.items() if bool(found) != turn]
+        local = [row for row, (_, found) in live.items() if bool(found) != turn]
         if local:
-            ids = parcel.batch.ids.numpy()[local]
-            spans = [(parcel, place, place + 1) for place in local]
-            heads, buffers = pack(ids, [(name, spans) for name in names])
-            yield {"rows": len(local), "columns": heads, "turn": turn}, buffers
+            ids = records.batch.ids.numpy()[local]
+            spans = [(records, row, row + 1) for row in local]
+            schema, buffers = pack(ids, [(name, spans) for name in names])
+            yield {"rows": len(local), "columns": schema, "turn": turn}, buffers
 
 
-def restore(desk: ShardState, path: Path) -> None:
-    """Fill a new desk from a file and take its place in the layout again.
+def restore(state: ShardState, path: Path) -> None:
+    """Fill a new state from a file, and configure it with the file's layout.
 
     Raises:
         CheckpointError: the file is not there, torn, or not a snapshot.
     """
     messages = _read(path)
     head = next(messages)[0]
-    house, layout = desk.warehouse, DockLayout.from_plain(head["layout"])
-    house.number, house.count = head["number"], len(layout.addresses)
-    house.gone = Intervals(map(tuple, head["gone"]))
+    storage, layout = state.storage, DockLayout.from_plain(head["layout"])
+    storage.number, storage.count = head["number"], len(layout.addresses)
+    storage.gone = Intervals(map(tuple, head["gone"]))
     for row, tokens, version, group, priority, turn in read_table(head["table"]).T.tolist():
-        house.rows[row] = StoredRow(frozenset(), tokens, version, group, priority, turn)
+        storage.rows[row] = StoredRow(frozenset(), tokens, version, group, priority, turn)
     for header, data in messages:
-        house.lay(unpack(header["rows"], header["columns"], data), header["turn"])
+        storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
     for consumer, ids in head["consumed"].items():
         for row in read_ids(ids).tolist():
-            house.rows[row].consumed.add(consumer)
+            storage.rows[row].consumed.add(consumer)
     for consumer in layout.consumers:
-        if consumer.name in head["controllers"]:
-            desk.take_up(consumer, head["controllers"][consumer.name])
-    desk.meet(layout, head["number"])
+        if consumer.name in head["indexes"]:
+            state.add_index(consumer, head["indexes"][consumer.name])
+    state.configure(layout, head["number"])
 
 
 def write(messages: Iterable[Message], path: Path) -> int:
-    """Write a snapshot under its name only when all of it is on disk; returns its bytes.
+    """Write a snapshot, under its name only when all of it is on disk; return the bytes.
 
     Raises:
-        CheckpointError: the disk does not take it; what was there before is untouched.
+        CheckpointError: the disk cannot store it; an earlier file is untouched.
     """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
@@ -123,7 +122,7 @@ def _write(messages: Iterable[Message], file: BinaryIO) -> int:
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """The messages, after the whole file was seen to be sound."""
+    """Yield the messages, after the checksum of the whole file."""
     try:
         data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:

@@ -1,14 +1,12 @@
-"""A warehouse: the rows whose ids fall to it, by (row, column), until every consumer has committed them.
+"""Storage shard: rows by (id, column), kept until every consumer has committed them.
 
-No sockets, threads or clocks: `service.py` has those and holds its lock around every call.
+    RecordBatch    the rows of one message: one buffer, with views of its columns; slices of it answer requests
+    StoredRow      metadata of a row; its columns lie at positions: the base of a batch plus the row's index there
+    StorageShard   batches, positions and metadata; empty batches are dropped, half-empty large ones are copied
 
-Rows as buffers: a batch goes onto a line, lies in a warehouse and leaves it again without being rebuilt.
-
-What arrives in one message is a parcel: one buffer, with views of its columns. A request for any of its rows is
-answered by slices of that buffer, which the kernel gathers. No pickle: what arrives can only become columns. Their
-header travels in the message's: `[name, levels of raggedness, dtype, shape of an element, elements]`.
-
-What a warehouse knows of a row, what its producer said of it, and what it counts.
+A batch is received, stored and sent again without being rebuilt, and without pickle: the bytes that arrive can only
+become columns. A column's schema, in the message's header, is `[name, levels of raggedness, dtype, shape of an element,
+elements]`. No sockets, threads or clocks: `shard.py` has those and holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
-from distflow.data.column_buffers import elements_of, form_of, raw, strips_of
+from distflow.data.column_buffers import buffers_of, elements_of, form_of, raw
 from distflow.dock.errors import DockError, Full
 from distflow.dock.index import Intervals
 from distflow.dock.selection import Ids
@@ -33,46 +31,46 @@ from distflow.errors import ColumnError, listing
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 Span = tuple["RecordBatch", int, int]
-"""Rows start…stop of a parcel."""
-Heads = list[list[Any]]
+"""Rows start…stop of a batch."""
+Schema = list[list[Any]]
 
 
-class HeldColumn:
-    """A column as raw bytes: its strips, and before them, if it is ragged, one of the rows' own lengths."""
+class StoredColumn:
+    """Column as raw buffers, each with its element size and row bounds; a ragged one's first has the rows' lengths."""
 
     def __init__(self, column: ColumnData):
         self.form = form_of(column)
-        self.strips = [(memoryview(strip.data), width, strip.bounds.tolist())
-                       for strip, width in zip(strips_of(column), self.form.widths, strict=True)]
+        self.buffers = [(memoryview(buffer.data), width, buffer.bounds.tolist())
+                       for buffer, width in zip(buffers_of(column), self.form.widths, strict=True)]
         if self.form.depth:
-            self.strips.insert(0, (memoryview(raw(levels(column)[0][0])), 8, range(len(column) + 1)))
-        self.nbytes = sum(len(data) for data, *_ in self.strips)
+            self.buffers.insert(0, (memoryview(raw(levels(column)[0][0])), 8, range(len(column) + 1)))
+        self.nbytes = sum(len(data) for data, *_ in self.buffers)
 
-    def cut(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
-        """Append the buffers of rows start…stop to `into`, one list a strip; returns how many elements they have."""
-        for part, (data, width, bounds) in zip(into, self.strips):
+    def slice(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
+        """Append the slices of rows start…stop to `into`, a list for each buffer; return the count of elements."""
+        for part, (data, width, bounds) in zip(into, self.buffers):
             first, last = bounds[start], bounds[stop]
             part.append(data[first * width : last * width])
         return last - first
 
 
 class RecordBatch:
-    """The rows of one message as they came. `base` is the place of its first row among all rows of its warehouse."""
+    """Rows of one message as they came. `base` is the position of the first one among all rows of the shard."""
 
     def __init__(self, batch: Batch, base: int, nbytes: int):
         self.batch, self.base, self.nbytes = batch, base, nbytes
         self.live = len(batch)
-        """Rows that still have a column here."""
-        self.held: dict[str, HeldColumn] = {}
+        """Count of rows that still have a column here."""
+        self._columns: dict[str, StoredColumn] = {}
 
-    def column(self, name: str) -> HeldColumn:
-        if name not in self.held:
-            self.held[name] = HeldColumn(self.batch[name])
-        return self.held[name]
+    def column(self, name: str) -> StoredColumn:
+        if name not in self._columns:
+            self._columns[name] = StoredColumn(self.batch[name])
+        return self._columns[name]
 
 
 def tokens_of(batch: Batch) -> Ids:
-    """[rows]: the elements in each row's longest ragged column that is not text; what a row weighs in balancing."""
+    """Return each row's weight in balancing, [rows] int64: the elements of its longest ragged column but text."""
     result = numpy.zeros(len(batch), numpy.int64)
     for column in batch.columns.values():
         form = form_of(column)
@@ -81,29 +79,29 @@ def tokens_of(batch: Batch) -> Ids:
     return result
 
 
-def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Heads, list[Any]]:
-    """The header and the buffers of a message that has rows `ids`, each column gathered from its spans.
+def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Schema, list[Any]]:
+    """Return the schema and the buffers of a message with rows `ids`, each column gathered from its spans.
 
     Raises:
         ColumnError: the spans of a column do not have one form.
     """
-    heads: Heads = []
+    schema: Schema = []
     buffers: list[Any] = [memoryview(ids).cast("B") if len(ids) else b""]
     for name, spans in columns:
-        heads.append(_gather(name, spans, buffers))
-    return heads, buffers
+        schema.append(_gather(name, spans, buffers))
+    return schema, buffers
 
 
 def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
     first = spans[0][0].column(name)
-    parts: list[list[memoryview]] = [[] for _ in first.strips]
+    parts: list[list[memoryview]] = [[] for _ in first.buffers]
     elements = 0
-    for parcel, start, stop in spans:
-        held = parcel.column(name)
+    for records, start, stop in spans:
+        held = records.column(name)
         if held is not first and held.form != first.form:
             raise ColumnError(f"the rows of column `{name}` do not fit together: some are {first.form}, some "
                               f"{held.form}. Their producers differ")
-        elements += held.cut(start, stop, parts)
+        elements += held.slice(start, stop, parts)
     for part in parts:
         buffers += part
         buffers.append(bytes(-sum(map(len, part)) % 8))
@@ -111,26 +109,26 @@ def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
 
 
 def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
-    """Rows of parcels as a batch of their own: one copy, and several times faster than by index for long rows."""
-    heads, buffers = pack(ids, [(name, spans) for name in names])
+    """Copy rows of batches into a batch of their own; for long rows several times faster than indexing."""
+    schema, buffers = pack(ids, [(name, spans) for name in names])
     data = torch.empty(sum(map(len, buffers)), dtype=torch.uint8)
     view, position = memoryview(data.numpy()), 0
     for buffer in buffers:
         view[position : position + len(buffer)] = buffer
         position += len(buffer)
-    return unpack(len(ids), heads, data)
+    return unpack(len(ids), schema, data)
 
 
-def unpack(rows: int, heads: Heads, data: Tensor) -> Batch:
-    """The batch of a message; its columns are views of `data` [bytes] uint8.
+def unpack(rows: int, schema: Schema, data: Tensor) -> Batch:
+    """Return the batch of a message; its columns are views of `data` [bytes] uint8.
 
     Raises:
-        ColumnError: the header and the bytes do not fit together.
+        ColumnError: the schema and the bytes do not fit together.
     """
     take = functools.partial(_take, data, position := [0])
     ids = take("ids", "int64", [rows])
     columns: dict[str, ColumnData] = {}
-    for name, depth, dtype, shape, elements in heads:
+    for name, depth, dtype, shape, elements in schema:
         lengths: list[Tensor] = []
         for _ in range(depth):
             part = take(name, "int64", [int(lengths[-1].sum()) if lengths else rows])
@@ -159,33 +157,33 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
     return part.view(kind).reshape(shape)
 
 
-def spans_of(places: Ids, bases: Sequence[int], parcels: Sequence[RecordBatch]) -> list[Span]:
-    """Rows at `places` of a warehouse as few spans: neighbours in a parcel are one. `bases`: of each parcel, ascending.
+def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
+    """Return the rows at `positions` of a shard as spans; `bases` are those of the batches, ascending.
 
-    Between the places of two parcels there is always one that nobody has, so neighbours are in one parcel.
+    Between the positions of two batches there is always an unused one, so consecutive positions are in one batch.
     """
-    if not len(places):
+    if not len(positions):
         return []
-    edges = numpy.flatnonzero(numpy.diff(places) != 1) + 1
-    begins, ends = [0, *edges.tolist()], [*edges.tolist(), len(places)]
+    edges = numpy.flatnonzero(numpy.diff(positions) != 1) + 1
+    begins, ends = [0, *edges.tolist()], [*edges.tolist(), len(positions)]
     spans = []
-    for first, begin, end in zip(places[begins].tolist(), begins, ends):
-        parcel = parcels[bisect_right(bases, first) - 1]
-        spans.append((parcel, first - parcel.base, first - parcel.base + end - begin))
+    for first, begin, end in zip(positions[begins].tolist(), begins, ends):
+        records = batches[bisect_right(bases, first) - 1]
+        spans.append((records, first - records.base, first - records.base + end - begin))
     return spans
 
 
 def order_of(wanted: Ids, there: Ids) -> Ids:
-    """Places in `there` of those of `wanted` that it has, in the order of `wanted`."""
+    """Return the positions in `there` of those of `wanted` that it has, in the order of `wanted`."""
     sorter = numpy.argsort(there)
-    places = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
-    found = sorter[places] if len(there) else places[:0]
+    positions = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
+    found = sorter[positions] if len(there) else positions[:0]
     return found[there[found] == wanted] if len(there) else found
 
 
 @dataclass(slots=True)
 class StoredRow:
-    """What a warehouse knows of a row."""
+    """Metadata of a row in its shard."""
 
     columns: frozenset[str] = frozenset()
     tokens: int = 0
@@ -193,15 +191,15 @@ class StoredRow:
     group: int = -1
     priority: int = 0
     turn: int = -1
-    """The last saved turn of a row that is not finished."""
+    """Last saved turn, if the row is not finished."""
     saved: int = -1
-    """The place of that turn's rows."""
+    """Position of that turn's row."""
     consumed: set[str] = field(default_factory=set)
 
 
 @dataclass
 class RowMeta:
-    """What a producer says of its rows; None leaves what is known: weight version, group, priority ([rows] int64)."""
+    """Metadata from the producer: weight version, group, priority ([rows] int64); None leaves what is known."""
 
     version: Ids | None = None
     group: Ids | None = None
@@ -210,7 +208,7 @@ class RowMeta:
 
 @dataclass
 class StorageCounts:
-    """What went through a warehouse, for metrics."""
+    """Counts of rows that went through a shard, for metrics."""
 
     rows_in: int = 0
     rows_out: int = 0
@@ -221,38 +219,38 @@ class StorageCounts:
 
 SHOWN = 8
 _COMPACT_FROM = 256 << 10
-"""Bytes of a parcel that is worth copying when half of its rows are gone."""
+"""Bytes of a batch that is worth copying when half of its rows are gone."""
 
 
 class StorageShard:
-    """Rows of one warehouse of `count`; at most `max_rows` rows and `max_bytes` bytes are admitted."""
+    """Rows of shard `number` of `count`; at most `max_rows` rows and `max_bytes` bytes are admitted."""
 
     def __init__(self, number: int = 0, count: int = 1, max_rows: int = 1 << 20, max_bytes: int = 16 << 30):
         self.number, self.count = number, count
         self.max_rows, self.max_bytes = max_rows, max_bytes
         self.rows: dict[int, StoredRow] = {}
-        self.places: dict[str, dict[int, int]] = {}
-        """Column → row id → place; a place is a parcel's base plus a row in it."""
-        self.parcels: list[RecordBatch] = []
+        self.positions: dict[str, dict[int, int]] = {}
+        """Column → row id → position."""
+        self.batches: list[RecordBatch] = []
         self.bases: list[int] = []
         self.next_base = self.nbytes = self.coming_rows = self.coming_bytes = 0
         self.thinned: dict[int, RecordBatch] = {}
-        """Parcels that have lost rows since the last `_tidy`, by base."""
+        """Batches that have lost rows since the last `_compact`, by base."""
         self.gone = Intervals()
         """Rows that all consumers have committed, as id // count: dense where ids are."""
         self.counts = StorageCounts()
 
     def reserve(self, ids: Ids, nbytes: int) -> int | None:
-        """Room for rows that are about to arrive: how many of them are new, or None if there is no room now.
+        """Reserve room for rows that are about to arrive; return how many are new, or None if there is no room now.
 
-        Columns for rows that are here already always find room: rows could otherwise never be finished and leave.
+        Columns for stored rows always find room: rows could otherwise never be finished and leave.
 
         Raises:
-            Full: they would not fit into the empty warehouse.
+            Full: the rows would not fit into the empty shard.
         """
         new = sum(row not in self.rows and row // self.count not in self.gone for row in ids.tolist())
         if new > self.max_rows or (new and nbytes > self.max_bytes):
-            raise Full(f"{new} rows of {nbytes} bytes never fit into warehouse {self.number}, which has room for "
+            raise Full(f"{new} rows of {nbytes} bytes never fit into shard {self.number}, which has room for "
                        f"{self.max_rows} rows of {self.max_bytes} bytes in all. Put fewer at once")
         rows, held = len(self.rows) + self.coming_rows + new, self.nbytes + self.coming_bytes + nbytes
         if new and (rows > self.max_rows or held > self.max_bytes):
@@ -262,211 +260,204 @@ class StorageShard:
         return new
 
     def unreserve(self, new: int, nbytes: int) -> None:
-        """The reserved rows have arrived, or never will."""
         self.coming_rows -= new
         self.coming_bytes -= nbytes
 
-    def put(self, batch: Batch, marks: RowMeta, turn: int | None = None) -> Ids:
-        """Keep rows, and return the ids of those that were new; the others came before and are dropped.
+    def put(self, batch: Batch, meta: RowMeta, turn: int | None = None) -> Ids:
+        """Store rows, and return the ids of those that were new; repeated ones are dropped.
 
-        With `turn`, the rows are unfinished: they replace those of an earlier turn and are for `saved` alone.
+        With `turn`, the rows are unfinished: they replace those of an earlier turn, and only `saved` returns them.
 
         Raises:
             DockError: rows have some of these columns already, but not all; or there are no columns.
         """
         names = frozenset(batch.columns)
         if not names:
-            raise DockError("a batch without columns has nothing to keep; put rows together with a column of theirs")
+            raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
         ids = batch.ids.tolist()
         if len(set(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
-        fresh = [place for place, row in enumerate(ids) if self._wants(row, names, turn)]
+        fresh = [local for local, row in enumerate(ids) if self._wants(row, names, turn)]
         self.counts.rows_in += len(fresh)
         self.counts.duplicates += len(ids) - len(fresh)
         if not fresh:
             return numpy.empty(0, numpy.int64)
-        parcel = self._shelve(batch, len(fresh))
+        records = self._append(batch, len(fresh))
         tokens = tokens_of(batch).tolist()
-        for place in fresh:
-            row = ids[place]
-            kept = self.rows.setdefault(row, StoredRow())
-            if turn is not None or not names.isdisjoint(self._saved_columns(kept)):
-                self._forget_turn(kept)
-            kept.tokens = max(kept.tokens, tokens[place])
+        for local in fresh:
+            row = ids[local]
+            stored = self.rows.setdefault(row, StoredRow())
+            if turn is not None or not names.isdisjoint(self._saved_columns(stored)):
+                self._forget_turn(stored)
+            stored.tokens = max(stored.tokens, tokens[local])
             if turn is not None:
-                kept.turn, kept.saved = turn, parcel.base + place
+                stored.turn, stored.saved = turn, records.base + local
                 continue
-            kept.columns |= names
-        self._mark(ids, fresh, marks)
+            stored.columns |= names
+        self._set_meta(ids, fresh, meta)
         if turn is None:
             for name in names:
-                self.places.setdefault(name, {}).update((ids[place], parcel.base + place) for place in fresh)
-        self._tidy()
+                self.positions.setdefault(name, {}).update((ids[local], records.base + local) for local in fresh)
+        self._compact()
         return batch.ids.numpy()[fresh]
 
-    def cut(self, ids: Ids, names: Sequence[str]) -> tuple[Heads, list[Any]]:
-        """The header and buffers of rows `ids`, in that order.
-
-        Raises:
-            ColumnError: rows or columns are not here; names them.
-        """
+    def read(self, ids: Ids, names: Sequence[str]) -> tuple[Schema, list[Any]]:
+        """Return the schema and the buffers of rows `ids`, in that order; a `ColumnError` names what is missing."""
         columns = []
         for name in names:
-            shelf = self.places.get(name, {})
+            by_row = self.positions.get(name, {})
             try:
-                places = numpy.fromiter(map(shelf.__getitem__, ids.tolist()), numpy.int64, len(ids))
+                positions = numpy.fromiter(map(by_row.__getitem__, ids.tolist()), numpy.int64, len(ids))
             except KeyError:
                 raise ColumnError(self._absent(ids, name)) from None
-            columns.append((name, spans_of(places, self.bases, self.parcels)))
+            columns.append((name, spans_of(positions, self.bases, self.batches)))
         self.counts.rows_out += len(ids)
         return pack(ids, columns)
 
-    def saved(self, ids: Ids) -> tuple[Ids, Ids, Heads, list[Any]]:
-        """Those of `ids` that have a saved turn, that turn, and the rows' header and buffers."""
+    def saved(self, ids: Ids) -> tuple[Ids, Ids, Schema, list[Any]]:
+        """Return those of `ids` that have a saved turn, the turns, and the rows' schema and buffers."""
         found = [row for row in ids.tolist() if row in self.rows and self.rows[row].saved >= 0]
         ids = numpy.array(found, numpy.int64)
         turns = numpy.array([self.rows[row].turn for row in found], numpy.int64)
-        places = numpy.array([self.rows[row].saved for row in found], numpy.int64)
-        spans = spans_of(places, self.bases, self.parcels)
+        positions = numpy.array([self.rows[row].saved for row in found], numpy.int64)
+        spans = spans_of(positions, self.bases, self.batches)
         names = list(spans[0][0].batch.columns) if spans else []
         return ids, turns, *pack(ids, [(name, spans) for name in names])
 
     def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> int:
-        """A consumer has committed rows; those that all have committed leave. Returns how many left."""
+        """Mark rows as committed by a consumer; return how many leave, since all consumers have committed them."""
         left = 0
         for row in ids:
-            kept = self.rows.get(row)
-            if kept is None:
+            stored = self.rows.get(row)
+            if stored is None:
                 continue
-            kept.consumed.add(consumer)
-            if kept.consumed >= all_consumers:
-                self._remove(row, kept)
+            stored.consumed.add(consumer)
+            if stored.consumed >= all_consumers:
+                self._remove(row, stored)
                 left += 1
         self.counts.removed += left
-        self._tidy()
+        self._compact()
         return left
 
     def table(self, ids: Iterable[int]) -> Ids:
-        """[6, rows] int64: id, tokens, version, group, priority, turn; what a controller is told."""
-        rows = [(row, kept.tokens, kept.version, kept.group, kept.priority, kept.turn)
-                for row in ids if (kept := self.rows.get(row)) is not None]
+        """Return the metadata for the indexes, [6, rows] int64: id, tokens, version, group, priority, turn."""
+        rows = [(row, stored.tokens, stored.version, stored.group, stored.priority, stored.turn)
+                for row in ids if (stored := self.rows.get(row)) is not None]
         return numpy.array(rows, numpy.int64).reshape(-1, 6).T
 
-    def lay(self, batch: Batch, turn: bool) -> None:
-        """Put rows of a snapshot back, whose marks are known already. `turn`: they are the last saved turns."""
-        parcel = self._shelve(batch, len(batch))
+    def restore_rows(self, batch: Batch, turn: bool) -> None:
+        """Store rows of a snapshot, whose metadata is here already. `turn`: the rows are the last saved turns."""
+        records = self._append(batch, len(batch))
         for local, row in enumerate(batch.ids.tolist()):
             if turn:
-                self.rows[row].saved = parcel.base + local
+                self.rows[row].saved = records.base + local
                 continue
             self.rows[row].columns |= frozenset(batch.columns)
             for name in batch.columns:
-                self.places.setdefault(name, {})[row] = parcel.base + local
+                self.positions.setdefault(name, {})[row] = records.base + local
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
         if row % self.count != self.number:
-            raise DockError(f"row {row} does not live in warehouse {self.number} of {self.count}; "
+            raise DockError(f"row {row} does not live in shard {self.number} of {self.count}; "
                             "this process has another layout than the dock")
         if row // self.count in self.gone:
             return False
-        kept = self.rows.get(row)
-        if kept is None:
+        stored = self.rows.get(row)
+        if stored is None:
             return True
-        there = kept.columns & names
+        there = stored.columns & names
         if turn is not None:
-            return not there and turn > kept.turn
+            return not there and turn > stored.turn
         if there and there != names:
             raise DockError(f"row {row} has {listing(sorted(there), 'already')} but not {', '.join(names - there)}: "
                             "columns that are made together must be put together, or those of two attempts would mix")
         return not there
 
-    def _mark(self, ids: list[int], fresh: list[int], marks: RowMeta) -> None:
+    def _set_meta(self, ids: list[int], fresh: list[int], meta: RowMeta) -> None:
         for name in ("version", "group", "priority"):
-            values = getattr(marks, name)
+            values = getattr(meta, name)
             if values is not None:
-                told = values.tolist()
-                for place in fresh:
-                    setattr(self.rows[ids[place]], name, told[place])
+                given = values.tolist()
+                for position in fresh:
+                    setattr(self.rows[ids[position]], name, given[position])
 
-    def _shelve(self, batch: Batch, live: int) -> RecordBatch:
-        parcel = RecordBatch(batch, self.next_base, 0)
-        parcel.nbytes = batch.ids.nbytes + sum(parcel.column(name).nbytes for name in batch.columns)
-        parcel.live = live
+    def _append(self, batch: Batch, live: int) -> RecordBatch:
+        records = RecordBatch(batch, self.next_base, 0)
+        records.nbytes = batch.ids.nbytes + sum(records.column(name).nbytes for name in batch.columns)
+        records.live = live
         self.next_base += len(batch) + 1
-        self.parcels.append(parcel)
-        self.bases.append(parcel.base)
-        self.nbytes += parcel.nbytes
-        return parcel
+        self.batches.append(records)
+        self.bases.append(records.base)
+        self.nbytes += records.nbytes
+        return records
 
-    def _remove(self, row: int, kept: StoredRow) -> None:
-        self._forget_turn(kept)
-        for place in {self.places[name].pop(row) for name in kept.columns}:
-            self._release(place)
+    def _remove(self, row: int, stored: StoredRow) -> None:
+        self._forget_turn(stored)
+        for position in {self.positions[name].pop(row) for name in stored.columns}:
+            self._release(position)
         del self.rows[row]
         self.gone.add(row // self.count)
 
-    def _forget_turn(self, kept: StoredRow) -> None:
-        if kept.saved >= 0:
-            self._release(kept.saved)
-            kept.turn = kept.saved = -1
+    def _forget_turn(self, stored: StoredRow) -> None:
+        if stored.saved >= 0:
+            self._release(stored.saved)
+            stored.turn = stored.saved = -1
 
-    def _saved_columns(self, kept: StoredRow) -> Iterable[str]:
-        """Those that are unfinished; columns that others make of the row meanwhile do not finish them."""
-        return self._parcel(kept.saved).batch.columns if kept.saved >= 0 else ()
+    def _saved_columns(self, stored: StoredRow) -> Iterable[str]:
+        """Return the unfinished columns; columns that others make of the row meanwhile do not finish them."""
+        return self._batch_at(stored.saved).batch.columns if stored.saved >= 0 else ()
 
-    def _parcel(self, place: int) -> RecordBatch:
-        return self.parcels[bisect_right(self.bases, place) - 1]
+    def _batch_at(self, position: int) -> RecordBatch:
+        return self.batches[bisect_right(self.bases, position) - 1]
 
-    def _release(self, place: int) -> None:
-        """One row less in a parcel."""
-        parcel = self._parcel(place)
-        parcel.live -= 1
-        self.thinned[parcel.base] = parcel
+    def _release(self, position: int) -> None:
+        records = self._batch_at(position)
+        records.live -= 1
+        self.thinned[records.base] = records
 
-    def _tidy(self) -> None:
-        """Let go of parcels that are empty, and copy what is left of large ones that are half empty."""
-        for base, parcel in self.thinned.items():
-            if parcel.live and (parcel.nbytes < _COMPACT_FROM or 2 * parcel.live > len(parcel.batch)):
+    def _compact(self) -> None:
+        """Drop empty batches, and copy the live rows of large ones that are half empty."""
+        for base, records in self.thinned.items():
+            if records.live and (records.nbytes < _COMPACT_FROM or 2 * records.live > len(records.batch)):
                 continue
-            live = self.living(parcel) if parcel.live else {}
+            live = self.live_rows(records) if records.live else {}
             at = bisect_right(self.bases, base) - 1
-            self.parcels.pop(at)
+            self.batches.pop(at)
             self.bases.pop(at)
-            self.nbytes -= parcel.nbytes
+            self.nbytes -= records.nbytes
             if live:
-                self._copy(parcel, live)
+                self._copy(records, live)
         self.thinned = {}
 
-    def _copy(self, parcel: RecordBatch, live: dict[int, tuple[int, list[str]]]) -> None:
-        """The living rows of a parcel, in one of their own."""
-        spans = spans_of(numpy.array(list(live)) + parcel.base, [parcel.base], [parcel])
+    def _copy(self, records: RecordBatch, live: dict[int, tuple[int, list[str]]]) -> None:
+        spans = spans_of(numpy.array(list(live)) + records.base, [records.base], [records])
         ids = numpy.array([row for row, _ in live.values()], numpy.int64)
-        smaller = self._shelve(gather(ids, parcel.batch.columns, spans), len(live))
+        smaller = self._append(gather(ids, records.batch.columns, spans), len(live))
         for new, (row, names) in enumerate(live.values()):
             if not names:
                 self.rows[row].saved = smaller.base + new
             for name in names:
-                self.places[name][row] = smaller.base + new
+                self.positions[name][row] = smaller.base + new
 
-    def living(self, parcel: RecordBatch) -> dict[int, tuple[int, list[str]]]:
-        """Which rows of a parcel are still asked for: (id, under which columns; none: as a saved turn)."""
+    def live_rows(self, records: RecordBatch) -> dict[int, tuple[int, list[str]]]:
+        """Return the rows of a batch that can still be read: (id, its columns; none: a saved turn) by index."""
         result = {}
-        for local, row in enumerate(parcel.batch.ids.tolist()):
-            place = parcel.base + local
-            names = [name for name in parcel.batch.columns if self.places.get(name, {}).get(row) == place]
-            if names or (row in self.rows and self.rows[row].saved == place):
+        for local, row in enumerate(records.batch.ids.tolist()):
+            position = records.base + local
+            names = [name for name in records.batch.columns if self.positions.get(name, {}).get(row) == position]
+            if names or (row in self.rows and self.rows[row].saved == position):
                 result[local] = (row, names)
         return result
 
     def _absent(self, ids: Ids, name: str) -> str:
-        shelf = self.places.get(name, {})
-        missing = [row for row in ids.tolist() if row not in shelf]
+        by_row = self.positions.get(name, {})
+        missing = [row for row in ids.tolist() if row not in by_row]
         gone = [row for row in missing if row // self.count in self.gone]
         unknown = [row for row in missing if row not in self.rows]
         if gone:
-            return f"rows {gone[:SHOWN]} were committed by all consumers and have left warehouse {self.number}"
+            return f"rows {gone[:SHOWN]} were committed by all consumers and have left shard {self.number}"
         if unknown:
-            return f"warehouse {self.number} has never seen rows {unknown[:SHOWN]}"
+            return f"shard {self.number} has never seen rows {unknown[:SHOWN]}"
         there = self.rows[missing[0]].columns
-        return (f"rows {missing[:SHOWN]} in warehouse {self.number} have no column `{name}` yet. "
+        return (f"rows {missing[:SHOWN]} in shard {self.number} have no column `{name}` yet. "
                 f"{listing(sorted(there), 'They have')}")

@@ -1,4 +1,4 @@
-"""What a wait waited for: which rows, which columns, who owes them, and what that process is doing now."""
+"""Explanations of timeouts: missing rows and columns, the consumers that write them, and what those do now."""
 
 from __future__ import annotations
 
@@ -15,100 +15,103 @@ from distflow.rpc.connection import Connection
 Report = dict[str, Any]
 
 
-def shortage(desk: ShardState, controller: ConsumerIndex, request: dict[str, Any], now: float) -> tuple[str, Report]:
-    """Why a request for rows got none, as far as the controller knows."""
-    lacking: dict[tuple[str, ...], list[int]] = {}
-    for row in controller.rows.values():
-        missing = tuple(sorted(controller.reads - row.columns))
-        if missing and not row.held:
-            lacking.setdefault(missing, []).append(row.id)
+def shortage(state: ShardState, index: ConsumerIndex, request: dict[str, Any], now: float) -> tuple[str, Report]:
+    """Return the message and the report of a lease request that timed out, as far as the index knows."""
+    missing: dict[tuple[str, ...], list[int]] = {}
+    for row in index.rows.values():
+        columns = tuple(sorted(index.reads - row.columns))
+        if columns and not row.held:
+            missing.setdefault(columns, []).append(row.id)
     report = {
-        "consumer": controller.consumer.name, "waited": request["wait"], "wanted": request["least"],
-        "ready": len(controller.ready), "known": len(controller.rows), "committed": len(controller.done),
-        "lacking": [[list(columns), ids[:SHOWN], len(ids)] for columns, ids in lacking.items()],
-        "held": [[len(granted.rows), _holder(desk, granted, now)] for granted in controller.leases.values()],
-        "cut_off": [f"{outbox.address[0]}:{outbox.address[1]}: {outbox.trouble}"
-                    for outbox in desk.outboxes.values() if outbox.trouble]}
-    return f"`{controller.consumer.name}` waited {request['wait']:g} s for rows", report
+        "consumer": index.consumer.name, "waited": request["wait"], "wanted": request["least"],
+        "ready": len(index.ready), "known": len(index.rows), "committed": len(index.done),
+        "missing": [[list(columns), ids[:SHOWN], len(ids)] for columns, ids in missing.items()],
+        "leased": [[len(granted.rows), _holder(state, granted, now)] for granted in index.leases.values()],
+        "unreachable": _unreachable(state)}
+    return f"`{index.consumer.name}` waited {request['wait']:g} s for rows", report
 
 
-def crowd(desk: ShardState, rows: int, nbytes: int, waited: float) -> str:
-    """Why there is no room: which consumers have not committed what."""
-    house = desk.warehouse
-    owing = {consumer.name: 0 for consumer in desk.met().consumers}
-    for kept in house.rows.values():
-        for name in owing.keys() - kept.consumed:
-            owing[name] += 1
-    slow = ", ".join(f"`{name}` has yet to commit {count}" for name, count in owing.items() if count)
-    return (f"warehouse {house.number} has no room for {rows} rows of {nbytes} bytes, and none came in {waited:g} s. "
-            f"It holds {len(house.rows)} of {house.max_rows} rows and {house.nbytes} of {house.max_bytes} bytes. "
-            f"Of its rows {slow or 'none is waited for'}")
+def no_room(state: ShardState, rows: int, nbytes: int, waited: float) -> str:
+    """Return the message of a put that found no room: how many rows each consumer has yet to commit."""
+    storage = state.storage
+    uncommitted = {consumer.name: 0 for consumer in state.configured().consumers}
+    for row in storage.rows.values():
+        for name in uncommitted.keys() - row.consumed:
+            uncommitted[name] += 1
+    slow = ", ".join(f"`{name}` has yet to commit {count}" for name, count in uncommitted.items() if count)
+    return (f"shard {storage.number} has no room for {rows} rows of {nbytes} bytes, and none came in {waited:g} s. "
+            f"It holds {len(storage.rows)} of {storage.max_rows} rows and {storage.nbytes} of {storage.max_bytes} "
+            f"bytes. Of its rows {slow or 'all are committed'}")
 
 
-def fates(desk: ShardState, controller: ConsumerIndex, ids: Iterable[int], now: float) -> list[str]:
-    """What has become of rows at the consumer that owes something for them, one line for rows of one fate."""
+def describe_rows(state: ShardState, index: ConsumerIndex, ids: Iterable[int], now: float) -> list[str]:
+    """Return the state of rows at the consumer that writes their missing columns, a line for all rows of one state."""
     found: dict[str, list[int]] = {}
     for number in ids:
-        row = controller.rows.get(number)
-        if number in controller.done:
-            fate = "were committed without it"
+        row = index.rows.get(number)
+        if number in index.done:
+            description = "were committed without it"
         elif row is None:
-            fate = "have not arrived in any warehouse that it hears from"
+            description = "have not arrived in any shard that its index hears from"
         elif row.held:
-            fate = f"are leased by {_holder(desk, controller.leases[row.lease], now)}"
-        elif number in controller.ready:
-            fate = "are ready, and nobody has leased them"
+            description = f"are leased by {_holder(state, index.leases[row.lease], now)}"
+        elif number in index.ready:
+            description = "are ready, and no process has leased them"
         else:
-            fate = f"lack {', '.join(sorted(controller.reads - row.columns))} themselves"
-        found.setdefault(fate, []).append(number)
-    return [f"rows {numbers} {fate}" for fate, numbers in found.items()]
+            description = f"lack {', '.join(sorted(index.reads - row.columns))} themselves"
+        found.setdefault(description, []).append(number)
+    return [f"rows {numbers} {description}" for description, numbers in found.items()]
 
 
-def _holder(desk: ShardState, granted: GrantedLease, now: float) -> str:
-    person = desk.persons.get(granted.last)
-    who = person.who if person else "a process that is gone"
-    doing = f", which {now - person.told:.1f} s ago was {person.doing}" if person and person.doing else ""
-    return f"{who} for {now - granted.since:.1f} s{doing}"
+def _holder(state: ShardState, granted: GrantedLease, now: float) -> str:
+    client = state.clients.get(granted.last)
+    who = client.who if client else "a process that has ended"
+    activity = f", which {now - client.active_at:.1f} s ago was {client.activity}" if client and client.activity else ""
+    return f"{who} for {now - granted.since:.1f} s{activity}"
 
 
 def explain(message: str, report: Report, layout: DockLayout, ask: Callable[[str, list[int]], list[str]]) -> str:
-    """The whole message: what one controller reported, and what `ask(consumer, ids)` finds at those that owe it."""
+    """Return the whole message: the index's report, and what `ask(consumer, ids)` finds at those that write it."""
     lines = [f"{message}: it wants at least {report['wanted']}; {report['ready']} are ready, {report['known']} known, "
              f"{report['committed']} committed."]
-    owed: Report = {}
-    for columns, ids, count in report["lacking"]:
+    by_writer: Report = {}
+    for columns, ids, count in report["missing"]:
         lines.append(f"  {count} rows lack {', '.join(columns)}: {ids}{' …' if count > len(ids) else ''}")
         for column in columns:
             writers = layout.writers(column)
             for writer in writers:
-                owed[writer.name] = ask(writer.name, ids)
-                lines += [f"    `{writer.name}` owes `{column}`: {fate}" for fate in owed[writer.name]]
+                by_writer[writer.name] = states = ask(writer.name, ids)
+                lines += [f"    `{writer.name}` writes `{column}`: {state}" for state in states]
             if not writers:
-                lines.append(f"    no consumer says that it writes `{column}`; whoever puts the rows owes it")
-    lines += [f"  {count} rows are leased by {holder}" for count, holder in report["held"]]
+                lines.append(f"    no consumer says that it writes `{column}`; whoever puts the rows must add it")
+    lines += [f"  {count} rows are leased by {holder}" for count, holder in report["leased"]]
     if not report["known"]:
         lines.append("  no row has come that it has not committed: nothing was put, or it was lost")
         for producer in report.get("producers", []):
             lines.append(f"    connected: {producer}")
-    elif report["ready"] and not report["lacking"]:
+    elif report["ready"] and not report["missing"]:
         lines.append("  the rows that are ready do not satisfy its rules, or are too few")
-    lines += [f"  out of reach: {place}" for place in report["cut_off"]]
-    report["owed"] = owed
+    lines += [f"  unreachable: {address}" for address in report["unreachable"]]
+    report["writers"] = by_writer
     return "\n".join(lines)
 
 
-def status(desk: ShardState, lines: list[Connection], now: float) -> Report:
-    """All figures of a process: what it holds, what went through it, who is connected."""
-    house = desk.warehouse
+def status(state: ShardState, connections: list[Connection], now: float) -> Report:
+    """Return the figures of a process: what it holds, what went through it, and its clients."""
+    storage = state.storage
     return {
-        "number": house.number, "rows": len(house.rows), "bytes": house.nbytes, "counts": asdict(house.counts),
-        "received": desk.received + sum(line.received for line in lines),
-        "sent": desk.sent + sum(line.sent for line in lines),
-        "controllers": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
-                               "kept": sum(map(len, each.kept.values())), "leases": len(each.leases),
-                               "returned": each.returned, "refused": each.refused, "discarded": each.discarded}
-                        for name, each in desk.controllers.items()},
-        "persons": [[person.who, person.doing, now - person.told]
-                    for session, person in desk.persons.items() if person.lines and session],
-        "cut_off": [f"{outbox.address[0]}:{outbox.address[1]}: {outbox.trouble}"
-                    for outbox in desk.outboxes.values() if outbox.trouble]}
+        "number": storage.number, "rows": len(storage.rows), "bytes": storage.nbytes, "counts": asdict(storage.counts),
+        "received": state.received + sum(each.received for each in connections),
+        "sent": state.sent + sum(each.sent for each in connections),
+        "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
+                           "retained": sum(map(len, each.retained.values())), "leases": len(each.leases),
+                           "returned": each.returned, "refused": each.refused, "discarded": each.discarded}
+                    for name, each in state.indexes.items()},
+        "clients": [[client.who, client.activity, now - client.active_at]
+                    for session, client in state.clients.items() if client.connections and session],
+        "unreachable": _unreachable(state)}
+
+
+def _unreachable(state: ShardState) -> list[str]:
+    return [f"{outbox.address[0]}:{outbox.address[1]}: {outbox.failure}"
+            for outbox in state.outboxes.values() if outbox.failure]

@@ -1,9 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint, whole or not there: a folder gets its name when all of it is written.
+"""Writes and loads checkpoints by torch.distributed.checkpoint: complete or absent, checked, and without running code.
 
-Reads checkpoints of torch.distributed.checkpoint without running code that may stand in them.
-
-Torch writes `.metadata` and values that are no tensors as pickles, and loads both by a plain unpickler, which calls
-whatever a file names. Here a file can name torch's metadata classes and nothing else.
+A folder gets its name when all of it is written. Torch writes `.metadata` and values that are no tensors as pickles,
+and loads both by a plain unpickler, which calls whatever a file names; `SafeReader` admits only torch's metadata.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from distflow.recovery.checkpoint_files import (
     FILES,
     PROGRESS,
     checksum,
+    complete_checkpoints,
     damage,
     finished,
     read_progress,
     step_of,
-    whole,
     write_progress,
 )
 from distflow.telemetry.events import record
@@ -53,7 +51,7 @@ _KNOWN: dict[tuple[str, str], Any] = {(each.__module__, each.__qualname__): each
 _KNOWN["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # looks a name up, and no more
 _BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError,
            RuntimeError, MemoryError, OverflowError)
-"""What an unpickler raises on bytes that are no pickle, or another one."""
+"""What an unpickler raises on bytes that are no pickle of a checkpoint."""
 
 
 class SafeReader(FileSystemReader):
@@ -91,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Stateful(Protocol):
-    """What can be checkpointed: torch's convention."""
+    """Object that can be checkpointed, by torch's convention."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -99,7 +97,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, under `folder`; `keep` (at least 1) of the newest stay.
+    """Checkpoints of one run, under `folder`; the `keep` (at least 1) newest stay.
 
     Args:
         group: of all ranks, for `save`: one of its own if that is called in a thread; default: the usual one.
@@ -115,9 +113,8 @@ class Checkpoints:
         Args:
             sharded: the states of engines by role; each rank writes its shards. None on a rank that has lost them.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
-            parts: what else belongs to the run at this step, by name; rank 0 calls each with a folder for its files,
-                as `{"dock": dock.snapshot}`. They count from the moment when the whole checkpoint does, and
-                `whole.part` finds them again.
+            parts: further parts by name; rank 0 calls each with a folder for its files, as `{"dock": dock.snapshot}`;
+                `checkpoint_files.part` finds them again.
 
         Raises:
             CheckpointError: on every rank, if one has lost or could not write its part; the older checkpoints are
@@ -145,7 +142,8 @@ class Checkpoints:
         partial.mkdir(parents=True)
 
     def _checksums(self, partial: Path) -> dict[str, str]:
-        """Read back what was written, on the rank that has it in its machine's memory still. Collective."""
+        """Read back the files of each rank on that rank, whose machine still has them cached; return the checksums of
+        all. Collective."""
         mine, trouble = {}, ""
         try:
             mine = {path.name: checksum(path) for path in partial.glob(f"__{dist.get_rank()}_*")}
@@ -167,12 +165,11 @@ class Checkpoints:
         final = partial.with_suffix("")
         _remove(final)
         partial.rename(final)
-        with contextlib.suppress(CheckpointError):  # one cannot be read now: they are thinned out after the next save
-            for old in whole(self.folder)[: -self.keep]:
+        with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
+            for old in complete_checkpoints(self.folder)[: -self.keep]:
                 _remove(old)
 
     def _on_first(self, final: Path, act: Callable[[], None]) -> None:
-        """On rank 0."""
         trouble = ""
         if dist.get_rank() == 0:
             try:
@@ -182,12 +179,12 @@ class Checkpoints:
         self._require_none(trouble)
 
     def _require_none(self, trouble: str) -> None:
-        """What is wrong on one rank is raised on every rank, or the others would wait."""
+        """Raise the trouble of one rank on every rank, or the others would wait. Collective."""
         _raise_first(each.decode() for each in gather(trouble.encode(), self.group))
 
     def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None) -> dict[str, Any]:
-        """Load a checkpoint that `newest` has found (default: ask it) into the engines, for any number of ranks, and
-        return its progress. Collective.
+        """Load a checkpoint (default: that of `newest`) into the engines, for any number of ranks, and return its
+        progress. Collective.
 
         Raises:
             CheckpointError: there is none, or it is not one of these engines.
@@ -208,12 +205,11 @@ class Checkpoints:
         return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM)}
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint of which every file is as it was written; None if none was ever written. Each
-        rank reads its share of the files. Those that are damaged are passed over, with an event and a word on the
-        screen, and get another name, so that they count nowhere. Collective.
+        """Return the newest undamaged checkpoint; None if none was ever written. Each rank reads a share of the files.
+        Damaged checkpoints are passed over with an event and a warning, and renamed. Collective.
 
         Raises:
-            CheckpointError: on every rank: all are damaged, or a rank cannot read what may be whole.
+            CheckpointError: on every rank: all are damaged, or a rank cannot read one that may be complete.
             Disagreement: the ranks do not see the same files.
         """
         passed_over: dict[Path, str] = {}
@@ -234,52 +230,50 @@ class Checkpoints:
         raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
 
     def _wrong(self, checkpoint: Path) -> str:
-        """Return what is damaged in a checkpoint, by what all ranks say; nothing if it is whole. Collective."""
+        """Return what any rank finds damaged in a checkpoint; empty if nothing is. Collective."""
         wrong, unread, seal = "", "", ""
         try:
             seal = (read_progress(checkpoint) or {CHECKSUM: "damaged"}).get(CHECKSUM)
             wrong = damage(checkpoint, dist.get_rank(), dist.get_world_size()) or _misread(checkpoint)
         except CheckpointError as error:
             unread = str(error)
-        told = [json.loads(each) for each in gather(json.dumps([wrong, unread, seal]).encode())]
-        _raise_first(text for _, text, _ in told)
-        if any(each != told[0][2] for _, _, each in told):
+        reported = [json.loads(each) for each in gather(json.dumps([wrong, unread, seal]).encode())]
+        _raise_first(text for _, text, _ in reported)
+        if any(each != reported[0][2] for _, _, each in reported):
             raise Disagreement(f"the ranks see different contents of {checkpoint / PROGRESS}. The folder must be on a "
                                "file system that all machines share.")
-        return next((each for each, _, _ in told if each), "")
+        return next((each for each, _, _ in reported if each), "")
 
     def _seen(self) -> list[str]:
-        """Return the names of all checkpoints, newest first, as rank 0 sees them."""
         names, unread = [], ""
         try:
             names = [each.name for each in finished(self.folder)]
         except CheckpointError as error:
             unread = str(error)
-        told = [json.loads(each) for each in gather(json.dumps([names, unread]).encode())]
-        _raise_first(text for _, text in told)
-        newest = [names[-1] if names else "none" for names, _ in told]
+        reported = [json.loads(each) for each in gather(json.dumps([names, unread]).encode())]
+        _raise_first(text for _, text in reported)
+        newest = [names[-1] if names else "none" for names, _ in reported]
         if len(set(newest)) > 1:
             seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(newest))
             raise Disagreement(f"the ranks see different checkpoints in {self.folder}: {seen}. The folder must be on a "
                                "file system that all machines share.")
-        return told[0][0][::-1]
+        return reported[0][0][::-1]
 
 
-def _raise_first(told: Iterable[str]) -> None:
-    """Raise what the first of the ranks that are in trouble says."""
-    if trouble := next(filter(None, told), ""):
+def _raise_first(reported: Iterable[str]) -> None:
+    if trouble := next(filter(None, reported), ""):
         raise CheckpointError(trouble)
 
 
 def _set_aside(damaged: Iterable[Path]) -> None:
-    """Give damaged checkpoints a name that is none of a checkpoint; the next save removes them."""
+    """Rename damaged checkpoints, so that they do not count; the next save removes them."""
     for each in damaged:
         with contextlib.suppress(OSError):  # it is damaged under its own name too
             each.rename(each.with_suffix(".damaged"))
 
 
 def _misread(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint's metadata on the rank that answers for it, rank 0."""
+    """Return on rank 0 what is wrong with a checkpoint's metadata; empty on the other ranks."""
     if dist.get_rank() > 0:
         return ""
     try:
@@ -290,8 +284,9 @@ def _misread(checkpoint: Path) -> str:
 
 
 class _Exact(dcp.DefaultLoadPlanner):
-    """Refuses a checkpoint of something else, and code in one. The default reads what is asked for, and so takes the
-    first layers of a deeper model for the whole of a shallower one; and it unpickles whatever is no tensor."""
+    """Load planner that refuses a checkpoint of something else, and code in one. Torch's default reads only what is
+    asked for, and so takes the first layers of a deeper model for all of a shallower one; and it unpickles every value
+    that is no tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn],
@@ -300,7 +295,7 @@ class _Exact(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> dcp.LoadPlan:
         """
         Raises:
-            CheckpointError: under what this rank asks for, the checkpoint has other tensors.
+            CheckpointError: the checkpoint has other tensors than those that this rank asks for.
         """
         heads = {path[:2] for path in self.mappings.values()}
         saved, asked = self.metadata.planner_data, set(self.mappings)
@@ -326,13 +321,12 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under another name first: a kill on the way must not leave half of it under its own."""
+    """Rename a checkpoint and remove it: a kill on the way must not leave half of it under its own name."""
     if checkpoint.exists():
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".old")))
 
 
 def _first(error: CheckpointException) -> str:
-    """What the lowest rank that failed says."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return str(cause) if isinstance(cause, DistflowError) else f"{type(cause).__name__} on rank {rank}: {cause}"

@@ -1,8 +1,8 @@
-"""Which checkpoints of a folder are whole. No torch: the command line asks before it starts anything.
+"""Finds the complete checkpoints of a folder, without torch: the command line asks before it starts anything.
 
-A checkpoint is written as `step-NNNNNNNN.partial` and gets its name, `step-NNNNNNNN`, when all of it is there. Its
-`progress.json`, the commit record, lists the files with their sizes, so that one which a full disk or a torn copy cut
-short is seen at a glance; and with their checksums, by which `damage` sees every flipped bit.
+A checkpoint is written as `step-NNNNNNNN.partial` and renamed to `step-NNNNNNNN` when it is complete. Its commit
+record, `progress.json`, lists the files with their sizes, which shows at once what a full disk or a torn copy cut
+short, and with their checksums, by which `damage` finds every flipped bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from distflow.errors import CheckpointError
 PROGRESS = "progress.json"
 FILES, CHECKSUMS, CHECKSUM = "files", "checksums", "checksum"
 _NAME = re.compile(r"step-\d+")
-_PART = 16 << 20
-"""Bytes that are read at a time."""
+_PART = 16 << 20  # bytes of one read
 
 
 def finished(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that were written to their end, oldest first, whatever became of them since.
+    """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since.
 
     Raises:
-        CheckpointError: the folder is there and cannot be read. `Path.glob` would say that it is empty.
+        CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing.
     """
     try:
         return sorted(folder / name for name in os.listdir(folder) if _NAME.fullmatch(name))
@@ -39,28 +38,26 @@ def finished(folder: Path) -> list[Path]:
         raise _unreadable(folder, error) from error
 
 
-def whole(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in `folder`, oldest first; those that are partial or torn are passed over.
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; partial and torn ones are passed over.
 
     Raises:
-        CheckpointError: one cannot be read, so that nobody knows whether it is whole.
+        CheckpointError: a checkpoint cannot be read, so that it is unknown whether it is complete.
     """
     return [path for path in finished(folder) if read_progress(path) is not None]
 
 
 def step_of(checkpoint: Path) -> int:
-    """The steps that were done when it was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def part(folder: Path, name: str) -> Path:
-    """The files of a further part of the newest whole checkpoint, such as the dock's; by `Service(snapshot=…)` a
-    process of the dock starts from its own before the ranks load theirs.
+    """Return the folder of a further part of the newest complete checkpoint, such as the dock's.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or the newest has no such part.
+        CheckpointError: there is no complete checkpoint, or the newest has no such part.
     """
-    found = whole(folder)
+    found = complete_checkpoints(folder)
     if not found:
         raise CheckpointError(f"there is no whole checkpoint in {folder}")
     if not (found[-1] / name).is_dir():
@@ -69,7 +66,7 @@ def part(folder: Path, name: str) -> Path:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint says of itself, or None if it is not whole.
+    """Return the commit record of a checkpoint, or None if it is not complete.
 
     Raises:
         CheckpointError: it cannot be read, as while a network file system is away.
@@ -91,7 +88,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for what may be whole: to pass it over would lose the steps that it has."""
+    """Return the error for a checkpoint that may be complete: to pass it over would lose its steps."""
     return CheckpointError(f"{path} cannot be read: {error}. Nothing was changed. Resume when it can be read again; "
                            "if it never can, move it away, and the run goes on from the checkpoint before it.")
 
@@ -100,7 +97,7 @@ def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[s
     """Write the commit record.
 
     Args:
-        checksums: of files that their writers have read back already; the other files are read here.
+        checksums: of files that their writers have read back; the other files are read here.
     """
     paths = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     record = {**progress, FILES: {name: path.stat().st_size for name, path in paths.items()},
@@ -112,7 +109,7 @@ def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[s
 
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
-    """Return what is wrong with a checkpoint, or nothing.
+    """Return what is damaged in a checkpoint; empty if nothing is.
 
     Args:
         share, shares: each rank reads its share of the files.
@@ -138,7 +135,7 @@ def _first_damaged(checkpoint: Path, checksums: Iterable[tuple[str, str]]) -> st
 
 
 def checksum(path: Path) -> str:
-    """The checksum of a file, by xxh3 in 128 bits: against accidents, not against forgers."""
+    """Return the checksum of a file, by xxh3 in 128 bits: against accidents, not against forgery."""
     state = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while part := file.read(_PART):
@@ -147,6 +144,5 @@ def checksum(path: Path) -> str:
 
 
 def _sealed(record: dict[str, Any]) -> str:
-    """The checksum of a commit record without that field."""
     rest = {name: value for name, value in record.items() if name != CHECKSUM}
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())

@@ -1,31 +1,26 @@
-"""When the steps of a run go wrong though every worker works: a rank that holds up the others, a loss that leaps.
+"""Anomaly detectors: of one worker that makes no progress (RobustRL §4), and of steps that go wrong on all ranks.
 
-A detector of steps is a function of the last `StepReport`s, the newest last, that returns an `Alert` or nothing. All
-ranks of the trainer ask it after each step, of the same numbers, and it must answer alike on all:
+    detector of   is a function of           is asked by       returns
+    a worker      an `Observation`           `HealthMonitor`   what is wrong, or None
+    steps         the last `StepReport`s     `StepMonitor`     an `Alert`, or None
 
-    @detector(sees="steps")
-    def endless(steps: Sequence[Step], *, tokens: float = 1000.0, restart: bool = False) -> Alarm | None:
-        if steps[-1].metrics.get("response/length", 0.0) > tokens:
-            return Alarm("responses have become endless", restart=restart)
-
-Whether a worker's GPU computes, as its seat sees it (RobustRL §4: no TensorCore activity for a window of time).
-
-NVML tells it from Hopper on, as a share of the time between two samples (GPM). That a GPU is not idle means nothing: a
-collective that waits for a rank that has died keeps it busy, and no tensor core works. A seat may ask NVML, but never
-CUDA, or it could not fork workers that use it. Package nvidia-ml-py, extra `gpu`.
-
-When a worker that lives does not work any more: what its silence means depends on what it was doing (RobustRL §4).
-
-A detector is a function of a `Observation` that returns what is wrong, or nothing:
+A supervisor asks detectors of a worker, by the phase that the worker is in:
 
     @detector
-    def slow_save(sight: Sight, *, seconds: float = 900.0) -> str | None:
-        if sight.phase == "saving" and sight.silent > seconds:
-            return f"has been saving for {sight.silent:.0f} s"
+    def slow_save(observation: Observation, *, seconds: float = 900.0) -> str | None:
+        if observation.phase == "saving" and observation.silent > seconds:
+            return f"has been saving for {observation.silent:.0f} s"
 
-One of the user's own stands in a module that the DAG imports, and is named in the run file, with settings or without:
-detectors: {slow_save: {}}. It watches in the seat, from which workers are forked: its module must not touch CUDA or
-start threads.
+All ranks of the trainer ask detectors of steps after each step, about the same numbers, and get the same answer:
+
+    @detector(sees="steps")
+    def endless(steps: Sequence[StepReport], *, tokens: float = 1000.0, restart: bool = False) -> Alert | None:
+        if steps[-1].metrics.get("response/length", 0.0) > tokens:
+            return Alert("responses have become endless", restart=restart)
+
+A user's detector stands in a module that the DAG imports, and is named in the run file, with settings or without:
+detectors: {slow_save: {}}. The supervisor loads the module too and forks workers from there, so the module must not
+touch CUDA or start threads.
 """
 
 from __future__ import annotations
@@ -43,13 +38,16 @@ from typing import Any, Literal
 from distflow.config.run import Phase
 from distflow.telemetry.heartbeat import Heartbeat, HeartbeatReading
 
-_WORKS = 0.1
-"""Percent of the time; what is less is noise."""
+_ACTIVE = 0.1  # percent of the time; less is noise
 
 
 @functools.cache
 def tensor_cores(uuid: str) -> Callable[[], bool] | None:
-    """A function that tells whether those of a GPU were seen at work since it was last called; None if nobody can tell.
+    """Return a function that says whether a GPU's tensor cores have worked since its last call; None if unsupported.
+
+    A GPU that is busy proves nothing: a collective that waits for a dead rank keeps it busy, but no tensor core
+    (RobustRL §4). NVML measures tensor cores from Hopper on (GPM). A supervisor may use NVML, but never CUDA, or it
+    could not fork workers that use it. Package nvidia-ml-py, extra `gpu`.
 
     Args:
         uuid: of the GPU, as NVML calls it: GPU-….
@@ -75,28 +73,27 @@ def tensor_cores(uuid: str) -> Callable[[], bool] | None:
                                                sample2=new)
             asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
             found = nvml.nvmlGpmMetricsGet(asked).metrics[0]
-        except nvml.NVMLError:  # as of a GPU that is lost, which does not work any more
+        except nvml.NVMLError:  # as for a GPU that is lost
             return False
-        return found.nvmlReturn == nvml.NVML_SUCCESS and found.value > _WORKS
+        return found.nvmlReturn == nvml.NVML_SUCCESS and found.value > _ACTIVE
 
     return worked
 
 
-_ASK = 1.0
-"""Seconds between two questions whether a worker still answers."""
+_ASK = 1.0  # seconds between two pings of a worker
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a seat sees of its worker. Times are in seconds.
+    """State of a worker as its supervisor observes it. Times are in seconds.
 
-    unit: `trainer`, `rollout`, or in mode sync `ranks`. silent: since it last made progress, a micro-batch, some tokens
-    or a new phase. mute: for how long it has left a question unanswered; a process that computes, waits for others or
-    for a tool answers, one that is stopped or holds Python's lock does not. idle: for how long the tensor cores of its
-    GPU were not seen at work; None where nobody can tell.
+    group: `trainer`, `rollout`, or in mode sync `ranks`. silent: since its last progress: a micro-batch, some tokens or
+    a new phase. mute: for how long it has not answered a ping; a process that computes, waits for others or for a tool
+    answers, one that is stopped or holds Python's lock does not. idle: since its GPU's tensor cores last worked; None
+    where that is not measured.
     """
 
-    unit: str
+    group: str
     phase: Phase
     step: int
     in_phase: float
@@ -107,7 +104,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong. symptom: the worker still answers, so that it may only be waiting for the one that is broken."""
+    """What is wrong with a worker. symptom: it still answers, so that it may only be waiting for a broken one."""
 
     what: str
     symptom: bool
@@ -116,50 +113,52 @@ class Finding:
 
 Detector = Callable[[Observation], str | None]
 DETECTORS: dict[str, Callable[..., str | None]] = {}
-OF_STEPS: dict[str, Callable[..., Any]] = {}
-"""Those of `distflow.recovery.detectors`."""
+STEP_DETECTORS: dict[str, Callable[..., Any]] = {}
 
 
 def detector(function: Callable[..., Any] | None = None, *, sees: Literal["worker", "steps"] = "worker") -> Any:
-    """Register a detector by its name; one of the same name is replaced. `sees="steps"`: see `judges`."""
+    """Register a detector by its function's name; one of the same name is replaced."""
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        (OF_STEPS if sees == "steps" else DETECTORS)[function.__name__] = function
+        (STEP_DETECTORS if sees == "steps" else DETECTORS)[function.__name__] = function
         return function
 
     return register if function is None else register(function)
 
 
 @detector
-def stalled(sight: Observation, *, seconds: float = 300.0, busy: float = 1800.0) -> str | None:
-    """No micro-batch done for this long, in a phase that only computes; `busy` if its GPU's tensor cores still work."""
-    works = sight.idle is not None and sight.idle <= seconds
-    if sight.phase in ("training", "inference") and sight.silent > (max(seconds, busy) if works else seconds):
-        cores = "" if sight.idle is None else f", and its tensor cores have not worked for {sight.idle:.0f} s"
-        return f"has made no progress for {sight.silent:.0f} s of {sight.phase}{cores} (detector `stalled`)"
-    return None
-
-
-@detector
-def no_tokens(sight: Observation, *, seconds: float = 60.0, answer: float = 10.0, stuck: float = 600.0) -> str | None:
-    """No token sampled for this long, and then no answer either; or, while it answers, none for `stuck`: ranks that
-    share a model wait in a collective for one of them. Waiting for prompts, tools or weights is no silence: it is
-    another phase."""
-    if sight.phase != "generating" or sight.silent <= seconds:
+def stalled(observation: Observation, *, seconds: float = 300.0, busy: float = 1800.0) -> str | None:
+    """Detect that no micro-batch was done for `seconds` in a phase that only computes; for `busy` seconds if the GPU's
+    tensor cores still work."""
+    silent, idle = observation.silent, observation.idle
+    limit = seconds if idle is None or idle > seconds else max(seconds, busy)
+    if observation.phase not in ("training", "inference") or silent <= limit:
         return None
-    if sight.mute > answer:
-        return (f"has sampled no token for {sight.silent:.0f} s and does not answer for {sight.mute:.0f} s "
+    cores = "" if idle is None else f", and its tensor cores have not worked for {idle:.0f} s"
+    return f"has made no progress for {silent:.0f} s of {observation.phase}{cores} (detector `stalled`)"
+
+
+@detector
+def no_tokens(observation: Observation, *, seconds: float = 60.0, answer: float = 10.0,
+              stuck: float = 600.0) -> str | None:
+    """Detect that no token was sampled for `seconds` by a worker that does not answer, or for `stuck` seconds by one
+    that does: ranks that share a model wait in a collective for one of them. Waiting for prompts, tools or weights is
+    another phase."""
+    if observation.phase != "generating" or observation.silent <= seconds:
+        return None
+    if observation.mute > answer:
+        return (f"has sampled no token for {observation.silent:.0f} s and does not answer for {observation.mute:.0f} s "
                 "(detector `no_tokens`)")
-    if sight.silent > max(seconds, stuck):
-        return f"has sampled no token for {sight.silent:.0f} s, though it answers (detector `no_tokens`)"
+    if observation.silent > max(seconds, stuck):
+        return f"has sampled no token for {observation.silent:.0f} s, though it answers (detector `no_tokens`)"
     return None
 
 
 @detector
-def frozen(sight: Observation, *, seconds: float = 60.0, starting: float = 300.0) -> str | None:
-    """No progress and no answer in any phase: the process is stopped, or a call does not let go of Python's lock."""
-    limit = starting if sight.phase == "starting" else seconds
-    if min(sight.silent, sight.mute) > limit:
-        return f"does not answer for {sight.mute:.0f} s, in phase {sight.phase} (detector `frozen`)"
+def frozen(observation: Observation, *, seconds: float = 60.0, starting: float = 300.0) -> str | None:
+    """Detect no progress and no answer in any phase: the process is stopped, or a call holds Python's lock."""
+    limit = starting if observation.phase == "starting" else seconds
+    if min(observation.silent, observation.mute) > limit:
+        return f"does not answer for {observation.mute:.0f} s, in phase {observation.phase} (detector `frozen`)"
     return None
 
 
@@ -167,73 +166,69 @@ class HealthMonitor:
     """Asks all detectors about one worker.
 
     Args:
-        unit: of the worker.
+        group: of the worker.
         settings: of detectors, by name.
     """
 
-    def __init__(self, unit: str, settings: Mapping[str, Mapping[str, float]]):
-        self.unit = unit
+    def __init__(self, group: str, settings: Mapping[str, Mapping[str, float]]):
+        self.group = group
         self.detectors: list[Detector] = [partial(function, **settings.get(name, {}))
                                           for name, function in DETECTORS.items()]
 
-    def begin(self, pulse: Heartbeat) -> None:
-        """A new worker."""
-        self.pulse, self.progress = pulse, -1
+    def begin(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat, self.progress = heartbeat, -1
         self.moved = self.asked_at = self.looked = self.worked = self.sampled = time.monotonic()
         self.gpu, self.cores = "", None
-        self.question = pulse.ask()
+        self.question = heartbeat.ask()
 
     def look(self) -> Finding | None:
-        """What is wrong with the worker now."""
-        sight = self._sight(time.monotonic())
+        observation = self._observe(time.monotonic())
         for each in self.detectors:
-            if what := each(sight):
-                return Finding(f"it {what}.", symptom=sight.mute < _ASK * 2, silent=sight.silent)
+            if what := each(observation):
+                return Finding(f"it {what}.", symptom=observation.mute < _ASK * 2, silent=observation.silent)
         return None
 
-    def _sight(self, now: float) -> Observation:
-        beat: HeartbeatReading = self.pulse.read()
-        late = max(0.0, now - self.looked - _ASK)  # a seat that stood still itself did not see its worker stand still
+    def _observe(self, now: float) -> Observation:
+        reading: HeartbeatReading = self.heartbeat.read()
+        late = max(0.0, now - self.looked - _ASK)  # time in which the supervisor itself stood still does not count
         self.moved, self.asked_at, self.looked = self.moved + late, self.asked_at + late, now
-        if beat.progress != self.progress:
-            self.progress, self.moved = beat.progress, now
-        if self.pulse.answered >= self.question and now - self.asked_at > _ASK:
-            self.question, self.asked_at = self.pulse.ask(), now
+        if reading.progress != self.progress:
+            self.progress, self.moved = reading.progress, now
+        if self.heartbeat.answered >= self.question and now - self.asked_at > _ASK:
+            self.question, self.asked_at = self.heartbeat.ask(), now
         self._look_at_gpu(now, late)
-        mute = 0.0 if self.pulse.answered >= self.question else now - self.asked_at
+        mute = 0.0 if self.heartbeat.answered >= self.question else now - self.asked_at
         idle = now - self.worked if self.cores else None
-        return Observation(self.unit, beat.phase, beat.step, now - beat.since, now - self.moved, mute, idle)
+        return Observation(self.group, reading.phase, reading.step, now - reading.since, now - self.moved, mute, idle)
 
     def _look_at_gpu(self, now: float, late: float) -> None:
         self.worked += late
-        if self.gpu != self.pulse.gpu:
-            self.gpu, self.sampled = self.pulse.gpu, now
+        if self.gpu != self.heartbeat.gpu:
+            self.gpu, self.sampled = self.heartbeat.gpu, now
             self.cores, self.worked = tensor_cores(self.gpu), now
         elif self.cores and now - self.sampled > _ASK:
             self.sampled = now
             self.worked = now if self.cores() else self.worked
 
 
-_REMEMBERED = 200
-"""Steps that detectors are shown."""
-_OF_NORMAL = 1.4826
-"""Standard deviations in the median distance from the median, where values are normal."""
+_REMEMBERED = 200  # steps that detectors see
+_OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of normal values
 
 
 @dataclass(frozen=True)
 class StepReport:
     """A step that is done, as all ranks know it. metrics: as in metrics.jsonl, but for the step's seconds. pace: for
-    each phase and rank, its own seconds in the phase and how many rows it had there; see `workers.rank_timer`."""
+    each phase and rank, its own seconds in the phase and how many rows it had there; see `workers.loop`."""
 
     number: int
     metrics: Mapping[str, float]
-    pace: Mapping[Phase, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    compute_seconds: Mapping[Phase, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Alert:
-    """What is wrong with the last steps. facts: for the event. about: an alarm about the same thing as in the step
-    before is not told again. restart: the step has failed, and its ranks go back to the state before it."""
+    """What is wrong with the last steps. facts: for the event. about: an alert about the same thing as in the step
+    before is not reported again. restart: the step has failed, and its ranks go back to the state before it."""
 
     what: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -241,20 +236,20 @@ class Alert:
     restart: bool = False
 
 
-Judge = Callable[[Sequence[StepReport]], Alert | None]
+StepDetector = Callable[[Sequence[StepReport]], Alert | None]
 
 
 @detector(sees="steps")
 def straggler(steps: Sequence[StepReport], *, factor: float = 2.0, during: float = 5.0,
               share: float = 0.1) -> Alert | None:
-    """A rank that takes `factor` times as long for a phase as the others do on the median, for as many rows too, in
-    each of the last `during` steps; if that costs at least this share of the step. It only warns: a slow machine stays
-    slow when its worker starts again."""
+    """Warn of a rank that takes `factor` times as long for a phase as the median of the others, also per row, in each
+    of the last `during` steps, if that costs at least this share of the step. A restart would not help: a slow machine
+    stays slow."""
     recent = steps[-max(1, math.ceil(during)):]
     if len(recent) < during:
         return None
     slowest, phase, rank = max(((min(_slower(step, phase, rank, share) for step in recent), phase, rank)
-                                for phase, ranks in recent[-1].pace.items() for rank in range(len(ranks))),
+                                for phase, ranks in recent[-1].compute_seconds.items() for rank in range(len(ranks))),
                                default=(0.0, "waiting", 0))
     if slowest < factor:
         return None
@@ -265,14 +260,14 @@ def straggler(steps: Sequence[StepReport], *, factor: float = 2.0, during: float
 
 
 def _slower(step: StepReport, phase: Phase, rank: int, share: float) -> float:
-    """How many times as long as its peers a rank takes, whether rows are counted or not."""
-    ranks = step.pace.get(phase, ())
+    """Return how many times as long as its peers a rank takes, in total and per row: the lesser of the two."""
+    ranks = step.compute_seconds.get(phase, ())
     peers = [each for other, each in enumerate(ranks) if other != rank and each[1]]
     if rank >= len(ranks) or not ranks[rank][1] or not peers:
         return 0.0
     mine, rows = ranks[rank]
     theirs, each_row = median(seconds for seconds, _ in peers), median(seconds / rows for seconds, rows in peers)
-    if mine - theirs < share * sum(max(seconds for seconds, _ in each) for each in step.pace.values()):
+    if mine - theirs < share * sum(max(seconds for seconds, _ in each) for each in step.compute_seconds.values()):
         return 0.0
     return min(mine / max(theirs, 1e-9), mine / rows / max(each_row, 1e-9))
 
@@ -280,9 +275,9 @@ def _slower(step: StepReport, phase: Phase, rank: int, share: float) -> float:
 @detector(sees="steps")
 def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window: float = 50.0, least: float = 20.0,
                restart: bool = False) -> Alert | None:
-    """A loss or a gradient norm that is no number, or far from what it was: by more than so many deviations from the
-    median of a window of steps that trained, if there were at least so many. With `restart` the step is done again,
-    and the window begins anew: in its first `least` steps, so in this one too, only what is no number is seen."""
+    """Detect a loss or a gradient norm that is not finite, or more than `deviations` from the median of a window of
+    steps that trained, once there are `least` of them. With `restart` the step is done again and the window begins
+    again: in its first `least` steps, so in this one too, only what is not finite is detected."""
     *before, last = steps
     for name, value in last.metrics.items():
         if name.rpartition("/")[2] not in ("loss", "grad_norm"):
@@ -293,7 +288,7 @@ def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window:
         if len(usual) < max(least, 1):
             continue
         middle = median(usual)
-        # Values that hardly differ, as the loss where each step makes one update, are not told apart by their rounding.
+        # Values that hardly differ, as the loss where each step makes one update, differ by more than their rounding.
         spread = max(_OF_NORMAL * median(abs(each - middle) for each in usual), abs(middle) / 20, 1e-3)
         if (far := abs(value - middle) / spread) > deviations:
             facts = {"metric": name, "value": value, "median": middle, "deviations": round(far, 1)}
@@ -304,8 +299,8 @@ def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window:
 
 @detector(sees="steps")
 def no_gradient(steps: Sequence[StepReport], *, during: float = 10.0) -> Alert | None:
-    """Warn of a gradient norm of exactly 0 in each of the last `during` steps: nothing is learnt. Usually all samples
-    of each prompt earn the same."""
+    """Warn of a gradient norm of exactly 0 in each of the last `during` steps: usually all samples of each prompt earn
+    the same."""
     recent = steps[-max(1, math.ceil(during)):]
     for name in recent[-1].metrics if len(recent) >= during else ():
         if name.rpartition("/")[2] == "grad_norm" and all(step.metrics.get(name) == 0 for step in recent):
@@ -317,7 +312,7 @@ def no_gradient(steps: Sequence[StepReport], *, during: float = 10.0) -> Alert |
 
 @detector(sees="steps")
 def all_dropped(steps: Sequence[StepReport]) -> Alert | None:
-    """Warn of a step in which a node has dropped every row: nothing is left to learn from."""
+    """Warn of a step in which a node has dropped every row."""
     values = steps[-1].metrics
     for name in values:
         kind, _, rest = name.partition("/")
@@ -329,22 +324,21 @@ def all_dropped(steps: Sequence[StepReport]) -> Alert | None:
 
 
 class StepMonitor:
-    """Asks all detectors of steps, after each step."""
+    """Asks all detectors of steps, after each step. `settings`: of detectors, by name."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, float]]):
-        """`settings`: of detectors, by name."""
-        self.judges: dict[str, Judge] = {name: partial(function, **settings.get(name, {}))
-                                         for name, function in OF_STEPS.items()}
+        self.detectors: dict[str, StepDetector] = {name: partial(function, **settings.get(name, {}))
+                                                   for name, function in STEP_DETECTORS.items()}
         self.steps: deque[StepReport] = deque(maxlen=_REMEMBERED)
-        self.told: dict[str, str] = {}
+        self.reported: dict[str, str] = {}
 
     def look(self, step: StepReport) -> Iterator[tuple[str, Alert]]:
-        """What is wrong now and was not in the step before, with the detector's name."""
+        """Yield what is wrong now and was not in the step before, with the detector's name."""
         self.steps.append(step)
-        for name, judge in self.judges.items():
-            alarm = judge(list(self.steps))
-            if alarm and self.told.get(name) != alarm.about:
-                yield name, alarm
-            self.told.pop(name, None)
-            if alarm:
-                self.told[name] = alarm.about
+        for name, detect in self.detectors.items():
+            alert = detect(list(self.steps))
+            if alert and self.reported.get(name) != alert.about:
+                yield name, alert
+            self.reported.pop(name, None)
+            if alert:
+                self.reported[name] = alert.about

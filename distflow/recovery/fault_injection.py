@@ -1,7 +1,4 @@
-"""Faults to order: what `faults:` in the run file asks for happens in this worker, once in a run.
-
-Ways to break a process that no signal has; each says what it is, and what it is not.
-"""
+"""Injects faults into this worker, each once in a run: what `faults:` in the run file asks for."""
 
 from __future__ import annotations
 
@@ -27,38 +24,34 @@ from distflow.telemetry.processes import end_at_once, family, parent
 if TYPE_CHECKING:
     from distflow.recovery.snapshots import Snapshots  # loads torch, and `distflow inject` answers at once
 
-ROOM = 64 << 10
-"""Bytes up to which a file can grow on a disk that is `fill`ed: lines still fit, checkpoints do not."""
-_SPARE, _PIECE = 64 << 20, 16 << 20
+ROOM = 64 << 10  # bytes up to which a file can grow on a "full" disk: lines still fit, checkpoints do not
+_SPARE, _BLOCK = 64 << 20, 16 << 20
 
 
-class NoLimit(DistflowError):
-    """Nothing protects the rest of the machine, or of the run."""
+class UnboundedFault(DistflowError):
+    """Error: nothing would protect the rest of the machine, or of the run, from a fault."""
 
 
-def fill(process: int, room: int = ROOM) -> None:
-    """From now on no file of a process can grow beyond `room` bytes, as on a disk that is all but full. It is no disk
-    that does that but RLIMIT_FSIZE: the error is EFBIG in place of ENOSPC, and growing shared memory fails too."""
+def limit_file_size(process: int, room: int = ROOM) -> None:
+    """Let no file of a process grow beyond `room` bytes, as on a disk that is all but full. Done by RLIMIT_FSIZE: the
+    error is EFBIG instead of ENOSPC, and growing shared memory fails too."""
     _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)
     resource.prlimit(process, resource.RLIMIT_FSIZE, (room, most))
 
 
-def free(process: int) -> None:
-    """Files can grow again."""
-    fill(process, resource.prlimit(process, resource.RLIMIT_FSIZE)[1])
+def lift_file_size_limit(process: int) -> None:
+    limit_file_size(process, resource.prlimit(process, resource.RLIMIT_FSIZE)[1])
 
 
-def fill_for(seconds: float) -> None:
-    """`fill` this process for so long."""
-    fill(os.getpid())
-    timer = threading.Timer(seconds, free, (os.getpid(),))
+def limit_file_size_for(seconds: float) -> None:
+    limit_file_size(os.getpid())
+    timer = threading.Timer(seconds, lift_file_size_limit, (os.getpid(),))
     timer.daemon = True
     timer.start()
 
 
 def exhaust_memory() -> None:
-    """Take memory until there is none to be had, by RLIMIT_AS. The kernel's own end of a process that takes too much
-    is a SIGKILL.
+    """Allocate memory until RLIMIT_AS is reached. Unlike `take_memory`, the kernel kills nothing.
 
     Raises:
         MemoryError: always.
@@ -68,94 +61,94 @@ def exhaust_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _SPARE, most))
     taken = []
     while True:
-        taken.append(bytearray(_PIECE))
+        taken.append(bytearray(_BLOCK))
 
 
 def take_memory() -> None:
-    """Take memory, really, until the kernel ends this process. Does not return.
+    """Allocate memory until the kernel kills this process; does not return.
 
     Raises:
-        NoLimit: no control group bounds what this process can take, so that it would be the memory of all others too.
+        UnboundedFault: no control group bounds what this process can take, so that it would be the memory of all
+            others too.
     """
     if limit() is None:
-        raise NoLimit("the fault `oom` takes memory until the kernel ends the worker, which would be all that the "
-                      "machine has: start the run in a control group with a limit (systemd-run -p MemoryMax=8G, or a "
-                      "container with one), or take  kind: memory")
+        raise UnboundedFault("the fault `oom` takes memory until the kernel ends the worker, which would be all that "
+                             "the machine has: start the run in a control group with a limit (systemd-run -p "
+                             "MemoryMax=8G, or a container with one), or take  kind: memory")
     taken = []
     while True:
-        taken.append(b"\1" * _PIECE)
+        taken.append(b"\1" * _BLOCK)
 
 
 def lose_machine() -> None:
-    """End torchrun here and all that it has started, at once, as when the power of this machine fails. Does not return.
+    """Kill torchrun and all that it has started, at once, as when the power of this machine fails; does not return.
 
-    Its last processes are this one and its seat.
+    This process and its supervisor are killed last.
     """
-    seat = os.getppid()
-    end_at_once(each for each in family(parent(seat)) if each not in (seat, os.getpid()))
-    os.kill(seat, signal.SIGKILL)
+    supervisor_pid = os.getppid()
+    end_at_once(each for each in family(parent(supervisor_pid)) if each not in (supervisor_pid, os.getpid()))
+    os.kill(supervisor_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def cut() -> int:
-    """Shut down all TCP connections of this process but those to the board, once; new ones can be made. Those to other
-    ranks of its group are among them. Returns how many."""
-    board, found = int(os.environ.get("MASTER_PORT", 0)), 0
+def cut_connections() -> int:
+    """Shut down all TCP connections of this process but those to the store, once; return how many. Those to other ranks
+    of its group are among them; new ones can be made."""
+    store_port, found = int(os.environ.get("MASTER_PORT", 0)), 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile, or is connected to nobody
+        with contextlib.suppress(OSError):  # it was closed meanwhile, or is connected to no peer
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as line:
-                    if line.family in (socket.AF_INET, socket.AF_INET6) and line.getpeername()[1] != board:
-                        line.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(int(name))) as peer:
+                    if peer.family in (socket.AF_INET, socket.AF_INET6) and peer.getpeername()[1] != store_port:
+                        peer.shutdown(socket.SHUT_RDWR)
                         found += 1
     return found
 
 
 class Injected(RuntimeError):
-    """An exception that was asked for."""
+    """Exception of the fault `raise`."""
 
 
 class FaultInjector:
-    """A worker's view of the faults; called at the beginning of each phase.
+    """Injects the run's faults into this worker; called at the beginning of each phase.
 
     Args:
         group: of this rank.
         ranks: of the group.
-        folder: of the run, which knows what has happened before this worker lived.
-        apart: whether machines start apart, so that one can be lost.
+        folder: of the run, where the faults of earlier workers are marked.
+        elastic: whether machines come and go, so that one can be lost.
 
     Raises:
-        NoLimit: a machine is to be lost that is all of the run.
+        UnboundedFault: a machine should be lost that is all of the run.
     """
 
     def __init__(self, run: Run, group: str, rank: int, ranks: range, folder: Path, snapshots: Snapshots,
-                 apart: bool = False):
-        if not apart and any(fault.kind == "machine" for fault in run.faults):
-            raise NoLimit("the fault `machine` ends all processes that a torchrun has started, which would be "
-                          "this run: start the machines apart (--board and --machines), or take  kind: kill")
+                 elastic: bool = False):
+        if not elastic and any(fault.kind == "machine" for fault in run.faults):
+            raise UnboundedFault("the fault `machine` ends all processes that a torchrun has started, which would be "
+                                 "this run: start the machines apart (--board and --machines), or take  kind: kill")
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
         self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0
-        self.due: Exception | None = None
+        self.pending: Exception | None = None
 
     def __call__(self, phase: Phase, step: int) -> None:
-        if self.due:
-            raise self.due
+        if self.pending:
+            raise self.pending
         new = step != self.last
         if new:
             now = time.monotonic()
             self.began, self.seconds, self.last = now, now - self.began if self.last else 0.0, step
-        for number, fault, draw in self._of(step):
+        for number, fault, draw in self._faults_at(step):
             if fault.phase is None and new:
                 delay = draw.random() * self.seconds
-                timer = threading.Timer(delay, self._break_later, (number, fault, step))
+                timer = threading.Timer(delay, self._inject_later, (number, fault, step))
                 timer.daemon = True
                 timer.start()
             elif fault.phase == phase:
-                self._break(number, fault, step)
+                self._inject(number, fault, step)
 
-    def _of(self, step: int) -> Iterator[tuple[int, Fault, random.Random]]:
-        """The faults of a step on this rank."""
+    def _faults_at(self, step: int) -> Iterator[tuple[int, Fault, random.Random]]:
         for number, fault in enumerate(self.run.faults):
             draw = random.Random(f"{self.run.seed} {number} {step}")
             chance, rank = draw.random(), draw.choice(self.ranks)
@@ -164,13 +157,13 @@ class FaultInjector:
             if hits and rank == self.rank and fault.group == self.group:
                 yield number, fault, draw
 
-    def _break_later(self, number: int, fault: Fault, step: int) -> None:
+    def _inject_later(self, number: int, fault: Fault, step: int) -> None:
         try:
-            self._break(number, fault, step)
-        except (Injected, MemoryError, NoLimit) as error:
-            self.due = error  # of the worker, not of this thread
+            self._inject(number, fault, step)
+        except (Injected, MemoryError, UnboundedFault) as error:
+            self.pending = error  # of the worker, not of this thread
 
-    def _break(self, number: int, fault: Fault, step: int) -> None:
+    def _inject(self, number: int, fault: Fault, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
         try:
             (self.folder / f"{number}-step-{step}").touch(exist_ok=False)
@@ -184,9 +177,9 @@ class FaultInjector:
         elif fault.kind == "slow":
             time.sleep(fault.seconds)
         elif fault.kind == "cut":
-            record("connections cut", count=cut())
+            record("connections cut", count=cut_connections())
         elif fault.kind == "fill":
-            fill_for(fault.seconds)
+            limit_file_size_for(fault.seconds)
         elif fault.kind == "memory":
             exhaust_memory()
         elif fault.kind == "oom":

@@ -1,11 +1,11 @@
-"""What users want done when a worker begins, fails or leaves.
+"""Calls users' functions when a worker starts, fails or leaves.
 
     @hook(role="rollout", when="before_restart")
-    def tell_the_pager(moment):
-        post(f"{moment.unit} has failed in step {moment.failure.step}: {moment.failure.what}")
+    def page_me(moment):
+        post(f"{moment.group} has failed in step {moment.failure.step}: {moment.failure.what}")
 
-A hook is a function of a `HookContext`. `on_failure` and `on_leave` are called beside the seat, in a process of its
-own that is ended after a while; the others in the worker itself, where an error is one of the worker's.
+A hook is a function of a `HookContext`. `on_failure` and `on_leave` run in a helper process of the supervisor, which is
+killed after a few seconds; the others run in the worker, where their error is the worker's.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from distflow.errors import InvalidInput, did_you_mean
 from distflow.recovery.restarts import Failure
 
 When = Literal["on_failure", "on_leave", "before_restart", "after_restart", "on_join"]
-"""on_failure: a worker has ended or hangs. on_leave: one has ended that has not failed: its work is done, it rests, or
-another one takes its place. before_restart: a new one has begun. after_restart: it is ready. on_join: so is the first
-one, or one that comes back."""
-_BY_SEAT: tuple[When, ...] = ("on_failure", "on_leave")
+"""on_failure: a worker has ended or hangs. on_leave: a worker has ended without a failure: its work is done, it is
+scaled down, or another one replaces it. before_restart: a worker of a later attempt starts. after_restart: it is ready.
+on_join: the first worker, or one that is scaled up again, is ready."""
+_BY_SUPERVISOR: tuple[When, ...] = ("on_failure", "on_leave")
 
 
 @dataclass(frozen=True)
 class HookContext:
-    """When a hook is called. life: how often the unit has started again; failure: its last one, if there was one."""
+    """What a hook is called with. group: name of the restart group; attempt: how often the group has started again;
+    failure: its last one, if there was one."""
 
-    unit: str
+    group: str
     rank: int
-    life: int
+    attempt: int
     failure: Failure | None
 
 
@@ -39,7 +40,7 @@ HOOKS: dict[str, list[tuple[str | None, Hook]]] = {when: [] for when in get_args
 
 
 def hook(*, when: When, role: str | None = None) -> Callable[[Hook], Hook]:
-    """Register a function to be called; `role`: `trainer`, `rollout`, or None for both.
+    """Register a hook; `role`: `trainer`, `rollout`, or None for both.
 
     Raises:
         InvalidInput: there is no such moment or role.
@@ -57,18 +58,19 @@ def hook(*, when: When, role: str | None = None) -> Callable[[Hook], Hook]:
 
 
 def call(when: When, group: str, moment: HookContext) -> None:
-    """Call those that are registered for this moment and group, in the order of their registration."""
+    """Call the hooks that are registered for a moment and group, in the order of their registration."""
     for role, function in HOOKS[when]:
         if role in (None, group):
             function(moment)
 
 
-def page() -> int:
-    """For a worker's page, once the DAG's modules are loaded: which hooks of those that its seat calls there are."""
-    return 1 + sum(2 << place for place, when in enumerate(_BY_SEAT) if HOOKS[when])
+def registered_mask() -> int:
+    """Return a bit mask for the worker's heartbeat: which of the hooks that the supervisor calls are registered. Not 0;
+    valid once the DAG's modules are loaded."""
+    return 1 + sum(2 << index for index, when in enumerate(_BY_SUPERVISOR) if HOOKS[when])
 
 
-def may_be(when: When, page: int) -> bool:
-    """Whether there are hooks of this moment, as the page says. A worker that ended early has said nothing: there may
-    be."""
-    return not page or bool(page & 2 << _BY_SEAT.index(when))
+def may_exist(when: When, mask: int) -> bool:
+    """Return whether hooks of a moment may be registered, by a worker's mask; 0 is that of a worker that ended
+    early."""
+    return not mask or bool(mask & 2 << _BY_SUPERVISOR.index(when))

@@ -1,25 +1,24 @@
-"""When the kernel has no more memory to give: a worker goes before its seat, and its seat knows why it went."""
+"""Handles the kernel's out-of-memory kills: a worker is killed before its supervisor, which can say why it was."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
 
-_SOONER = 500
-"""Half of the scale on which the kernel compares processes (proc(5), oom_score_adj)."""
+_OOM_SCORE = 500  # half of the scale on which the kernel compares processes (proc(5), oom_score_adj)
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def go_first() -> None:
-    """From now on this process, and what it starts, is ended before others that have the same memory: before its seat,
-    which holds the copies of its state."""
+def be_killed_first() -> None:
+    """Make the kernel kill this process, and what it starts, before others of the same size: before its supervisor,
+    which holds the snapshots."""
     own = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # another system, or a container that forbids it
-        own.write_text(str(max(_SOONER, int(own.read_text()))))
+        own.write_text(str(max(_OOM_SCORE, int(own.read_text()))))
 
 
-def ended() -> int | None:
-    """How many processes of this machine the kernel has ended for lack of memory; None where it does not say."""
+def kill_count() -> int | None:
+    """Return how many processes of this machine the kernel has killed for lack of memory; None if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -27,15 +26,15 @@ def ended() -> int | None:
     return None
 
 
-def ended_since(before: int | None) -> bool:
-    """Whether the kernel is known to have ended a process for lack of memory since `ended` was `before`."""
-    return before is not None and (ended() or 0) > before
+def killed_since(before: int | None) -> bool:
+    """Return whether the kernel is known to have killed a process since `kill_count` was `before`."""
+    return before is not None and (kill_count() or 0) > before
 
 
-def cause(before: int | None) -> str:
-    """What probably stands behind a SIGKILL that a process has got since `ended` was `before`. It may have been another
-    process of the machine that the kernel ended."""
-    now = ended()
+def kill_cause(before: int | None) -> str:
+    """Return the probable cause of a SIGKILL that a process got since `kill_count` was `before`. The kernel may have
+    killed another process of the machine."""
+    now = kill_count()
     if before is None or now is None:
         return "The kernel may have ended it because memory was full."
     return f"The kernel probably ended it because memory was full: it has ended {now - before} since this one began." \
@@ -43,7 +42,8 @@ def cause(before: int | None) -> str:
 
 
 def limit() -> int | None:
-    """Bytes that the control groups of this process let it take; None if they do not say, or no less than are free."""
+    """Return the bytes that the control groups of this process let it take; None if there is no limit below what is
+    available."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -57,6 +57,5 @@ def limit() -> int | None:
 
 
 def available() -> int:
-    """Bytes that this machine can give without swapping."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(facts["MemAvailable"].split()[0])

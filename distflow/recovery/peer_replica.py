@@ -1,8 +1,8 @@
-"""Copies of a rank's pieces in the memory of another machine's seat, which outlive its own machine (RobustRL §2.3).
+"""Peer replicas: copies of a rank's shards in the memory of another machine, which outlive its own (RobustRL §2.3).
 
-From its own seat's memory a piece goes on in a thread, to the seat that `ring` names, where `keeper.py` takes it. No
-step waits for it. All ranks send pieces of one state; when each has said that it is done, they begin with the newest by
-then. So of the last state that has arrived from all, each rank's piece stays in both memories until another has.
+A thread sends a snapshot to the supervisor that `ring` names, where `replica_server.py` receives it. No step waits for
+that. All ranks send shards of one state; when all have arrived, they go on with the newest state by then. So each shard
+of the last state that has arrived from all ranks stays in both memories until all of another one have arrived.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from distflow.dock.errors import DockError, Unreachable
-from distflow.recovery.snapshots import Piece, Slot, Snapshots
+from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.rpc.connection import connect
+from distflow.rpc.errors import RpcError, Unreachable
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 
-_PATIENCE = 30.0
-"""Seconds without a byte after which the other machine counts as lost."""
-_LATE = 3
-"""Steps after which one that is still under way is late."""
+_PATIENCE = 30.0  # seconds without a byte after which the other machine counts as unreachable
+_LATE = 3  # steps after which a copy that is still under way is late
 
 
 def ring(training: int, local: int, blocks: int) -> dict[int, int]:
-    """For each rank that trains the one in whose seat its copies are kept: that of the same place on the next machine,
-    in a ring of those that train; where only one does, on one that samples. Empty where that is not possible.
+    """Return for each rank that trains the rank whose supervisor keeps its copies: the one with the same local rank on
+    the next machine, in a ring of the machines that train; if only one does, on a machine that samples. Empty where
+    that is not possible.
 
     Args:
-        training: ranks that train, the first ones.
+        training: number of ranks that train, the first ones.
         local: ranks of each machine, of which there are `blocks`.
     """
     machines = max(2, training // local)
@@ -42,111 +41,108 @@ def ring(training: int, local: int, blocks: int) -> dict[int, int]:
 
 
 class PeerReplica:
-    """A rank's way to the seat that keeps its copies. Before it is used nothing is opened: a seat can make it for its
-    workers.
+    """Client of the replica server that keeps a rank's copies. It opens nothing before it is used, so that a supervisor
+    can make it for its workers.
 
     Args:
-        store: where the other seat has said at `key` where it listens.
-        token: the run's.
+        store: has the server's address at `key`.
+        token: of the run.
     """
 
     def __init__(self, store: dist.Store, key: str, token: bytes):
         self.store, self.key, self.token = store, key, token
         self.job: Future[float] | None = None
         self.sending: Slot | None = None
-        self.stays: Slot | None = None
-        """The newest that has arrived, as those of all ranks have."""
-        self.arrived = -1
-        """The step of this rank's newest that has; -1 if there is none, or what there is cannot be reached."""
-        self.seconds, self.late, self.trouble = 0.0, 0, ""
+        self.retained: Slot | None = None  # the newest slot of a state that has arrived from all ranks
+        self.arrived = -1  # the step of this rank's newest copy; -1 if there is none, or it cannot be reached
+        self.seconds, self.late, self.error_text = 0.0, 0, ""
 
-    def begin(self, copies: Snapshots) -> None:
-        """The worker goes on from the newest copy, and no other machine may have it any more: it is sent at once,
-        which takes no time if it is there from before."""
-        self.stays = copies.newest
-        copies.held.append(self.stays)
-        self.send(copies)
+    def begin(self, snapshots: Snapshots) -> None:
+        """Send the snapshot that the worker goes on from: no other machine may have it any more. This takes no time if
+        the copy is there from before."""
+        self.retained = snapshots.newest
+        snapshots.held.append(self.retained)
+        self.send(snapshots)
 
     def report(self) -> None:
-        """Tell all ranks, with the metrics of a step, whether this one's is under way, and which has arrived."""
-        idle = self.look()
-        current().apart("neighbour", idle, self.arrived)
+        """Report to all ranks, with the metrics of a step, whether a copy is under way and which has arrived."""
+        idle = self.poll()
+        current().per_rank("neighbour", idle, self.arrived)
         if idle and self.sending is not None:
             current().maximum("neighbour/seconds", self.seconds)
         self.late = 0 if idle else self.late + 1
         if self.late == _LATE:
-            self._warn("neighbour late", f"the copy of step {self.sending.piece.step} has been on its way to another "
+            self._warn("neighbour late", f"the copy of step {self.sending.shard.step} has been on its way to another "
                        f"machine's memory for {_LATE} steps")
 
-    def look(self) -> bool:
-        """Whether none is under way. What has become of the last one is told."""
+    def poll(self) -> bool:
+        """Return whether no copy is under way; record what has become of the last one."""
         if self.job is None or not self.job.done():
             return self.job is None
         job, self.job = self.job, None
-        step, before = self.sending.piece.step, self.trouble
-        self.trouble = "" if (error := job.exception()) is None else _why(error)
-        self.arrived = -1 if self.trouble else step
-        if not self.trouble:
+        step, before = self.sending.shard.step, self.error_text
+        self.error_text = "" if (error := job.exception()) is None else _reason(error)
+        self.arrived = -1 if self.error_text else step
+        if not self.error_text:
             self.seconds = job.result()
-        if self.trouble and not before:
+        if self.error_text and not before:
             self._warn("neighbour lost", f"the copy of step {step} has not come into another machine's memory: "
-                       f"{self.trouble}")
-        elif before and not self.trouble:
+                       f"{self.error_text}")
+        elif before and not self.error_text:
             record("neighbour back", of_step=step)
         return True
 
-    def settle(self, step: int, copies: Snapshots) -> bool:
-        """When `step` steps are done and all have told: whether the next may be sent, on all ranks alike. What need not
-        stay any more is let go."""
-        told = [rank.get("neighbour") for rank in current().of_ranks]
-        if None in told:
+    def release(self, step: int, snapshots: Snapshots) -> bool:
+        """Release the slot that is not needed any more after `step` steps; return, alike on all ranks, whether the next
+        may be sent. All ranks must have called `report`."""
+        reported = [rank.get("neighbour") for rank in current().of_ranks]
+        if None in reported:
             return False
-        if (arrived := min(there for _, there in told)) >= 0:
+        if (arrived := min(there for _, there in reported)) >= 0:
             current().maximum("neighbour/steps_behind", step - arrived)
-        if not all(idle for idle, _ in told):
+        if not all(idle for idle, _ in reported):
             return False
         if self.sending is not None:
-            if all(there == self.sending.piece.step for _, there in told):
-                self.sending, self.stays = self.stays, self.sending
+            if all(there == self.sending.shard.step for _, there in reported):
+                self.sending, self.retained = self.retained, self.sending
             if self.sending is not None:
-                copies.held.remove(self.sending)
+                snapshots.held.remove(self.sending)
             self.sending = None
         return True
 
-    def send(self, copies: Snapshots) -> None:
-        """Begin to send the newest, which may still be copied itself."""
-        self.sending = copies.newest
-        copies.held.append(self.sending)
+    def send(self, snapshots: Snapshots) -> None:
+        """Begin to send the newest snapshot, once it is complete."""
+        self.sending = snapshots.newest
+        snapshots.held.append(self.sending)
         thread = ThreadPoolExecutor(1, "neighbour")
-        stays = None if self.stays is None else self.stays.piece
-        self.job = thread.submit(self._send, copies.copying, self.sending, stays)
+        retained = None if self.retained is None else self.retained.shard
+        self.job = thread.submit(self._send, snapshots.copying, self.sending, retained)
         thread.shutdown(wait=False)
 
-    def _send(self, copying: Future[None] | None, slot: Slot, stays: Piece | None) -> float:
-        """Returns the seconds that it took."""
+    def _send(self, copying: Future[None] | None, slot: Slot, retained: StateShard | None) -> float:
         if copying is not None:
             copying.result()
         began = time.monotonic()
-        with contextlib.closing(connect(self._address(), self.token, _PATIENCE)) as line:
+        with contextlib.closing(connect(self._address(), self.token, _PATIENCE)) as connection:
             head, rest = slot.image()
-            line.send({"piece": slot.piece, "head": head, "stays": stays})
-            reply, _ = line.receive()
+            connection.send({"shard": slot.shard, "head": head, "retained": retained})
+            reply, _ = connection.receive()
             if not reply:
-                line.send({}, [rest])
-                reply, _ = line.receive()
-        if not reply["whole"]:
-            raise DockError(reply["why"])
+                connection.send({}, [rest])
+                reply, _ = connection.receive()
+        if not reply["stored"]:
+            raise RpcError(reply["why"])
         return time.monotonic() - began
 
     def _address(self) -> tuple[str, int]:
-        board = self.store.clone()
-        if not board.check([self.key]):
-            raise Unreachable("no seat has said where it takes it. The machine that is to keep it is not there, or "
-                              "DISTFLOW_HOST is not set on it: write  export DISTFLOW_HOST=…  with its own address")
-        said = json.loads(board.get(self.key))
-        if isinstance(said, str):
-            raise Unreachable(said)
-        return tuple(said)
+        store = self.store.clone()
+        if not store.check([self.key]):
+            raise Unreachable("no supervisor has said where it takes it. The machine that is to keep it is not there, "
+                              "or DISTFLOW_HOST is not set on it: write  export DISTFLOW_HOST=…  with its own address")
+        address = json.loads(store.get(self.key))
+        if isinstance(address, str):
+            raise Unreachable(address)
+        return tuple(address)
 
     def _warn(self, event: str, what: str) -> None:
         record(event, what=what)
@@ -154,6 +150,6 @@ class PeerReplica:
               "an older state.", file=sys.stderr, flush=True)
 
 
-def _why(error: BaseException) -> str:
-    known = isinstance(error, (OSError, DockError, dist.DistError)) and str(error)
+def _reason(error: BaseException) -> str:
+    known = isinstance(error, (OSError, RpcError, dist.DistError)) and str(error)
     return known or f"{type(error).__name__} {error}".strip()

@@ -1,4 +1,4 @@
-"""Who is where: each rank says on the board what it is doing, and one that waits in vain can tell whom for."""
+"""Publishes each rank's activity, so that a timeout can name the ranks that are elsewhere."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _SHOWN = 8
 
 
 class RankStatus:
-    """A rank's word on what it does, and its view of the others'. Saying it costs one message to the store."""
+    """A rank's published activity, and its view of the others'. Each change costs one message to the store."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
-        self.mine = ""
+        self.activity = ""
 
-    def now(self, doing: str, phase: Phase = "waiting") -> None:
-        """Say what this rank does from now on, such as "is in step 3, computing node `rollout`"."""
-        self.mine = doing
+    def set(self, activity: str, phase: Phase = "waiting") -> None:
+        """Publish what this rank does from now on, such as "is in step 3, computing node `rollout`"."""
+        self.activity = activity
         heartbeat.current().enter(phase)
-        with contextlib.suppress(dist.DistError):  # without the store nobody can ask; the work may still go on
-            self.store.set(f"doing/{self.rank}", f"{time.time()} {doing}")
+        with contextlib.suppress(dist.DistError):  # the work may go on without the store
+            self.store.set(f"status/{self.rank}", f"{time.time()} {activity}")
 
     def missing(self) -> str:
-        """The ranks that are not where this one is, what they are doing and for how long; empty if that is unknown."""
+        """Return which ranks do something else than this one, and for how long; empty if that is unknown."""
         try:
             elsewhere = [line for rank in range(self.ranks) if (line := self._elsewhere(rank))]
         except dist.DistError:
@@ -39,7 +39,7 @@ class RankStatus:
         return "; ".join(elsewhere[:_SHOWN]) + more
 
     def _elsewhere(self, rank: int) -> str:
-        if not self.store.check([f"doing/{rank}"]):
+        if not self.store.check([f"status/{rank}"]):
             return f"rank {rank} has not begun"
-        since, _, doing = self.store.get(f"doing/{rank}").decode().partition(" ")
-        return f"rank {rank} {doing}, for {time.time() - float(since):.0f} s" if doing != self.mine else ""
+        since, _, activity = self.store.get(f"status/{rank}").decode().partition(" ")
+        return f"rank {rank} {activity}, for {time.time() - float(since):.0f} s" if activity != self.activity else ""

@@ -1,7 +1,12 @@
-"""Which life the ranks of a group are in, as the board says: they die together, and begin the next one together.
+"""Coordinates restarts: the ranks of a restart group share one attempt number in the store.
 
-No process decides. Whoever sees a worker of the group end writes down why, and proposes the next life; the board takes
-the first proposal, and all others follow it.
+No process decides. Each supervisor that sees a worker of the group fail writes its failure to the store and proposes
+the next attempt; the store takes the first proposal, and all others follow it.
+
+    in the store, below restarts/GROUP
+    N                     attempt N, as JSON
+    N/failed/R, N/done/R  the failure of rank R in attempt N; that rank R has nothing left to do
+    before round N        the newest attempt at the beginning of a rendezvous round
 """
 
 from __future__ import annotations
@@ -12,29 +17,28 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-_SETTLE, _LOOK = 5.0, 0.02
-"""Seconds in which the rank that failed first is heard, when another fails because of it."""
+_SETTLE, _POLL = 5.0, 0.02
+"""Seconds that a rank which only missed another waits for that rank's own failure, and between two looks."""
 
 
 @dataclass(frozen=True)
 class RestartGroup:
-    """Ranks that live and die together: the trainer, one replica of the rollouts, or in mode sync all ranks."""
+    """Ranks that restart together: the trainer, one replica of the rollouts, or in mode sync all ranks."""
 
     name: str
     ranks: range
-    group: str
-    """`trainer`, `rollout`, or in mode sync `ranks`."""
+    group: str  # `trainer`, `rollout`, or in mode sync `ranks`
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a worker: `what` in one line, and `details` for who looks for a mistake in a program.
+    """Failure of a worker: `what` in one line, and `details` (a traceback) for debugging.
 
-    step: in which it was, from 1; 0 if it had not begun one. finished: steps that this life had done. symptom: it only
-    missed another rank. hopeless: it would fail the next time too. silent: for how many seconds it had done nothing
-    when that was seen. code: what its seat exits with if no life follows. outside: somebody else has killed or stopped
-    it, which says nothing about the program. companion: it was a process that the whole unit needs, and each of its
-    seats starts its own one again.
+    step: of the worker, from 1; 0 before the first. finished: steps done in this attempt. symptom: the worker only
+    missed another rank. hopeless: it would fail the next time too. silent: seconds without progress when the failure
+    was detected. code: exit status of the supervisor if no attempt follows. outside: the worker was killed or stopped
+    from outside, which says nothing about the program. required_process: a process that the whole group needs has
+    ended, and each supervisor of the group starts its own one again.
     """
 
     rank: int
@@ -48,13 +52,14 @@ class Failure:
     silent: float = 0.0
     code: int = 1
     outside: bool = False
-    companion: bool = False
+    required_process: bool = False
     time: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """`failures`: why each life before ended. `end`: why there is no life after these; empty while there is one."""
+    """An attempt of a restart group. failures: of the attempts before. end: why there is none after these; empty while
+    there is one."""
 
     number: int = 0
     failures: tuple[Failure, ...] = ()
@@ -70,76 +75,72 @@ class Attempt:
 
 
 class RestartCoordinator:
-    """A rank's view of its unit's lives.
+    """A rank's view of the attempts of its restart group.
 
     Args:
-        store: the board, by a connection of this process.
-        budget: how many restarts the unit has; None: it is not started again by itself.
+        store: of the run, by a connection of this process.
+        budget: number of restarts; None: the group is not started again by itself.
     """
 
-    def __init__(self, store: dist.Store, unit: RestartGroup, rank: int, budget: int | None):
-        self.store = dist.PrefixStore(f"lives/{unit.name}", store)
-        self.unit, self.rank, self.budget = unit, rank, budget
+    def __init__(self, store: dist.Store, restart_group: RestartGroup, rank: int, budget: int | None):
+        self.store = dist.PrefixStore(f"restarts/{restart_group.name}", store)
+        self.restart_group, self.rank, self.budget = restart_group, rank, budget
 
-    def over(self, life: Attempt) -> bool:
-        """Whether the next life has begun, or it is known that there is none."""
-        return self.store.check([str(life.number + 1)])
+    def is_superseded(self, attempt: Attempt) -> bool:
+        """Return whether the next attempt has begun, or there is known to be none."""
+        return self.store.check([str(attempt.number + 1)])
 
     def newest(self) -> Attempt:
-        """The last one that has begun."""
-        life = Attempt()
-        while self.over(life):
-            life = self.next(life, None)
-        return life
+        attempt = Attempt()
+        while self.is_superseded(attempt):
+            attempt = self.next(attempt, None)
+        return attempt
 
-    def before(self, era: int) -> Attempt:
-        """The last one that had begun when the first of the unit's ranks came to an era of the machines."""
-        number = int(self.store.compare_set(f"before era {era}", "", str(self.newest().number)))
-        life = Attempt()
-        while life.number < number:
-            life = self.next(life, None)
-        return life
+    def before(self, round: int) -> Attempt:
+        """Return the last attempt that had begun when the first of the group's ranks joined a rendezvous round."""
+        number = int(self.store.compare_set(f"before round {round}", "", str(self.newest().number)))
+        attempt = Attempt()
+        while attempt.number < number:
+            attempt = self.next(attempt, None)
+        return attempt
 
-    def next(self, life: Attempt, failure: Failure | None) -> Attempt:
-        """The life after this one: proposed, if this rank has seen a failure, else the one that others have begun."""
+    def next(self, attempt: Attempt, failure: Failure | None) -> Attempt:
+        """Return the next attempt: proposed here if this rank has seen a failure, else the one that others began."""
         if failure is not None:
-            self._fail(life, failure)
-        return Attempt.unpack(self.store.get(str(life.number + 1)))
+            self._fail(attempt, failure)
+        return Attempt.unpack(self.store.get(str(attempt.number + 1)))
 
-    def renew(self, life: Attempt) -> Attempt:
-        """The life after one in which nothing has failed."""
-        self.store.compare_set(str(life.number + 1), "", replace(life, number=life.number + 1).pack())
-        return Attempt.unpack(self.store.get(str(life.number + 1)))
+    def renew(self, attempt: Attempt) -> Attempt:
+        self.store.compare_set(str(attempt.number + 1), "", replace(attempt, number=attempt.number + 1).pack())
+        return Attempt.unpack(self.store.get(str(attempt.number + 1)))
 
-    def done(self, life: Attempt) -> None:
-        """This rank has nothing left to do."""
-        self.store.set(f"{life.number}/done/{self.rank}", "")
+    def done(self, attempt: Attempt) -> None:
+        self.store.set(f"{attempt.number}/done/{self.rank}", "")
 
-    def all_done(self, life: Attempt) -> bool:
-        return self.store.check([f"{life.number}/done/{rank}" for rank in self.unit.ranks])
+    def all_done(self, attempt: Attempt) -> bool:
+        return self.store.check([f"{attempt.number}/done/{rank}" for rank in self.restart_group.ranks])
 
-    def _fail(self, life: Attempt, failure: Failure) -> None:
-        self.store.set(f"{life.number}/failed/{self.rank}", json.dumps(asdict(failure)))
+    def _fail(self, attempt: Attempt, failure: Failure) -> None:
+        self.store.set(f"{attempt.number}/failed/{self.rank}", json.dumps(asdict(failure)))
         until = time.monotonic() + _SETTLE
-        while failure.symptom and not self.over(life) and time.monotonic() < until:
-            time.sleep(_LOOK)
-        before = (replace(each, details="") for each in life.failures)  # they were shown
-        failures = (*before, self._first(life))
+        while failure.symptom and not self.is_superseded(attempt) and time.monotonic() < until:
+            time.sleep(_POLL)
+        before = (replace(each, details="") for each in attempt.failures)  # they were shown
+        failures = (*before, self._first(attempt))
         end = verdict(failures, self.budget)
-        self.store.compare_set(str(life.number + 1), "", Attempt(life.number + 1, failures, end).pack())
+        self.store.compare_set(str(attempt.number + 1), "", Attempt(attempt.number + 1, failures, end).pack())
 
-    def _first(self, life: Attempt) -> Failure:
-        """The cause among what the ranks have written down."""
-        keys = [f"{life.number}/failed/{rank}" for rank in self.unit.ranks]
+    def _first(self, attempt: Attempt) -> Failure:
+        keys = [f"{attempt.number}/failed/{rank}" for rank in self.restart_group.ranks]
         found = [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
         return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.time))
 
 
 def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
-    """Why there is no further life; empty if there is one (RobustRL §5.1.2).
+    """Return why there is no further attempt; empty if there is one (RobustRL §5.1.2).
 
-    What happens again at once is a mistake in a program, not a fault of a machine: to restart would only hide it. What
-    comes from outside is none, however often: it counts against the budget alone.
+    A failure that repeats at once is a mistake in a program, not a fault of a machine: a restart would only hide it. A
+    failure from outside never is, however often it repeats: it counts against the budget alone.
     """
     if failures[-1].hopeless:
         return "it would fail the next time too"
@@ -153,7 +154,7 @@ def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
 
 
 def _mistake(failures: tuple[Failure, ...]) -> str:
-    """Why the last failure, one of a program, is a mistake in it; empty if it may pass."""
+    """Return why the last failure is a mistake in a program; empty if it may be transient."""
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
     if len(failures) == 1 and not last.finished and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"

@@ -1,12 +1,11 @@
-"""Continues processes of a run that somebody has stopped: a seat, torchrun, or what stands beside a seat.
+"""Continues processes that somebody has stopped (SIGSTOP) and that nothing monitors: torchrun, supervisors, helpers.
 
-A seat watches its worker, and nobody watches the seat: stopped, it would neither see its worker end nor say so, and all
-others would wait. With torchrun the store stops, and every seat waits in it. Workers live on meanwhile, each with a
-thread that looks at the processes above and beside it; whichever stands stopped for too long is named and continued.
-A worker that ends, as when a stopped dock does not answer, continues them at once.
+A stopped supervisor would not see its worker end, and a stopped torchrun stops the store with it, so that all ranks
+wait. Each worker therefore has a thread that looks at the processes above and beside it, and continues one that was
+stopped for too long. A worker that ends, as when a stopped dock does not answer, continues all of them at once.
 
-So Ctrl-Z at a plain `torchrun` holds for the same time only. Without torchrun nobody is watched: what stands above a
-seat then is the user's shell, and its children are the user's.
+So Ctrl-Z at a plain `torchrun` holds for the same time only. Without torchrun no process is continued: the supervisor's
+parent is then the user's shell, and the shell's children are the user's.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ from collections.abc import Iterator
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import children, parent, stopped
 
-_LOOK = 1.0
-"""Seconds between two looks."""
+_POLL = 1.0  # seconds between two looks
 
 
-def continue_stopped(seat: int, seconds: float) -> None:
-    """In a worker: from now on watch, in a thread, its seat and what stands above and beside it.
+def continue_stopped(supervisor: int, seconds: float) -> None:
+    """Start the thread of a worker that continues stopped processes.
 
     Args:
-        seconds: that a process may stand stopped.
+        supervisor: pid.
+        seconds: that a process may stay stopped.
     """
     if _below_torchrun():
-        threading.Thread(target=_watch, args=(seat, seconds), name="stopped", daemon=True).start()
+        threading.Thread(target=_watch, args=(supervisor, seconds), name="stopped", daemon=True).start()
 
 
-def wake(seat: int) -> None:
-    """Before a worker ends: without its seat nobody would see it, and without the dock the next one ends too."""
-    for process in [seat, *(dict(_around(seat)) if _below_torchrun() else ())]:
+def continue_all(supervisor: int) -> None:
+    """Continue all stopped processes before a worker ends: its supervisor must see that, and the next worker needs the
+    dock."""
+    for process in [supervisor, *(dict(_unwatched(supervisor)) if _below_torchrun() else ())]:
         if stopped(process):
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGCONT)
@@ -48,14 +48,14 @@ def _below_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _watch(seat: int, seconds: float) -> None:
+def _watch(supervisor: int, seconds: float) -> None:
     since: dict[int, float] = {}
     looked = time.monotonic()
     while True:
-        time.sleep(min(_LOOK, seconds))
+        time.sleep(min(_POLL, seconds))
         now = time.monotonic()
-        late, looked = now - looked > 2 * _LOOK, now
-        found = {process: what for process, what in _around(seat) if stopped(process)}
+        late, looked = now - looked > 2 * _POLL, now
+        found = {process: what for process, what in _unwatched(supervisor) if stopped(process)}
         since = {process: now if late else since.get(process, now) for process in found}  # late: it was stopped itself
         for process, what in found.items():
             if now - since[process] > seconds:
@@ -71,14 +71,14 @@ def _continue(process: int, what: str, seconds: float) -> None:
         record("process continued", what=text, pid=process)
 
 
-def _around(seat: int) -> Iterator[tuple[int, str]]:
-    """The processes that have no other watcher: torchrun, its seats, and those of a seat's group."""
+def _unwatched(supervisor: int) -> Iterator[tuple[int, str]]:
+    """Yield the pid and the description of each process that nothing else monitors."""
     with contextlib.suppress(OSError):
-        above = parent(seat)
+        above = parent(supervisor)
         yield above, "torchrun"
         for each in children(above):
-            yield each, "the seat of a rank"
+            yield each, "the supervisor of a rank"
             for beside in children(each):
                 with contextlib.suppress(OSError):
                     if os.getpgid(beside) == os.getpgid(each):  # a worker has a group of its own
-                        yield beside, "a process beside a seat, such as the dock's,"
+                        yield beside, "a helper process of a supervisor, such as the dock's,"

@@ -1,10 +1,13 @@
-"""The process that torchrun starts for a GPU: it starts a worker, watches it, and starts another when it dies.
+"""Supervises the worker of one rank: forks it, monitors it, and forks another after a failure.
 
-A worker's death, of whatever kind, ends the lives of its unit's other workers and of nobody else. The seat itself does
-nothing that could fail with them: no model, no collective, no thread. A worker is a fork of it, so that what a seat has
-imported is there at once, and a restart pays for no import.
+torchrun starts one supervisor for each GPU. A worker's failure restarts the workers of its restart group and no others.
+The supervisor does nothing that could fail together with a worker: no model, no collective, no thread. Because a worker
+is a fork, a restart pays for no import.
 
-What a run that was told to end says: what is kept of it, and how to go on.
+    WAITING    `should_run` is false: scaled down        -> RUNNING when scaled up
+    RUNNING    a worker lives                            -> one of `_WorkerEnd`, or a `Failure`
+    DONE       all workers of the group are done         -> exit 0
+    FAILED     the next `Attempt` carries the failure    -> RUNNING, or the end: budget used up, or left out
 """
 
 from __future__ import annotations
@@ -29,23 +32,23 @@ from distflow.config.run import Robust
 from distflow.errors import CheckpointError
 from distflow.plan import ROLLOUT
 from distflow.recovery import out_of_memory
-from distflow.recovery.checkpoint_files import step_of, whole
+from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.detectors import HealthMonitor
-from distflow.recovery.hooks import When, may_be
+from distflow.recovery.hooks import When, may_exist
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.membership import ElasticMember
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup
 from distflow.recovery.store import Store
 from distflow.recovery.worker_process import (
-    BESIDE,
     FAILED,
-    GIVES_WAY,
+    HELPERS,
     INVALID,
+    RELOAD,
     SIGNALS,
     WorkerContext,
     become_worker,
-    do_beside,
-    last_of,
+    read_exit_report,
+    run_helper,
 )
 from distflow.telemetry import events
 from distflow.telemetry.ettr import STARTS_AGAIN
@@ -55,8 +58,8 @@ from distflow.telemetry.processes import adopt_orphans, children, end_group, end
 from distflow.telemetry.run_lock import RunLock
 
 
-def last_words(folder: Path, step: int) -> str:
-    """Return the last line on the screen.
+def stop_message(folder: Path, step: int) -> str:
+    """Return the last line on the screen of a run that was told to end: what is kept of it, and how to go on.
 
     Args:
         folder: of the run; it may not exist.
@@ -66,7 +69,7 @@ def last_words(folder: Path, step: int) -> str:
     if not folder.is_dir():
         return f"{folder} was stopped before it began; nothing is kept"
     try:
-        found = whole(folder / "checkpoints")
+        found = complete_checkpoints(folder / "checkpoints")
     except CheckpointError as error:
         return f"{ended}; {error}"
     if not found:
@@ -74,367 +77,366 @@ def last_words(folder: Path, step: int) -> str:
     return f"{ended}; its checkpoint of step {step_of(found[-1])} is kept. Go on:  distflow resume {folder}"
 
 
-_LOOK = 0.2
-"""Seconds between two looks at the board and at the worker's page; a death is seen at once."""
-_GRACE = 5.0
-"""Seconds in which a worker that is told to leave tidies up."""
-_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that a worker gets from somebody else: by a mistake of its own it is ended by others, as SIGSEGV, or by the
-kernel's SIGKILL because it takes more memory than there is."""
-_ONE = 1.0
-"""Seconds in which a second signal counts as the first: a group of processes and its parent may both be sent it."""
-_FAILED = "failed"
-"""Key on the board: a unit has failed for good, and torchrun ends the others."""
+_POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
+_GRACE = 5.0  # seconds that a worker has to clean up after it was told to end
+_EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that come from outside; a program's own mistake ends it by others, as SIGSEGV, or by the kernel's SIGKILL
+when memory is full."""
+_SAME_SIGNAL = 1.0
+"""Seconds in which a second signal counts as the first: a process group and its parent may both be sent it."""
+_FAILED = "failed"  # key in the store: a restart group has failed for good, and torchrun ends the others
 
 
 class _WorkerEnd(Enum):
-    """How a worker comes to its end, other than by a failure that this seat has seen first."""
+    """How a worker ends, other than by a failure that this supervisor has seen first."""
 
-    DONE = "it has done its work, or ended by itself"
-    OVERTAKEN = "its unit has begun another life"
-    RESTS = "it is not wanted now"
-    GIVES_WAY = "settings have changed"
+    DONE = "its work is done, or it ended by itself"
+    SUPERSEDED = "its restart group has begun the next attempt"
+    SCALED_DOWN = "it should not run now"
+    RELOAD = "settings have changed"
 
 
 class TerminationRequested(BaseException):
-    """torchrun wants this process to end."""
+    """A signal that ends this process; its number is the argument."""
 
 
 class Supervisor:
-    """One rank's seat.
+    """Supervisor of one rank's worker.
 
     Args:
-        work: a worker's whole life, in a process of its own; a DistflowError that it raises is the user's to read.
+        store: of the run.
+        work: what a worker does from its start to its end, in a process of its own; a DistflowError that it raises is
+            written for the user.
         folder: of the run.
-        companions: descriptors that become readable when a process ends that the unit needs, and what to say.
-        needless: whether nobody needs what this unit does any more, so that it does not matter how its workers end.
-        wanted: whether there should be a worker now.
-        changes: of settings; a rollout's worker ends when there is one, others end by themselves after a step.
-        hooks: calls those of users for a moment; after a failure, with the life that has it among its failures.
-        apart: machines that come and go, of which this seat's is one.
-        renew_companions: starts those processes again, and returns as much of the new ones.
-        leave_out: called when this unit is not started again: whether the run goes on without it.
-        lock: of the run's folder, to be held from when the folder is there.
+        required_processes: by descriptor that becomes readable when the process ends: the message of that failure.
+        is_obsolete: whether nothing needs the group's work any more, so that it does not matter how its workers end.
+        should_run: whether there should be a worker now.
+        live_config: a rollout's worker ends when settings change; others end by themselves after a step.
+        hooks: calls the users' hooks of a moment; after a failure, with the attempt that has it among its failures.
+        elastic: membership of the machine, if machines come and go.
+        leave_out: called when the group is not started again; returns whether the run goes on without it.
+        restart_required_processes: starts those processes again, and returns the new descriptors and messages.
+        lock: of the run's folder, to be held as soon as the folder exists.
     """
 
-    def __init__(self, board: Store, unit: RestartGroup, work: Callable[[WorkerContext], bool | None], folder: Path,
-                 settings: Robust,
-                 companions: Mapping[int, str], needless: Callable[[], bool] = lambda: False,
-                 wanted: Callable[[], bool] = lambda: True, changes: LiveConfig | None = None,
-                 hooks: Callable[[When, Attempt], None] | None = None, apart: ElasticMember | None = None,
-                 leave_out: Callable[[], bool] = lambda: False,
-                 renew_companions: Callable[[], Mapping[int, str]] = dict,
-                 lock: RunLock | None = None):
-        self.lives = RestartCoordinator(board.store, unit, board.rank,
-                                        settings.restarts if settings.restart == "role" else None)
-        self.work, self.folder, self.companions, self.hooks = work, folder, companions, hooks
-        self.needless, self.wanted, self.changes, self.apart = needless, wanted, changes, apart
-        self.leave_out, self.renew_companions = leave_out, renew_companions
-        self.watcher = HealthMonitor(unit.group, settings.detectors)
+    def __init__(self, store: Store, restart_group: RestartGroup, work: Callable[[WorkerContext], bool | None],
+                 folder: Path, settings: Robust, required_processes: Mapping[int, str],
+                 is_obsolete: Callable[[], bool] = lambda: False, should_run: Callable[[], bool] = lambda: True,
+                 live_config: LiveConfig | None = None, hooks: Callable[[When, Attempt], None] | None = None,
+                 elastic: ElasticMember | None = None, leave_out: Callable[[], bool] = lambda: False,
+                 restart_required_processes: Callable[[], Mapping[int, str]] = dict, lock: RunLock | None = None):
+        self.rank, self.group = store.rank, restart_group
+        self.restarts = RestartCoordinator(store.store, restart_group, store.rank,
+                                           settings.restarts if settings.restart == "role" else None)
+        self.work, self.folder, self.hooks, self.live_config, self.elastic = work, folder, hooks, live_config, elastic
+        self.is_obsolete, self.should_run, self.leave_out = is_obsolete, should_run, leave_out
+        self.required_processes, self.restart_required_processes = required_processes, restart_required_processes
+        self.monitor = HealthMonitor(restart_group.group, settings.detectors)
         self.events = Events()
-        self.events.open(folder / "events.jsonl", board.rank)
-        self.berth = replace(apart.berth if apart else WorkerContext(), seat=os.getpid())
-        self.pulse = self.berth.pulse
-        self.lock, self.worker, self.useful, self.answered = lock, 0, 0, 0
-        """The run folder's lock; the worker; steps that workers of this life have done; failures after which companions
-        began again."""
-        self.beside: set[int] = set()
-        """Children of this process that are no worker's."""
-        self.store, self.parent, self.shutdown_timeout = board.store, os.getppid(), settings.shutdown_timeout
-        self.told, self.told_at = 0, 0.0
-        """The signal by which this process was told to end, and when (time.monotonic)."""
+        self.events.open(folder / "events.jsonl", store.rank)
+        self.context = replace(elastic.worker_context if elastic else WorkerContext(), supervisor_pid=os.getpid())
+        self.heartbeat = self.context.heartbeat
+        self.lock, self.worker = lock, 0
+        self.steps_done = 0  # of the workers of this attempt
+        self.failures_handled = 0  # failures after which the required processes were started again
+        self.known_children: set[int] = set()  # children of this process that belong to no worker
+        self.store, self.parent, self.shutdown_timeout = store.store, os.getppid(), settings.shutdown_timeout
+        self.signal, self.signalled_at = 0, 0.0  # the signal that told this process to end, and when (time.monotonic)
         adopt_orphans()  # what a worker leaves behind
 
     def run(self) -> int:
-        """Until the work is done or cannot be; the exit status of this process.
+        """Supervise workers until the work is done or cannot be; return the exit status of this process.
 
         Raises:
-            BegunAnew: all machines begin a later era.
+            MembershipChanged: all machines begin a later round.
         """
-        self._handle_signals(self._hear)
+        self._handle_signals(self._on_signal)
         try:
-            life = self._first_life()
-            while not life.end:
-                if not self._wait_until_wanted():
+            attempt = self._first_attempt()
+            while not attempt.end:
+                if not self._wait_until_scaled_up():
                     return 0
-                end = self._live(life)
-                done = end is _WorkerEnd.DONE and self._all_are_done(life)
-                if self.told and not done:
-                    raise TerminationRequested(self.told)
-                if end in (_WorkerEnd.RESTS, _WorkerEnd.GIVES_WAY):
-                    self._call("on_leave", life)
-                    life = life if end is _WorkerEnd.RESTS and not self.lives.over(life) else self.lives.renew(life)
+                end = self._run_worker(attempt)
+                done = end is _WorkerEnd.DONE and self._group_is_done(attempt)
+                if self.signal and not done:
+                    raise TerminationRequested(self.signal)
+                if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD):
+                    self._call_hooks("on_leave", attempt)
+                    if end is _WorkerEnd.RELOAD or self.restarts.is_superseded(attempt):
+                        attempt = self.restarts.renew(attempt)
                     continue
                 if done:
-                    self._call("on_leave", life)
+                    self._call_hooks("on_leave", attempt)
                     if self.stopped:
-                        raise TerminationRequested(self.told or signal.SIGTERM)
+                        raise TerminationRequested(self.signal or signal.SIGTERM)
                     return 0
-                if (life := self._after(life, end)) is None:
-                    return self._stay_out()
-        except TerminationRequested as told:
-            return self._leave(told.args[0])
+                if (attempt := self._next_attempt(attempt, end)) is None:
+                    return self._wait_for_run_end()
+        except TerminationRequested as request:
+            return self._exit_on_signal(request.args[0])
         except dist.DistError as error:
-            print(f"[rank {self.lives.rank}] the board does not answer; torchrun, which keeps it, or its machine may "
+            print(f"[rank {self.rank}] the board does not answer; torchrun, which keeps it, or its machine may "
                   f"have ended: {error}", file=sys.stderr, flush=True)
             return FAILED
         finally:
             self._handle_signals(signal.SIG_IGN)
-            self._end()
-        return life.failures[-1].code
+            self._end_worker()
+        return attempt.failures[-1].code
 
-    def _leave(self, number: int) -> int:
-        """End as a signal has asked for; the exit status.
+    def _exit_on_signal(self, number: int) -> int:
+        """End the worker and return the exit status for a signal.
 
         Raises:
             SystemExit: torchrun has died, perhaps with its machine: what follows is for the other machines to decide.
         """
         self._handle_signals(signal.SIG_IGN)
-        self._end()
-        self._say_what_is_kept(number)
+        self._end_worker()
+        self._print_stop_message(number)
         if os.getppid() != self.parent:
             sys.exit(128 + number)
         return 128 + number
 
     def _fail_for_good(self) -> None:
-        """Wait a moment for the workers of the unit to end: what this process then says stands last on the screen."""
-        self._handle_signals(signal.SIG_IGN)  # torchrun ends this process as soon as another of the unit has left
+        """Wait a moment for the workers of the group to end: what this process then prints stands last on the
+        screen."""
+        self._handle_signals(signal.SIG_IGN)  # torchrun ends this process as soon as another of the group has left
         self.store.set(_FAILED, "")
-        self.store.set(f"{_FAILED}/{self.lives.rank}", "")
-        keys, until = [f"{_FAILED}/{rank}" for rank in self.lives.unit.ranks], time.monotonic() + _GRACE
+        self.store.set(f"{_FAILED}/{self.rank}", "")
+        keys, until = [f"{_FAILED}/{rank}" for rank in self.group.ranks], time.monotonic() + _GRACE
         while not self.store.check(keys) and time.monotonic() < until:
-            time.sleep(_LOOK / 4)
+            time.sleep(_POLL / 4)
 
-    def _hear(self, number: int, _: object) -> None:
-        """Ask the worker to end after its step; what cannot be waited for, or is told twice, ends at once.
+    def _on_signal(self, number: int, _: object) -> None:
+        """Ask the worker to end after its step; end at once on a second signal, or where there is no step to wait for.
 
         Raises:
-            Told: to leave `run`.
+            TerminationRequested: to leave `run`.
         """
         now = time.monotonic()
-        if self.told and now - self.told_at < _ONE:
+        if self.signal and now - self.signalled_at < _SAME_SIGNAL:
             return
-        again, self.told, self.told_at = self.told, number, now
+        again, self.signal, self.signalled_at = self.signal, number, now
         orphan = os.getppid() != self.parent
-        if again or orphan or self.apart or not self.worker or self.pulse.read().phase == "starting":
+        if again or orphan or self.elastic or not self.worker or self.heartbeat.read().phase == "starting":
             raise TerminationRequested(number)
-        self.pulse.page.stop = ASKED
+        self.heartbeat.page.stop = ASKED
 
     def _handle_signals(self, handler: Callable[[int, Any], None] | signal.Handlers) -> None:
         for number in SIGNALS:
             signal.signal(number, handler)
 
-    def _say_what_is_kept(self, number: int) -> None:
-        """On rank 0. torchrun's SIGTERM may follow a failure, of which the last line on the screen tells."""
-        if self.lives.rank == 0 and not self.apart and (self.stopped or number == signal.SIGINT):
-            events.show(last_words(self.folder, self.pulse.read().step if self.stopped else 0))
+    def _print_stop_message(self, number: int) -> None:
+        """On rank 0. torchrun's SIGTERM may follow a failure, which has its own last line on the screen."""
+        if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
+            events.show(stop_message(self.folder, self.heartbeat.read().step if self.stopped else 0))
 
     @property
     def stopped(self) -> bool:
         """Whether the worker has ended after a step, as it was asked to."""
-        return self.pulse.page.stop == STOPPED
+        return self.heartbeat.page.stop == STOPPED
 
-    def _after(self, life: Attempt, end: Failure | _WorkerEnd) -> Attempt | None:
-        """Return the life that follows one which has failed; None if the run goes on without this unit."""
-        following = self.lives.next(life, end if isinstance(end, Failure) else None)
-        if self.apart and following.end and following.failures[-1].code != INVALID:
-            self.apart.reprieve()
+    def _next_attempt(self, attempt: Attempt, end: Failure | _WorkerEnd) -> Attempt | None:
+        following = self.restarts.next(attempt, end if isinstance(end, Failure) else None)
+        if self.elastic and following.end and following.failures[-1].code != INVALID:
+            self.elastic.wait_for_loss()
         left_out = bool(following.end) and not following.failures[-1].hopeless and self.leave_out()
-        if following.end and not left_out and not self.apart:
+        if following.end and not left_out and not self.elastic:
             self._fail_for_good()
-        self._tell(life, following, left_out)
-        self.useful = 0
+        self._report(attempt, following, left_out)
+        self.steps_done = 0
         return None if left_out else following
 
-    def _first_life(self) -> Attempt:
-        """That of the unit; the one after the last life of a machine whose place this one has taken."""
-        if not (self.apart and self.apart.replaces):
+    def _first_attempt(self) -> Attempt:
+        """Return attempt 0; on a machine that replaces another, the attempt after the last one of the lost machine."""
+        if not (self.elastic and self.elastic.replaces):
             return Attempt()
-        before = self.lives.before(self.berth.era)
-        lost = Failure(self.lives.rank, "its machine was lost, and another has taken its place", "waiting")
-        following = self.lives.next(before, lost)
-        self._tell(before, following)
+        before = self.restarts.before(self.context.round)
+        lost = Failure(self.rank, "its machine was lost, and another has taken its place", "waiting")
+        following = self.restarts.next(before, lost)
+        self._report(before, following)
         return following
 
-    def _look(self) -> None:
-        if self.apart:
-            self.apart.look()
+    def _poll(self) -> None:
+        """Check what concerns the supervisor itself: membership, the run folder's lock, a request to end."""
+        if self.elastic:
+            self.elastic.poll()
         if self.lock:
-            self._hold()
-        if self.told and (time.monotonic() - self.told_at > self.shutdown_timeout or self.store.check([_FAILED])):
-            raise TerminationRequested(self.told)
+            with contextlib.suppress(FileNotFoundError):  # the first worker makes the folder
+                self.lock.hold()
+        late = time.monotonic() - self.signalled_at > self.shutdown_timeout
+        if self.signal and (late or self.store.check([_FAILED])):
+            raise TerminationRequested(self.signal)
 
-    def _hold(self) -> None:
-        """Hold the run folder's lock, from when its first worker has made the folder."""
-        with contextlib.suppress(FileNotFoundError):
-            self.lock.hold()
-
-    def _wait_until_wanted(self) -> bool:
-        """False if the run is over first."""
-        if not self.wanted():
+    def _wait_until_scaled_up(self) -> bool:
+        """Wait until there should be a worker; False if the run is over first."""
+        if not self.should_run():
             self._record("worker rests")
-            print(f"rank {self.lives.rank} rests, as `distflow scale` has asked for", flush=True)
-        while not self.wanted():
-            if self.needless():
+            print(f"rank {self.rank} rests, as `distflow scale` has asked for", flush=True)
+        while not self.should_run():
+            if self.is_obsolete():
                 return False
-            self._look()
-            time.sleep(_LOOK)
+            self._poll()
+            time.sleep(_POLL)
         return True
 
-    def _stay_out(self) -> int:
-        """Wait for the end of a run that goes on without this unit."""
-        while not self.needless():
-            self._look()
-            time.sleep(_LOOK)
+    def _wait_for_run_end(self) -> int:
+        while not self.is_obsolete():
+            self._poll()
+            time.sleep(_POLL)
         return 0
 
-    def _take_up_changes(self, life: Attempt) -> None:
-        """The next worker has the newest settings; the unit's first seat says so."""
-        number = self.changes.newest() if self.changes else 0
-        if number > self.berth.changes and not self.berth.first and self.lives.rank == self.lives.unit.ranks.start:
-            self._record("settings changed", unit=self.lives.unit.name, life=life.number,
-                         settings=self.changes.since(self.berth.changes))
-        self.berth = replace(self.berth, changes=number)
+    def _update_config(self, attempt: Attempt) -> None:
+        """Give the next worker the newest settings; the group's first supervisor records the change."""
+        number = self.live_config.newest() if self.live_config else 0
+        if number > self.context.config_change and not self.context.first and self.rank == self.group.ranks.start:
+            self._record("settings changed", unit=self.group.name, life=attempt.number,
+                         settings=self.live_config.since(self.context.config_change))
+        self.context = replace(self.context, config_change=number)
 
-    def _live(self, life: Attempt) -> Failure | _WorkerEnd:
-        """One worker, from its start to its end: how it came to it."""
-        self.pulse.clear(life.number)
-        if len(life.failures) > self.answered and life.failures[-1].companion:
-            self.companions = self.renew_companions()
-        self.answered = len(life.failures)
-        self._take_up_changes(life)
-        words, said = os.pipe()
-        self.beside = children(os.getpid())
-        began, self.ended_before = time.monotonic(), out_of_memory.ended()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what a seat does about them is not for its worker
+    def _run_worker(self, attempt: Attempt) -> Failure | _WorkerEnd:
+        self.heartbeat.clear(attempt.number)
+        if len(attempt.failures) > self.failures_handled and attempt.failures[-1].required_process:
+            self.required_processes = self.restart_required_processes()
+        self.failures_handled = len(attempt.failures)
+        self._update_config(attempt)
+        readable, writable = os.pipe()
+        self.known_children = children(os.getpid())
+        began, self.kills_before = time.monotonic(), out_of_memory.kill_count()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the supervisor's handlers are not for its worker
         self.worker = os.fork()
         if not self.worker:
-            os.close(words)
-            become_worker(self.work, replace(self.berth, life=life), said)
-        self.berth = replace(self.berth, first=False)
-        with contextlib.suppress(OSError):  # it has done so itself, and may have ended since
+            os.close(readable)
+            become_worker(self.work, replace(self.context, attempt=attempt), writable)
+        self.context = replace(self.context, first=False)
+        with contextlib.suppress(OSError):  # the worker does so too, and may have ended since
             os.setpgid(self.worker, self.worker)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        os.close(said)
-        self._record("worker started", life=life.number, pid=self.worker)
-        with contextlib.closing(os.fdopen(words, "rb")) as pipe:
-            end = self._watch(life)
-            if end in (_WorkerEnd.RESTS, _WorkerEnd.GIVES_WAY) and len(self.lives.unit.ranks) > 1:
-                self.lives.renew(life)  # before the others miss this rank: nobody is met twice in one life
-            status = self._end()
-            seconds, said_last = round(time.monotonic() - began, 3), last_of(pipe.fileno())
-            if end is _WorkerEnd.DONE and said_last == GIVES_WAY:
-                end = _WorkerEnd.GIVES_WAY
+        os.close(writable)
+        self._record("worker started", life=attempt.number, pid=self.worker)
+        with contextlib.closing(os.fdopen(readable, "rb")) as pipe:
+            end = self._watch(attempt)
+            if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD) and len(self.group.ranks) > 1:
+                self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
+            status = self._end_worker()
+            seconds, report = round(time.monotonic() - began, 3), read_exit_report(pipe.fileno())
+            if end is _WorkerEnd.DONE and report == RELOAD:
+                end = _WorkerEnd.RELOAD
             elif end is _WorkerEnd.DONE and status:
-                end = _WorkerEnd.OVERTAKEN if self.lives.over(life) else self._explained(status, said_last)
-            self._record("worker ended", life=life.number, status=status, seconds=seconds)
-        self.useful += self.pulse.read().finished
-        return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.needless() else end
+                end = _WorkerEnd.SUPERSEDED if self.restarts.is_superseded(attempt) else \
+                    self._failure_of_exit(status, report)
+            self._record("worker ended", life=attempt.number, status=status, seconds=seconds)
+        self.steps_done += self.heartbeat.read().finished
+        return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.is_obsolete() else end
 
-    def _watch(self, life: Attempt) -> Failure | _WorkerEnd:
-        """Until the worker ends, or is to be ended."""
+    def _watch(self, attempt: Attempt) -> Failure | _WorkerEnd:
+        """Wait until the worker has ended, or should be ended."""
         ended = os.pidfd_open(self.worker)
         poll = select.poll()
-        for descriptor in (ended, *self.companions):
+        for descriptor in (ended, *self.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        self.watcher.begin(self.pulse)
+        self.monitor.begin(self.heartbeat)
         try:
             while True:
-                ready = [descriptor for descriptor, _ in poll.poll(_LOOK * 1000)]
-                if lost := next((self.companions[each] for each in ready if each in self.companions), ""):
-                    return self._failure(lost, outside=True, companion=True)
+                ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
+                lost = [self.required_processes[each] for each in ready if each in self.required_processes]
+                if lost:
+                    return self._failure(lost[0], outside=True, required_process=True)
                 if ended in ready:
                     return _WorkerEnd.DONE
-                self._look()
-                if self.lives.over(life):
-                    return _WorkerEnd.OVERTAKEN
-                if not self.wanted():
-                    return _WorkerEnd.RESTS
-                if self.watcher.unit == ROLLOUT and self.changes and self.changes.newest() > self.berth.changes:
-                    return _WorkerEnd.GIVES_WAY
-                if finding := self.watcher.look():
+                self._poll()
+                if self.restarts.is_superseded(attempt):
+                    return _WorkerEnd.SUPERSEDED
+                if not self.should_run():
+                    return _WorkerEnd.SCALED_DOWN
+                if self.group.group == ROLLOUT and self.live_config \
+                        and self.live_config.newest() > self.context.config_change:
+                    return _WorkerEnd.RELOAD
+                if finding := self.monitor.look():
                     held = stopped(self.worker)
                     return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
                                          symptom=finding.symptom, silent=finding.silent, outside=held)
         finally:
             os.close(ended)
 
-    def _end(self) -> int:
-        """The worker's exit status, negative for a signal. One that lives is ended: while it starts, in a way that lets
-        it take away what it has made; later at once. What it has started and left behind is told to end."""
+    def _end_worker(self) -> int:
+        """End the worker if it lives, and return its exit status, negative for a signal.
+
+        A worker that is starting gets SIGTERM and time to undo what it has made, any other SIGKILL. The processes that
+        it has left behind are ended too.
+        """
         if not self.worker:
             return 0
         with contextlib.closing(os.fdopen(os.pidfd_open(self.worker), "rb")) as ended:
             poll = select.poll()
             poll.register(ended, select.POLLIN)
-            if not poll.poll(0) and self.pulse.read().phase == "starting":
+            if not poll.poll(0) and self.heartbeat.read().phase == "starting":
                 os.kill(self.worker, signal.SIGTERM)
                 poll.poll(_GRACE * 1000)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be waited for twice
-        os.kill(self.worker, signal.SIGKILL)  # which a process that has ended does not mind
-        end_group(self.worker)  # it has this name until the worker is waited for
+        os.kill(self.worker, signal.SIGKILL)  # has no effect on a process that has ended
+        end_group(self.worker)  # the group has this id until the worker is waited for
         _, status = os.waitpid(self.worker, 0)
         self.worker = 0
-        if left := end_orphans(self.beside | BESIDE):
+        if left := end_orphans(self.known_children | HELPERS):
             self._record("orphans left", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return os.waitstatus_to_exitcode(status)
 
-    def _call(self, when: When, life: Attempt) -> None:
-        """The users' hooks, if there are any, in a process that cannot hold up this one for long."""
-        if self.hooks is None or not may_be(when, self.pulse.page.hooks):
+    def _call_hooks(self, when: When, attempt: Attempt) -> None:
+        """Call the users' hooks, if there are any, in a process that cannot hold up this one for long."""
+        if self.hooks is None or not may_exist(when, self.heartbeat.page.hooks):
             return
-        if status := do_beside(partial(self.hooks, when, life), _GRACE):
+        if status := run_helper(partial(self.hooks, when, attempt), _GRACE):
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
             print(f"an {when} hook {why}", file=sys.stderr, flush=True)
             self._record("hook failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
-        """A new run's folder is made by its first worker. A full disk is no reason for a seat to end."""
+        """Append an event, once the first worker has made the run's folder."""
         if self.folder.is_dir():
-            self.events.step = self.pulse.read().step
+            self.events.step = self.heartbeat.read().step
             self.events.record(kind, **facts)
 
-    def _explained(self, status: int, words: bytes) -> Failure:
-        if words:
-            said = json.loads(words)
-            return self._failure(said.pop("what"), **said)
+    def _failure_of_exit(self, status: int, report: bytes) -> Failure:
+        if report:
+            facts = json.loads(report)
+            return self._failure(facts.pop("what"), **facts)
         if status < 0:
             killed = status == -signal.SIGKILL
-            why = f" {out_of_memory.cause(self.ended_before)}" if killed else ""
-            own = killed and out_of_memory.ended_since(self.ended_before)
+            why = f" {out_of_memory.kill_cause(self.kills_before)}" if killed else ""
+            own = killed and out_of_memory.killed_since(self.kills_before)
             return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}",
-                                 outside=-status in _SENT and not own)
+                                 outside=-status in _EXTERNAL and not own)
         return self._failure(f"it ended with exit status {status} and without a word")
 
     def _failure(self, what: str, **more: Any) -> Failure:
-        beat = self.pulse.read()
-        return Failure(self.lives.rank, what, beat.phase, beat.step, self.useful + beat.finished, **more)
+        reading = self.heartbeat.read()
+        return Failure(self.rank, what, reading.phase, reading.step, self.steps_done + reading.finished, **more)
 
-    def _all_are_done(self, life: Attempt) -> bool:
-        """This rank's worker has ended well. If another of the unit fails now, all do their last step again."""
-        if self.lives.over(life):
+    def _group_is_done(self, attempt: Attempt) -> bool:
+        """Wait until all workers of the group are done. If one of them fails now, all repeat their last step."""
+        if self.restarts.is_superseded(attempt):
             return False
-        self.lives.done(life)
-        while not self.lives.all_done(life):
-            if self.lives.over(life):
+        self.restarts.done(attempt)
+        while not self.restarts.all_done(attempt):
+            if self.restarts.is_superseded(attempt):
                 return False
-            self._look()
-            time.sleep(_LOOK / 4)
+            self._poll()
+            time.sleep(_POLL / 4)
         return True
 
-    def _tell(self, life: Attempt, following: Attempt, left_out: bool = False) -> None:
-        """Of all seats of the unit, the one whose worker failed speaks."""
-        cause = following.failures[-1] if len(following.failures) > len(life.failures) else None
-        if cause is None or cause.rank != self.lives.rank:
+    def _report(self, attempt: Attempt, following: Attempt, left_out: bool = False) -> None:
+        """Record and print a failure; of the group's supervisors, only the one whose worker failed does."""
+        cause = following.failures[-1] if len(following.failures) > len(attempt.failures) else None
+        if cause is None or cause.rank != self.rank:
             return
-        name, ranks = self.lives.unit.name, self.lives.unit.ranks
-        self._record("failure", unit=name, ranks=[ranks.start, ranks.stop - 1], life=life.number, phase=cause.phase,
+        name, ranks = self.group.name, self.group.ranks
+        self._record("failure", unit=name, ranks=[ranks.start, ranks.stop - 1], life=attempt.number, phase=cause.phase,
                      failed_step=cause.step, what=cause.what, details=cause.details, seen_after=round(cause.silent, 3),
                      verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
-        self._call("on_failure", following)
+        self._call_hooks("on_failure", following)
         if left_out:
             self._record("left out", unit=name, why=following.end)
             text = f"{name} is left out, and others sample on: {where}: {cause.what}\nIt is not started again: " \

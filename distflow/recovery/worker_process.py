@@ -1,4 +1,4 @@
-"""What a worker finds in its seat, and what it says when it ends."""
+"""Forks workers and helper processes: the context that a worker gets, and the exit report that it returns by a pipe."""
 
 from __future__ import annotations
 
@@ -14,91 +14,86 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distflow.errors import DistflowError, InvalidInput, RankMissing
-from distflow.recovery.out_of_memory import go_first
+from distflow.recovery.out_of_memory import be_killed_first
 from distflow.recovery.peer_replica import PeerReplica
 from distflow.recovery.restarts import Attempt
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.recovery.snapshots import Snapshots
-from distflow.recovery.stopped import wake
+from distflow.recovery.stopped import continue_all
 from distflow.telemetry.heartbeat import Heartbeat
 
 INVALID, FAILED = 2, 1
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Those by which a seat is told to end."""
-GIVES_WAY = b"gives way"
-"""The last words of a worker that has done nothing wrong, and that another one is to follow."""
-_LONGEST = 4000
-"""Characters of each of a worker's last words; a pipe takes them without a reader."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # signals that ask a supervisor to end
+RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
+_LONGEST = 4000  # characters of each text of an exit report; a pipe takes them without a reader
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker finds in its seat: which life it is, a page to show itself on, and memory that outlives it."""
+    """Context that the supervisor passes to a forked worker: its attempt, and memory shared with the supervisor."""
 
-    life: Attempt = Attempt()
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    attempt: Attempt = Attempt()
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     snapshots: Snapshots = field(default_factory=Snapshots)
-    rows: RolloutCache = field(default_factory=RolloutCache)
-    first: bool = True
-    """Whether no worker was in it before."""
-    seat: int = 0
-    """The seat's process; 0 if there is none."""
-    changes: int = 0
-    """The number of the newest change of settings that it knows."""
-    era: int = 0
-    """Of machines that come and go."""
-    kept: Snapshots = field(default_factory=partial(Snapshots, slots=0))
-    """Copies of another machine's rank."""
-    neighbour: PeerReplica | None = None
-    """Where this rank's copies are kept in turn."""
+    rollout_cache: RolloutCache = field(default_factory=RolloutCache)
+    first: bool = True  # whether this is the supervisor's first worker
+    supervisor_pid: int = 0  # 0 without a supervisor
+    config_change: int = 0  # the number of the newest change of settings that the worker has
+    round: int = 0  # the rendezvous round, where machines come and go
+    replicas: Snapshots = field(default_factory=partial(Snapshots, slots=0))
+    """Copies of the state of another machine's rank."""
+    peer_replica: PeerReplica | None = None  # sends copies of this rank's state to another machine
 
 
-def become_worker(work: Callable[[WorkerContext], bool | None], berth: WorkerContext, said: int) -> None:
-    """In the new process, which this never leaves. What it starts belongs to its process group. `work` returns False if
-    another worker is to go on with it."""
+def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerContext, pipe: int) -> None:
+    """Turn the forked process into a worker, in a process group of its own; never returns.
+
+    Args:
+        work: returns False if another worker should go on with its work.
+        pipe: takes the exit report.
+    """
     os.setpgid(0, 0)
-    go_first()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its seat is told too, and ends it
+    be_killed_first()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets it too, and ends the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with contextlib.ExitStack() as end:
-        end.push(lambda _, error, __: _leave(said, error))
-        if work(berth) is False:
-            os.write(said, GIVES_WAY + b"\n")
+        end.push(lambda _, error, __: _exit(pipe, error))
+        if work(context) is False:
+            os.write(pipe, RELOAD + b"\n")
 
 
-def _leave(said: int, error: BaseException | None) -> None:
-    """End this process. Whatever has ended its work, its seat is told."""
+def _exit(pipe: int, error: BaseException | None) -> None:
+    """End this process; whatever ended its work is reported to the supervisor."""
     status = FAILED
     try:
         if error is None:
             status = 0
         elif isinstance(error, DistflowError):
             status = INVALID if isinstance(error, InvalidInput) else FAILED
-            _say(said, "\n".join([str(error), *getattr(error, "__notes__", ())]),
-                 symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status,
-                 outside=error.elsewhere)
+            _write_report(pipe, "\n".join([str(error), *getattr(error, "__notes__", ())]),
+                          symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status,
+                          outside=error.elsewhere)
         else:  # an engine, or a function of the user's, may raise SystemExit: that is no way to end a worker
             what = f"it left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else \
                 "".join(traceback.format_exception_only(error)).strip()
-            _say(said, what, details="".join(traceback.format_exception(error)))
+            _write_report(pipe, what, details="".join(traceback.format_exception(error)))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        wake(os.getppid())
+        continue_all(os.getppid())
         os._exit(status)
 
 
-BESIDE: set[int] = set()
-"""Processes that `start_beside` has started."""
+HELPERS: set[int] = set()  # processes that `start_helper` has started
 
 
-def start_beside(action: Callable[[], None]) -> int:
-    """Do something in a process of its own, whose number is returned. What it raises is shown."""
+def start_helper(action: Callable[[], None]) -> int:
+    """Run an action in a forked process and return its pid. What the action raises is printed."""
     process = os.fork()
     if process:
-        BESIDE.add(process)
+        HELPERS.add(process)
         return process
     status = FAILED
     try:
@@ -110,32 +105,32 @@ def start_beside(action: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def end_beside(process: int) -> None:
-    """End at once what `start_beside` has started."""
+def end_helper(process: int) -> None:
+    """Kill a process of `start_helper` and wait for its end."""
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
 
 
-def do_beside(action: Callable[[], None], seconds: float) -> int:
-    """The same, and wait for it; its exit status. After so many seconds it is ended."""
-    process = start_beside(action)
+def run_helper(action: Callable[[], None], seconds: float) -> int:
+    """Run an action in a forked process, kill it after `seconds`, and return its exit status."""
+    process = start_helper(action)
     with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
         select.select([ended], [], [], seconds)
-    os.kill(process, signal.SIGKILL)  # which a process that has ended does not mind
+    os.kill(process, signal.SIGKILL)  # has no effect on a process that has ended
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _say(said: int, what: str, details: str = "", **more: int) -> None:
+def _write_report(pipe: int, what: str, details: str = "", **more: int) -> None:
     text = json.dumps({"what": _cut(what), "details": _cut(details), **more}, ensure_ascii=False)
-    os.write(said, text.encode(errors="backslashreplace") + b"\n")
+    os.write(pipe, text.encode(errors="backslashreplace") + b"\n")
 
 
-def last_of(words: int) -> bytes:
-    """What a worker that has ended said; nothing if it did not come to that. A process that it has left behind may hold
-    the pipe open, and may have spoken too."""
-    os.set_blocking(words, False)
+def read_exit_report(pipe: int) -> bytes:
+    """Return the exit report of a worker that has ended; empty if it has written none. A process that the worker has
+    left behind may hold the pipe open, and may have written too."""
+    os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
-        first, end, _ = os.read(words, 1 << 16).partition(b"\n")
+        first, end, _ = os.read(pipe, 1 << 16).partition(b"\n")
         return first if end else b""
     return b""
 

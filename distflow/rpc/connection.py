@@ -1,4 +1,4 @@
-"""A connection of the dock: proof of the run's token, then messages of a small msgpack header and raw buffers.
+"""Authenticated connection: both ends prove that they know the run's token, then exchange headers and raw buffers.
 
     bytes
     4     `DFD1`
@@ -7,10 +7,9 @@
     n     header: a msgpack map
     m     payload: buffers, one after the other
 
-Numbers are little-endian; lengths are checked before anything is allocated. Both sides prove that they know the token
-by answering the other's random challenge (HMAC-SHA256); the token itself never travels. What follows is neither
-encrypted nor signed: a dock belongs on loopback or on a private interface. Within a machine, payloads go through
-shared memory (`memory.py`) and only headers travel on the line.
+Numbers are little-endian; lengths are checked before anything is allocated. Each end answers the other's random
+challenge (HMAC-SHA256); the token is never sent. What follows is neither encrypted nor signed: servers belong on
+loopback or on a private interface. Within a machine, payloads go through shared memory (`shared_payloads.py`).
 """
 
 from __future__ import annotations
@@ -28,104 +27,100 @@ import msgpack
 import torch
 from torch import Tensor
 
-from distflow.dock.errors import DockError, Refused, Unreachable
-from distflow.dock.selection import Address
+from distflow.rpc.errors import Refused, RpcError, Unreachable
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 _MAGIC = b"DFD1"
 _HEAD = struct.Struct("<4sIQ")
 _NONCE, _PROOF = 32, 32
 _MAX_HEADER = 256 << 20
-"""Metadata of some millions of rows. Only a peer that knows the token can make us allocate as much."""
+"""Metadata of some millions of rows. Only an authenticated peer can make a process allocate as much."""
 _MAX_PAYLOAD = 1 << 40
 _SEGMENTS = 1024
-"""Buffers in one sendmsg: what Linux allows (IOV_MAX)."""
+"""Buffers in one sendmsg, at most (IOV_MAX of Linux)."""
 _SMALL = 16 << 10
 """Buffers that are smaller on average are joined first: a copy costs less than a segment."""
 _MIN_TOKEN = 16
 HANDSHAKE_LIMIT = 5.0
-"""Seconds that a peer has for all of its proof, however slowly it sends."""
+"""Seconds for the whole handshake, however slowly the peer sends."""
 STALL_LIMIT = 60.0
-"""Seconds without a byte within a message after which a client is hung up on: it is stopped, or cut off."""
+"""Seconds without a byte within a message after which a client's connection ends: it is stopped, or unreachable."""
 
+Address = tuple[str, int]
+"""Host and port."""
 Buffer = bytes | memoryview
 Header = dict[str, Any]
 
 
 class ConnectionEnded(Exception):
-    """The other side ended the connection between two messages; not an error."""
+    """End of the connection between two messages, by the other side; not an error."""
 
 
 class Connection:
-    """One end of a connection whose other end has proved itself. Used by one thread at a time."""
+    """One end of a connection. Used by one thread at a time."""
 
     def __init__(self, sock: socket.socket, peer: str):
         self.sock, self.peer = sock, peer
         self.sent = self.received = 0
         """Bytes."""
         self.memory: Segments | MappedSegments | None = None
-        """By which payloads go, if both ends are on one machine."""
-        self.lying = 0
-        """Bytes of the next payload that lie there."""
+        """For payloads, if both ends are on one machine."""
+        self.in_shared_memory = 0
+        """Bytes of the next payload that are there."""
         self.deadline: float | None = None
-        """Until when the other end must have proved itself; None once it has."""
+        """Of the handshake; None once the peer is authenticated."""
 
     def send(self, header: Header, buffers: Iterable[Buffer] = ()) -> None:
-        """Send a message without copying its large buffers.
-
-        Raises:
-            OSError: the connection broke, or moved no byte within its time limit.
-        """
+        """Send a message, without copying large buffers; raises `OSError` if the connection broke or stalled."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if self.memory is not None:
-            header, parts = self.memory.carry(header, parts, total)
+            header, parts = self.memory.write(header, parts, total)
             size = total if parts else 0
         if len(parts) > 8 and size < _SMALL * len(parts):
             parts = [b"".join(parts)]
         packed = msgpack.packb(header)
         if len(packed) > _MAX_HEADER:
-            raise DockError(f"a message with {len(packed)} bytes of metadata is too long; send fewer rows at once")
+            raise RpcError(f"a message with {len(packed)} bytes of metadata is too long; send fewer rows at once")
         self.sent += _HEAD.size + len(packed) + total
         _send_all(self.sock, [_HEAD.pack(_MAGIC, len(packed), size) + packed, *parts])
 
     def receive(self) -> tuple[Header, int]:
-        """The next header, and the length of the payload that must be taken before another message.
+        """Return the next header, and the length of the payload that must be taken before another message.
 
         Raises:
-            Closed: there is none; the other side has closed.
-            Refused: what came is not a message.
-            OSError: the connection broke, or moved no byte within its time limit.
+            ConnectionEnded: the other side has closed.
+            Refused: the bytes are not a message.
+            OSError: the connection broke or stalled.
         """
         head = self._exactly(_HEAD.size, closing=True)
         magic, length, payload = _HEAD.unpack(head)
         if magic != _MAGIC or length > _MAX_HEADER or payload > _MAX_PAYLOAD:
-            raise Refused(f"{self.peer} sent something that is not a message of a dock")
+            raise Refused(f"{self.peer} sent something that is not a message of distflow")
         header = msgpack.unpackb(self._exactly(length), strict_map_key=False)
         if not isinstance(header, dict):
             raise Refused(f"{self.peer} sent a message without a header")
         if self.memory is not None:
-            self.lying = self.memory.arrived(header, payload)
-        return header, payload + self.lying
+            self.in_shared_memory = self.memory.locate(header, payload)
+        return header, payload + self.in_shared_memory
 
     def payload(self, size: int) -> Tensor:
-        """[size] uint8."""
-        if self.lying:
+        """Take a payload; returns [size] uint8."""
+        if self.in_shared_memory:
             self.received += size
-            self.lying = 0
+            self.in_shared_memory = 0
             return self.memory.payload(size)
         result = torch.empty(size, dtype=torch.uint8)
         self.take(memoryview(result.numpy()))
         return result
 
-    def take(self, room: memoryview) -> None:
-        """The payload, into memory that is there; nothing of it may lie in shared memory."""
-        self._into(room)
+    def take(self, buffer: memoryview) -> None:
+        """Receive a payload into `buffer`; it must not be in shared memory."""
+        self._into(buffer)
 
     def skip(self, size: int) -> None:
-        """Take a payload and throw it away."""
-        self.received += self.lying
-        size, self.lying = size - self.lying, 0
+        self.received += self.in_shared_memory
+        size, self.in_shared_memory = size - self.in_shared_memory, 0
         scratch = memoryview(bytearray(min(size, 1 << 20)))
         while size:
             part = scratch[: min(size, len(scratch))]
@@ -133,7 +128,7 @@ class Connection:
             size -= len(part)
 
     def hang_up(self) -> None:
-        """End the connection from another thread, which closes it."""
+        """End the connection from another thread; its own closes it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -150,7 +145,7 @@ class Connection:
         filled = 0
         while filled < len(view):
             if self.deadline is not None:
-                self.sock.settimeout(_left(self.deadline))
+                self.sock.settimeout(_time_left(self.deadline))
             try:
                 count = self.sock.recv_into(view[filled:])
             except BlockingIOError:  # SO_RCVTIMEO
@@ -165,10 +160,10 @@ class Connection:
 
 
 def connect(address: Address, token: bytes, limit: float) -> Connection:
-    """Connect and let both sides prove themselves. `limit`: seconds to connect, and without a byte later on.
+    """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on.
 
     Raises:
-        Unreachable: nobody listens there, or it does not answer.
+        Unreachable: no process listens there, or it does not answer.
         Refused: the other side does not know the token.
     """
     host, port = address
@@ -176,60 +171,58 @@ def connect(address: Address, token: bytes, limit: float) -> Connection:
     try:
         sock = socket.create_connection((host, port), timeout=limit)
     except OSError as error:
-        raise Unreachable(f"nobody answers at {host}:{port}: {error}") from None
-    line = Connection(sock, f"{host}:{port}")
+        raise Unreachable(f"no process answers at {host}:{port}: {error}") from None
+    connection = Connection(sock, f"{host}:{port}")
     try:
-        _set_up(line, min(limit, HANDSHAKE_LIMIT))
-        theirs, ours = bytes(line._exactly(_NONCE)), secrets.token_bytes(_NONCE)
+        _set_up(connection, min(limit, HANDSHAKE_LIMIT))
+        theirs, ours = bytes(connection._exactly(_NONCE)), secrets.token_bytes(_NONCE)
         _send_all(sock, [ours + _proof(token, b"client", theirs, ours)])
-        answer = line._exactly(_PROOF, closing=True)
+        answer = connection._exactly(_PROOF, closing=True)
         if not hmac.compare_digest(answer, _proof(token, b"server", theirs, ours)):
             raise Refused(f"{host}:{port} does not know this run's token; it may belong to another run")
-        line.deadline = None
+        connection.deadline = None
         sock.settimeout(limit)
     except ConnectionEnded:
         sock.close()
         raise Refused(f"{host}:{port} refused this process: its token is not that of the run") from None
     except OSError as error:
         sock.close()
-        raise Unreachable(f"{host}:{port} does not answer as a dock: {error or 'no byte came'}") from None
+        raise Unreachable(f"{host}:{port} does not answer as a server of distflow: {error or 'no byte came'}") from None
     except Refused:
         sock.close()
         raise
-    return line
+    return connection
 
 
 def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connection, Header]:
-    """The server's side of `connect`, and the client's first message. A client may be silent between two requests.
+    """Authenticate a client and receive its first message; from then on it may be silent between two requests.
 
     Raises:
         Refused: the peer does not know the token.
-        OSError: it went away, or was too slow.
+        OSError: it disconnected, or was too slow.
     """
-    line = Connection(sock, peer)
-    _set_up(line, HANDSHAKE_LIMIT)
+    connection = Connection(sock, peer)
+    _set_up(connection, HANDSHAKE_LIMIT)
     ours = secrets.token_bytes(_NONCE)
     _send_all(sock, [ours])
-    answer = bytes(line._exactly(_NONCE + _PROOF))
+    answer = bytes(connection._exactly(_NONCE + _PROOF))
     theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
         raise Refused(f"{peer} does not know the token of this run")
     _send_all(sock, [_proof(token, b"server", ours, theirs)])
-    hello, _ = line.receive()
-    line.deadline = None
+    hello, _ = connection.receive()
+    connection.deadline = None
     sock.settimeout(None)
     limit = struct.pack("ll", int(STALL_LIMIT), round(STALL_LIMIT % 1 * 1e6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the kernel's limits cost no call, unlike settimeout
         sock.setsockopt(socket.SOL_SOCKET, option, limit)
-    return line, hello
+    return connection, hello
 
 
 def check_token(token: bytes) -> None:
-    """Raises:
-        DockError: a token that could be guessed.
-    """
+    """Raise `RpcError` if the token could be guessed."""
     if len(token) < _MIN_TOKEN:
-        raise DockError(f"the run's token has {len(token)} bytes; it needs at least {_MIN_TOKEN}, as "
+        raise RpcError(f"the run's token has {len(token)} bytes; it needs at least {_MIN_TOKEN}, as "
                         f"secrets.token_bytes(32) makes them")
 
 
@@ -237,17 +230,17 @@ def _proof(token: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.digest(token, b"distflow dock " + side + server + client, "sha256")
 
 
-def _set_up(line: Connection, limit: float) -> None:
-    line.deadline = time.monotonic() + limit
-    line.sock.settimeout(limit)
-    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _set_up(connection: Connection, limit: float) -> None:
+    connection.deadline = time.monotonic() + limit
+    connection.sock.settimeout(limit)
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _left(deadline: float) -> float:
+def _time_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("its proof took too long")
+        raise TimeoutError("the handshake took too long")
     return left
 
 

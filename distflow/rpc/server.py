@@ -1,7 +1,4 @@
-"""A port at which only those who know the run's token are heard, each connection in a thread of its own.
-
-Connections that have not proved themselves yet: few at a time, and none for long.
-"""
+"""Server of authenticated connections, a thread for each; few are in their handshake at a time, and none for long."""
 
 from __future__ import annotations
 
@@ -14,52 +11,49 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distflow.dock.errors import DockError, Refused
-from distflow.dock.selection import Address
-from distflow.rpc.connection import Connection, ConnectionEnded, accept_client, check_token
+from distflow.rpc.connection import Address, Connection, ConnectionEnded, accept_client, check_token
+from distflow.rpc.errors import Refused, RpcError
 
 MOST = 256
-"""Connections before their proof; each costs a thread."""
+"""Connections in their handshake; each costs a thread."""
 GRACE = 0.5
-"""Seconds that a connection has for its proof even if all places are taken: it needs some milliseconds."""
+"""Seconds that a handshake has even when `MOST` are pending: it needs some milliseconds."""
 _ABORT = struct.pack("ii", 1, 0)
 
 
 class HandshakeLimiter:
-    """Who stands before it. When all places are taken, whoever has stood there longest must go."""
+    """Connections in their handshake; when there are too many, the oldest is aborted."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.outside: dict[socket.socket, float] = {}
-        """Since when, oldest first."""
+        self.pending: dict[socket.socket, float] = {}
+        """Start of each, oldest first."""
 
-    def arrive(self, sock: socket.socket) -> None:
-        """Take a place; waits at most `GRACE` for one."""
+    def admit(self, sock: socket.socket) -> None:
+        """Add a connection; wait at most `GRACE` for others to finish."""
         with self.changed:
-            while len(self.outside) >= MOST:
-                oldest, since = next(iter(self.outside.items()))
+            while len(self.pending) >= MOST:
+                oldest, since = next(iter(self.pending.items()))
                 if (left := since + GRACE - time.monotonic()) > 0:
                     self.changed.wait(left)
                     continue
-                del self.outside[oldest]
-                _turn_away(oldest)
-            self.outside[sock] = time.monotonic()
+                del self.pending[oldest]
+                _abort(oldest)
+            self.pending[sock] = time.monotonic()
 
-    def leave(self, sock: socket.socket) -> None:
-        """It is inside now, or gone."""
+    def remove(self, sock: socket.socket) -> None:
         with self.changed:
-            self.outside.pop(sock, None)
+            self.pending.pop(sock, None)
             self.changed.notify()
 
     def close(self) -> None:
-        """Turn all away."""
         with self.changed:
-            for sock in self.outside:
-                _turn_away(sock)
+            for sock in self.pending:
+                _abort(sock)
 
 
-def _turn_away(sock: socket.socket) -> None:
-    """Wake its thread, which closes it. The other side sees a broken connection, not a refusal: it may try again."""
+def _abort(sock: socket.socket) -> None:
+    """Wake the socket's thread, which closes it. The peer sees a broken connection, not a refusal: it may try again."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
         sock.shutdown(socket.SHUT_RD)
@@ -69,47 +63,48 @@ _PAUSE = 0.5
 
 
 class Server:
-    """Listens from `start` to `close`.
+    """Listening socket from `start` to `close`.
 
     Args:
-        serve: is given each line that has proved itself, and its first message; the line is closed when it returns.
-        log: hears of those who are refused.
+        serve: called with each authenticated connection and its first message; the connection is closed when it
+            returns.
+        log: receives a warning for each refused peer.
 
     Raises:
-        DockError: the port is taken, or the token is too short.
+        RpcError: the port is taken, or the token is too short.
     """
 
     def __init__(self, token: bytes, host: str, port: int, serve: Callable[[Connection, dict[str, Any]], None],
                  log: logging.Logger):
         check_token(token)
         self.token, self.serve, self.log = token, serve, log
-        self.door, self.lines, self.over = HandshakeLimiter(), set[Connection](), False
+        self.handshakes, self.connections, self.over = HandshakeLimiter(), set[Connection](), False
         self.lock = threading.Lock()
         self.thread: threading.Thread | None = None
         try:
             self.socket = socket.create_server((host, port), backlog=1024)
         except OSError as error:
-            raise DockError(f"cannot listen at {host}:{port}: {error}") from None
+            raise RpcError(f"cannot listen at {host}:{port}: {error}") from None
         self.address: Address = (host, self.socket.getsockname()[1])
 
     def start(self) -> Address:
-        """Serve in threads of this process; returns where."""
+        """Serve in threads of this process; return the address."""
         self.thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self.thread.start()
         return self.address
 
     def close(self) -> None:
-        """Stop listening and hang up."""
+        """Stop listening and end all connections."""
         self.over = True
         with contextlib.suppress(OSError):  # closing alone leaves a thread in `accept`, and with it the port
             self.socket.shutdown(socket.SHUT_RDWR)
         if self.thread is not None:
             self.thread.join()
         self.socket.close()
-        self.door.close()
+        self.handshakes.close()
         with self.lock:
-            for line in self.lines:
-                line.hang_up()
+            for connection in self.connections:
+                connection.hang_up()
 
     def _accept(self) -> None:
         while not self.over:
@@ -120,31 +115,31 @@ class Server:
                     self.log.warning("%s:%d cannot take a connection: %s", *self.address, error)
                     time.sleep(_PAUSE)
                 continue
-            self.door.arrive(sock)
+            self.handshakes.admit(sock)
             peer = f"{host}:{port}"
             try:
-                threading.Thread(target=self._meet, args=(sock, peer), name="client", daemon=True).start()
+                threading.Thread(target=self._handle, args=(sock, peer), name="client", daemon=True).start()
             except RuntimeError as error:
                 self.log.warning("%s:%d has no thread for %s: %s", *self.address, peer, error)
-                self.door.leave(sock)
+                self.handshakes.remove(sock)
                 sock.close()
 
-    def _meet(self, sock: socket.socket, peer: str) -> None:
-        """One connection: its proof, then whatever it is about."""
+    def _handle(self, sock: socket.socket, peer: str) -> None:
+        """Authenticate one connection, then serve it."""
         try:
-            line, hello = accept_client(sock, peer, self.token)
+            connection, hello = accept_client(sock, peer, self.token)
         except (OSError, ValueError, Refused, ConnectionEnded) as error:
             self.log.warning("refused %s: %s", peer, str(error) or type(error).__name__)
             sock.close()
             return
         finally:
-            self.door.leave(sock)
+            self.handshakes.remove(sock)
         with self.lock:
-            self.lines.add(line)
+            self.connections.add(connection)
         try:
             if not self.over:
-                self.serve(line, hello)
+                self.serve(connection, hello)
         finally:
             with self.lock:
-                self.lines.discard(line)
-            line.close()
+                self.connections.discard(connection)
+            connection.close()

@@ -1,14 +1,11 @@
-"""Payloads through shared memory, for a line whose two ends are on one machine.
+"""Payloads through shared memory, for a connection whose two ends are on one machine.
 
-The memory is the client's: files without names (memfd) that cannot shrink, which the service opens through /proc, as
-neighbours do in `distflow.rpc.shared_memory`. A payload lies in one of them, and its message on the line says where. A
-client writes what it puts, and offers a segment for the answer, as large as those that came of late; the service
-writes rows right there, and the client uses them where they lie. Headers travel on the line as ever, and so does
-what is small or does not fit.
+The memory is the client's: files without names (memfd) that cannot shrink, which the server opens through /proc. A
+request's header says in which segment its payload is, and offers one for the reply, as large as recent replies; the
+client uses the reply in place. Headers go over the socket, and so do payloads that are small or do not fit.
 
-Segments belong to one connection and are never used by the next: a service that was stopped may still write into
-them. That both ends share a machine is proved, not believed: the service must find in the client's memory what only
-a process with the run's token can have written there.
+Segments belong to one connection: a server that was stopped may still write into them. The server checks that both
+ends share a machine: it must find in the client's memory what only a process with the run's token can have written.
 """
 
 from __future__ import annotations
@@ -26,28 +23,28 @@ import numpy
 import torch
 from torch import Tensor
 
-from distflow.dock.errors import Refused
+from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import machine_name
 
 LEAST = 256 << 10
-"""Bytes of a payload from which on memory costs less than the line: at 200 kB both cost alike, at 3 MB a third less."""
-_SLACK, _SMALLEST, _SPARE, _WINDOWS = 1.25, 1 << 20, 4, 8
-"""A segment is a quarter larger than asked for, and never tiny; segments kept for later; those kept open."""
+"""Bytes from which on shared memory costs less than the socket: as much at 200 kB, a third less at 3 MB."""
+_SLACK, _SMALLEST, _SPARE, _MAPPED = 1.25, 1 << 20, 4, 8
+"""A segment is a quarter larger than asked for, and never tiny; spare segments kept; mapped segments kept."""
 _NAME = "distflow-dock"
 Header = dict[str, Any]
-Place = list[int]
-"""A segment as its owner announces it: number, descriptor, size."""
+SegmentAddress = list[int]
+"""Segment as its owner announces it: number, descriptor, size."""
 
 
 class Segment(NamedTuple):
-    """Memory of a client; `bytes` [size] uint8."""
+    """Shared memory of a client; `bytes` [size] uint8."""
 
-    place: Place
+    address: SegmentAddress
     bytes: numpy.ndarray
 
 
 class Segments:
-    """The client's end: it owns the memory."""
+    """Client's end: the owner of the memory."""
 
     def __init__(self) -> None:
         self.spare: list[Segment] = []
@@ -55,50 +52,50 @@ class Segments:
         self.sent: Segment | None = None
         self.offered: Segment | None = None
 
-    def claim(self, token: bytes) -> Header | None:
-        """What the first message says, so that the service can see for itself; None where memory cannot be shared."""
+    def offer(self, token: bytes) -> Header | None:
+        """Return what the first message offers the server as proof; None where memory cannot be shared."""
         machine = machine_name()
         if not machine:
             return None
-        segment, nonce = self._take(_SMALLEST), secrets.token_bytes(16)
+        segment, nonce = self._acquire(_SMALLEST), secrets.token_bytes(16)
         proof = _proof(token, nonce)
         segment.bytes[: len(proof)] = numpy.frombuffer(proof, numpy.uint8)
-        self._give_back(segment)
-        return {"machine": machine, "process": os.getpid(), "place": segment.place, "nonce": nonce}
+        self._release(segment)
+        return {"machine": machine, "process": os.getpid(), "address": segment.address, "nonce": nonce}
 
-    def carry(self, header: Header, parts: list[Any], size: int) -> tuple[Header, list[Any]]:
-        """The message and what is left of its payload for the line."""
+    def write(self, header: Header, parts: list[Any], size: int) -> tuple[Header, list[Any]]:
+        """Write a request's payload into memory if it is large; return the header and the parts for the socket."""
         if size >= LEAST:
-            self.sent = self._take(size)
+            self.sent = self._acquire(size)
             _fill(self.sent.bytes, parts)
-            header, parts = header | {"lies": [self.sent.place, size]}, []
+            header, parts = header | {"payload_at": [self.sent.address, size]}, []
         if self.largest >= LEAST:
-            self.offered = self._take(self.largest)
-            header = header | {"into": self.offered.place}
+            self.offered = self._acquire(self.largest)
+            header = header | {"reply_at": self.offered.address}
         return header, parts
 
-    def arrived(self, header: Header, on_line: int) -> int:
-        """Bytes of an answer's payload that lie in memory; what was sent with its request has been read."""
-        size = header.pop("lies", 0)
-        if size + on_line >= LEAST:
-            self.largest = max(size + on_line, self.largest * 3 // 4)
+    def locate(self, header: Header, on_wire: int) -> int:
+        """Return the bytes of a reply's payload that are in memory; the server has read the request's."""
+        size = header.pop("payload_size", 0)
+        if size + on_wire >= LEAST:
+            self.largest = max(size + on_wire, self.largest * 3 // 4)
         if self.sent is not None:
-            self._give_back(self.sent)
+            self._release(self.sent)
         if self.offered is not None and not size:
-            self._give_back(self.offered)
+            self._release(self.offered)
         self.sent = None
         return size
 
     def payload(self, size: int) -> Tensor:
-        """[size] uint8 where they lie; the segment is used again when the last view of it is gone."""
+        """Return the payload in place, [size] uint8; the segment is reused when the last view of it is gone."""
         part = self.offered.bytes[:size]
-        weakref.finalize(part, self._give_back, self.offered).atexit = False
+        weakref.finalize(part, self._release, self.offered).atexit = False
         return torch.from_numpy(part)
 
-    def _take(self, size: int) -> Segment:
-        fitting = [segment for segment in self.spare if segment.place[2] >= size]
+    def _acquire(self, size: int) -> Segment:
+        fitting = [segment for segment in self.spare if segment.address[2] >= size]
         if fitting:
-            best = min(fitting, key=lambda segment: segment.place[2])
+            best = min(fitting, key=lambda segment: segment.address[2])
             self.spare = [each for each in self.spare if each is not best]  # a finalizer may change it meanwhile
             return best
         self.made += 1
@@ -110,69 +107,69 @@ class Segments:
         weakref.finalize(memory, os.close, descriptor).atexit = False
         return Segment([self.made, descriptor, size], numpy.frombuffer(memory, numpy.uint8))
 
-    def _give_back(self, segment: Segment) -> None:
+    def _release(self, segment: Segment) -> None:
         self.spare = [*self.spare, segment][-_SPARE:]
 
 
 class MappedSegments:
-    """The service's end: what it has opened of a client's memory."""
+    """Server's end: the segments of a client that it has mapped."""
 
     def __init__(self, process: int):
         self.process = process
-        self.opened: dict[int, numpy.ndarray] = {}
-        self.lying = numpy.empty(0, numpy.uint8)
-        self.into: Place | None = None
+        self.segments: dict[int, numpy.ndarray] = {}
+        self.payload_bytes = numpy.empty(0, numpy.uint8)
+        self.reply_at: SegmentAddress | None = None
 
     @classmethod
-    def onto(cls, claim: Header | None, token: bytes) -> MappedSegments | None:
-        """The memory of a client that claims to be on this machine; None if it is not, or may not be looked into."""
-        if claim is None or claim["machine"] != machine_name():
+    def of_client(cls, offer: Header | None, token: bytes) -> MappedSegments | None:
+        """Map the memory that a client offers; None if it is on another machine, or cannot be opened."""
+        if offer is None or offer["machine"] != machine_name():
             return None
-        windows = cls(int(claim["process"]))
+        mapped = cls(int(offer["process"]))
         try:
-            found = windows._open(claim["place"])
+            found = mapped._map(offer["address"])
         except (OSError, Refused):
             return None
-        proof = _proof(token, claim["nonce"])
-        return windows if hmac.compare_digest(found[: len(proof)].tobytes(), proof) else None
+        proof = _proof(token, offer["nonce"])
+        return mapped if hmac.compare_digest(found[: len(proof)].tobytes(), proof) else None
 
-    def carry(self, header: Header, parts: list[Any], size: int) -> tuple[Header, list[Any]]:
-        """The answer and what is left of its payload for the line."""
-        if self.into is None or not LEAST <= size <= self.into[2]:
+    def write(self, header: Header, parts: list[Any], size: int) -> tuple[Header, list[Any]]:
+        """Write a reply's payload into the offered segment if it fits; return header and parts for the socket."""
+        if self.reply_at is None or not LEAST <= size <= self.reply_at[2]:
             return header, parts
-        _fill(self._open(self.into), parts)
-        return header | {"lies": size}, []
+        _fill(self._map(self.reply_at), parts)
+        return header | {"payload_size": size}, []
 
-    def arrived(self, header: Header, on_line: int) -> int:
-        """Bytes of a request's payload that lie in memory."""
-        self.into = header.pop("into", None)
-        place, size = header.pop("lies", (None, 0))
-        if place is not None:
-            self.lying = self._open(place)[:size]
+    def locate(self, header: Header, on_wire: int) -> int:
+        """Return the bytes of a request's payload that are in memory."""
+        self.reply_at = header.pop("reply_at", None)
+        address, size = header.pop("payload_at", (None, 0))
+        if address is not None:
+            self.payload_bytes = self._map(address)[:size]
         return size
 
     def payload(self, size: int) -> Tensor:
-        """[size] uint8: a copy, for the client uses its memory again."""
+        """Return a copy of the payload, [size] uint8: the client reuses its memory."""
         result = torch.empty(size, dtype=torch.uint8)
-        result.numpy()[:] = self.lying
+        result.numpy()[:] = self.payload_bytes
         return result
 
-    def _open(self, place: Sequence[int]) -> numpy.ndarray:
-        number, descriptor, size = map(int, place)
-        if number not in self.opened:
+    def _map(self, address: Sequence[int]) -> numpy.ndarray:
+        number, descriptor, size = map(int, address)
+        if number not in self.segments:
             path = f"/proc/{self.process}/fd/{descriptor}"
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening something else could have consequences
-                raise Refused(f"process {self.process} offers something that is not a dock's memory")
+                raise Refused(f"process {self.process} offers something that is not its shared memory")
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(file).st_size < size:
                     raise Refused(f"process {self.process} offers memory that is not as large as it says")
-                self.opened[number] = numpy.frombuffer(mmap.mmap(file, size), numpy.uint8)
+                self.segments[number] = numpy.frombuffer(mmap.mmap(file, size), numpy.uint8)
             finally:
                 os.close(file)
-            while len(self.opened) > _WINDOWS:
-                self.opened.pop(next(iter(self.opened)))
-        return self.opened[number]
+            while len(self.segments) > _MAPPED:
+                self.segments.pop(next(iter(self.segments)))
+        return self.segments[number]
 
 
 def _fill(memory: numpy.ndarray, parts: Sequence[Any]) -> None:

@@ -1,16 +1,15 @@
-"""How good answers are, and how sure that is."""
+"""Estimates accuracy on a validation set: pass@k and confidence intervals."""
 
 from __future__ import annotations
 
 import math
 
-_Z = 1.959964
-"""The normal distribution's quantile for an interval of 95%."""
+_Z = 1.959964  # the normal distribution's quantile for an interval of 95%
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """The chance that at least one of `k` answers is right, drawn without replacement from `answers` of which `right`
-    are: the unbiased estimator of pass@k (Chen et al. 2021, Eq. 1).
+    """Return the unbiased estimate of pass@k, the probability that one of `k` answers is right, from `answers` answers
+    of which `right` are (Chen et al. 2021, Eq. 1).
 
     Raises:
         ValueError: there are fewer than `k` answers, or more right ones than answers.
@@ -21,12 +20,12 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 
 def interval(mean: float, mean_of_squares: float, problems: int) -> tuple[float, float]:
-    """The 95% confidence interval of a mean over problems, of values from 0 to 1.
+    """Return the 95% confidence interval of a mean over problems, of values from 0 to 1.
 
-    Wilson's score interval (1927) at the effective sample size (Korn and Graubard 1998): as many problems as single
-    right-or-wrong answers would need for the same variance of the mean. Problems are the sample: answers to one problem
-    are not independent of each other. Unlike mean ± 1.96 standard errors it stays within 0 to 1, and does not shrink to
-    a point when all problems are right.
+    Wilson's score interval (1927) at the effective sample size (Korn and Graubard 1998), the number of single
+    right-or-wrong answers with the same variance of the mean. The sample is the problems: answers to one problem are
+    not independent. Unlike mean ± 1.96 standard errors the interval stays within 0 to 1, and does not shrink to a point
+    when all problems are right.
 
     Args:
         mean, mean_of_squares: of the problems' values.

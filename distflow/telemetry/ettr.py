@@ -1,9 +1,8 @@
-"""What failures have cost a run, from its events (RobustRL §7.2).
+"""Computes what failures have cost a run, from its events: recovery times and ETTR (RobustRL §7.2).
 
-A rank is effective from the moment when its worker is ready until it does nothing useful any more: until a worker of
-its unit dies, or has made its last progress before it hangs. ETTR is the effective share of the time of all ranks, so
-that while the trainer starts again the rollouts count, as #rollout / (#rollout + #trainer). Work that is done twice
-counts as effective, as it does in the paper.
+A rank is effective from when its worker is ready until a worker of its restart group dies, or makes its last progress
+before it hangs. ETTR is the effective share of the time of all ranks, so that the rollouts count while the trainer
+starts again, as #rollout / (#rollout + #trainer). Work that is done twice counts as effective, as in the paper.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ Event = dict[str, Any]
 
 @dataclass
 class Recovery:
-    """One failure and what came after it. Times are seconds: `began` since the run's first worker was ready; nan is
-    what has not happened.
+    """One failure and its recovery. Times are in seconds, nan for what has not happened; `began` counts from the run's
+    first ready worker.
 
-    detect: from the last sign of work to the decision. start: until the new workers live. connect, load: until they
-    have found each other, and have their models and state. first: until their first step is done.
+    detect: from the last progress to the decision. start: until the new workers are forked. connect, load: until they
+    have their process group, and their models and state. first: until their first step is done.
     """
 
-    unit: str
+    group: str
     rank: int
     step: int
     phase: str
@@ -44,10 +43,9 @@ class Recovery:
 
 @dataclass
 class FailureCosts:
-    """A run's failures, and how much of its time was effective.
+    """Failures of a run, and its effective time.
 
-    intervals: for each rank, when it was effective. `total` seconds are those from the first ready worker to the last
-    event.
+    total: seconds from the first ready worker to the last event. intervals: for each rank, when it was effective.
     """
 
     total: float = 0.0
@@ -56,11 +54,10 @@ class FailureCosts:
 
     @property
     def ettr(self) -> float:
-        """Between 0 and 1; of all ranks, over the whole run."""
+        """Return the effective share of the time of all ranks, from 0 to 1."""
         return self.ettr_between(0.0, self.total)
 
     def ettr_between(self, start: float, end: float) -> float:
-        """Of a window of the run's time, in seconds."""
         if end <= start or not self.intervals:
             return math.nan
         effective = sum(max(0.0, min(last, end) - max(first, start))
@@ -68,39 +65,39 @@ class FailureCosts:
         return effective / ((end - start) * len(self.intervals))
 
     def sliding(self, window: float) -> list[float]:
-        """That of each window of `window` seconds, one after the other."""
+        """Return the ETTR of each window of `window` seconds, one after the other."""
         return [self.ettr_between(at * window, min((at + 1) * window, self.total))
                 for at in range(max(1, math.ceil(self.total / window)))]
 
 
 def account(events: Iterable[Event]) -> FailureCosts:
-    """From the events of all ranks, in any order."""
+    """Return the costs from the events of all ranks, in any order."""
     ordered, result = sorted(events, key=lambda event: event["time"]), FailureCosts()
     ready = [event["time"] for event in ordered if event["event"] == "worker ready"]
     origin = ready[0] if ready else ordered[0]["time"] if ordered else 0.0
     result.total = ordered[-1]["time"] - origin if ready else 0.0
     last: dict[int, float] = {}
-    for place, event in enumerate(ordered):
+    for index, event in enumerate(ordered):
         now, rank, kind = event["time"] - origin, event["rank"], event["event"]
         if kind == "worker ready":
             mine = result.intervals.setdefault(rank, [])
-            if mine and mine[-1][1] == math.inf:  # of a worker whose end nobody saw
-                _close(result, [rank], last[rank])
+            if mine and mine[-1][1] == math.inf:  # of a worker whose end has no event
+                _close_intervals(result, [rank], last[rank])
             mine.append((now, math.inf))
         elif kind in ("worker ended", "worker rests"):
-            _close(result, [rank], now)
+            _close_intervals(result, [rank], now)
         elif kind == "failure":
             first, final = event["ranks"]
-            unit = range(first, final + 1) if event["verdict"] == STARTS_AGAIN else list(result.intervals)
-            _close(result, unit, now - event["seen_after"])
-            result.recoveries.append(_recovery(event, now, ordered[place + 1 :]))
+            group = range(first, final + 1) if event["verdict"] == STARTS_AGAIN else list(result.intervals)
+            _close_intervals(result, group, now - event["seen_after"])
+            result.recoveries.append(_recovery(event, now, ordered[index + 1 :]))
         last[rank] = now
-    _close(result, list(result.intervals), result.total)
+    _close_intervals(result, list(result.intervals), result.total)
     return result
 
 
 def read(folder: Path) -> list[Event]:
-    """The events of a run; a torn line is passed over."""
+    """Return the events of a run; torn lines are passed over."""
     found = []
     for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines():
         try:
@@ -110,8 +107,7 @@ def read(folder: Path) -> list[Event]:
     return found
 
 
-def _close(result: FailureCosts, ranks: Iterable[int], end: float) -> None:
-    """These ranks' last intervals end there, if they do not end before."""
+def _close_intervals(result: FailureCosts, ranks: Iterable[int], end: float) -> None:
     for rank in ranks:
         if each := result.intervals.get(rank):
             began, ended = each[-1]
@@ -119,7 +115,6 @@ def _close(result: FailureCosts, ranks: Iterable[int], end: float) -> None:
 
 
 def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
-    """The failure, with what its unit's next workers have said."""
     seen = failure["seen_after"]
     found = Recovery(failure["unit"], failure["rank"], failure["failed_step"], failure["phase"], failure["what"],
                      failure["verdict"], now - seen, seen)
@@ -127,7 +122,7 @@ def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
     mine = []
     for event in (event for event in later if first <= event["rank"] <= last):
         if event["event"] == "failure" or (event["event"] == "worker ready" and not event["life"] > failure["life"]):
-            break  # what comes now is of another life, or of another start of the task
+            break  # later events are of another attempt, or of another start of the task
         mine += [event] if event.get("life") == failure["life"] + 1 else []
     started, ready, useful = ([event for event in mine if event["event"] == f"worker {kind}"]
                               for kind in ("started", "ready", "useful"))

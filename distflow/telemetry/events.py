@@ -1,9 +1,7 @@
-"""What happens in a run beside its numbers: `events.jsonl`, one object a line, which every rank appends to.
+"""Appends events to `events.jsonl`, one JSON object a line, from every rank; and lines to other files of a run.
 
-Files that processes append lines to, and what happens to a line that cannot be written.
-
-A full disk is no reason for a run to end: what tells of the run is dropped by whole lines and counted, and the files
-stay valid JSON Lines.
+A full disk does not end a run: lines that cannot be written are dropped and counted, and the files stay valid JSON
+Lines.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _SCREEN = Path("standard output")
 
 
 def add(path: Path, *texts: str) -> None:
-    """Append lines at once, so that those of several processes do not mix; all of them, or none.
+    """Append lines at once, all or none, so that those of several processes do not mix.
 
     Raises:
         OSError: they cannot be written.
@@ -60,12 +58,11 @@ def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
 
 
 def dropped() -> int:
-    """Lines that this process has dropped."""
     return _dropped.total()
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, if that can be done: the screen may be a file on a full disk, or gone."""
+    """Print a line if possible: standard output may be a file on a full disk, or closed."""
     try:
         print(text, file=stream or sys.stdout, flush=True)
     except OSError:
@@ -73,7 +70,7 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code that stays the same where its last lines cannot be printed."""
+    """End this process with an exit code, even if its last lines cannot be printed."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,25 +80,21 @@ def leave(code: int) -> NoReturn:
 
 
 def _undo(file: int, written: int) -> None:
-    """Take away the beginning of a line, unless another process has written behind it."""
+    """Remove a partial line, unless another process has written after it."""
     end = os.lseek(file, 0, os.SEEK_CUR)
     if written and os.fstat(file).st_size == end:
         os.ftruncate(file, end - written)
 
 
-_LONGEST = 3000
-"""Characters of one value."""
+_LONGEST = 3000  # characters of one value
 
 
 class Events:
-    """One rank's way to the file."""
-
     def __init__(self) -> None:
         self.path: Path | None = None
         self.rank = self.step = 0
 
     def open(self, path: Path, rank: int) -> None:
-        """From now on events are written to this file."""
         self.path, self.rank = path, rank
 
     def record(self, kind: str, **facts: Any) -> None:
@@ -117,10 +110,9 @@ _current = Events()
 
 
 def current() -> Events:
-    """The events of this rank's run."""
     return _current
 
 
 def record(kind: str, **facts: Any) -> None:
-    """Append an event to those of this rank's run."""
+    """Append an event to this rank's log; `facts` are its JSON keys."""
     _current.record(kind, **facts)

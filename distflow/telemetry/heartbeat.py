@@ -1,4 +1,4 @@
-"""What a worker shows its seat, in a page of memory that both have: showing it costs no message."""
+"""Heartbeat of a worker: its phase, step and progress, in a page of memory shared with its supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distflow.config.run import PHASES, Phase
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import began
 
-_LISTEN = 0.05
+_ANSWER_EVERY = 0.05
 
 
 class _Page(ctypes.Structure):
@@ -32,7 +32,7 @@ ASKED, STOPPED = 1, 2
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """A page as it was at a moment. since: when the phase began (time.monotonic); finished: steps of this life."""
+    """A heartbeat at one moment. since: when the phase began (time.monotonic); finished: steps of this attempt."""
 
     phase: Phase
     since: float
@@ -42,63 +42,59 @@ class HeartbeatReading:
 
 
 class Heartbeat:
-    """The page. One that is made before a fork is shared by both processes; elsewhere nobody looks at it."""
+    """Shared page of a worker. A heartbeat that is made before a fork is shared by both processes."""
 
     def __init__(self) -> None:
         self.page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
         self.clear()
-        self.watching: Callable[[Phase, int], None] | None = None
-        """Told of each phase that begins, and in which step."""
+        self.on_phase: Callable[[Phase, int], None] | None = None  # called with each phase that begins, and its step
 
-    def clear(self, life: int = 0) -> None:
-        """A new worker begins."""
-        self.life = life
+    def clear(self, attempt: int = 0) -> None:
+        self.attempt = attempt
         ctypes.memset(ctypes.addressof(self.page), 0, ctypes.sizeof(_Page))
         self.page.since = time.monotonic()
 
     def ready(self, **seconds: float) -> None:
-        """The worker can begin, and waits for something to do; `seconds` of each part of its start."""
+        """Record that the worker is ready; `seconds` of each part of its start."""
         self.enter("waiting")
-        record("worker ready", life=self.life, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
+        record("worker ready", life=self.attempt, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
                seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase) -> None:
-        """This worker does something else from now on, which is progress too."""
+        """Enter a phase, which counts as progress."""
         page = self.page
         if PHASES[page.phase] != phase:
             page.phase, page.since = PHASES.index(phase), time.monotonic()
         page.progress += 1
-        self.happens(phase)
+        self.notify(phase)
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """For a while, this worker does something else."""
         before = self.read().phase
         self.enter(phase)
         yield
         self.enter(before)
 
-    def happens(self, phase: Phase) -> None:
-        """This is done too, beside the phase that the worker is in."""
-        if self.watching is not None:
-            self.watching(phase, self.page.step)
+    def notify(self, phase: Phase) -> None:
+        """Call `on_phase` for a phase that runs beside the worker's own."""
+        if self.on_phase is not None:
+            self.on_phase(phase, self.page.step)
 
     def tick(self) -> None:
-        """Some of the work is done: a micro-batch, or a token of each row."""
+        """Count progress: a micro-batch, or a token of each row."""
         self.page.progress += 1
 
     def begin(self, step: int) -> None:
-        """A step begins, counted from 1."""
         self.page.step = step
 
     def finish(self) -> None:
-        """The step is done: whatever comes now, it is not done again."""
+        """Finish the step: it will not be repeated."""
         self.page.finished += 1
         if self.page.finished == 1:
-            record("worker useful", life=self.life)
+            record("worker useful", life=self.attempt)
 
-    def computes_on(self, gpu: str) -> None:
-        """The GPU of this worker, as NVML calls it: GPU-…."""
+    def set_gpu(self, gpu: str) -> None:
+        """Set this worker's GPU, by its NVML name: GPU-…."""
         self.page.gpu = gpu.encode()
 
     @property
@@ -110,7 +106,7 @@ class Heartbeat:
         return HeartbeatReading(PHASES[page.phase], page.since, page.step, page.finished, page.progress)
 
     def ask(self) -> int:
-        """Ask whether the worker still answers; what `answered` says then."""
+        """Ping the worker; return the number that `answered` has once the worker has answered."""
         self.page.asked += 1
         return self.page.asked
 
@@ -119,24 +115,22 @@ class Heartbeat:
         return self.page.answered
 
     def answer(self) -> None:
-        """In the worker: answer from now on, in a thread of its own. It stands still when the process does."""
-        threading.Thread(target=self._answer, name="pulse", daemon=True).start()
+        """Start the worker's thread that answers pings. It stands still when the process does."""
+        threading.Thread(target=self._answer, name="heartbeat", daemon=True).start()
 
     def _answer(self) -> None:
         while True:
             self.page.answered = self.page.asked
-            time.sleep(_LISTEN)
+            time.sleep(_ANSWER_EVERY)
 
 
 _current = Heartbeat()
 
 
 def current() -> Heartbeat:
-    """This process's page."""
     return _current
 
 
-def show(pulse: Heartbeat) -> None:
-    """In a new worker: this is its page."""
+def set_current(heartbeat: Heartbeat) -> None:
     global _current
-    _current = pulse
+    _current = heartbeat

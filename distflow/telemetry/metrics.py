@@ -1,4 +1,4 @@
-"""Numbers of a step, gathered over all ranks when the step ends."""
+"""Metrics of a step, reduced over all ranks when the step ends."""
 
 from __future__ import annotations
 
@@ -15,45 +15,38 @@ from distflow.errors import InvalidInput
 if TYPE_CHECKING:  # reward processes report too, and need no torch
     from torch import Tensor
 
-_MEAN, _SUM, _MAX, _MIN, _STD, _APART = "mean", "sum", "max", "min", "std", "apart"
+_MEAN, _SUM, _MAX, _MIN, _STD, _PER_RANK = "mean", "sum", "max", "min", "std", "per rank"
 _Entry = tuple[str | float, ...]
-"""The kind, then its numbers: a total and a weight; of a deviation the count, the mean and the squares around it."""
+"""A kind and its numbers: a total and a weight; for a deviation the count, the mean and the squares around it."""
 
 
 class Metrics:
-    """One rank's numbers. Names are free; a rank that has none of a name simply adds nothing to it."""
+    """Metrics of one rank. Names are free, and need not be the same on all ranks."""
 
     def __init__(self) -> None:
         self._values: dict[str, _Entry] = {}
-        self.step = 0
-        """Of which these are; parts of several may come one after the other."""
-        self.scope = ""
-        """What is reported is also reported as NAME/SCOPE, so that nodes that run one function can be told apart."""
+        self.step = 0  # whose metrics these are; parts of several may come one after the other
+        self.scope = ""  # metrics are also reported as NAME/SCOPE, to tell nodes that run one function apart
 
-        self.muted = False
-        """Whether what is reported counts for nothing: of ranks that compute the same, one speaks for all."""
+        self.muted = False  # whether reports are ignored: of ranks that compute the same, one reports
 
         self.of_ranks: list[dict[str, tuple[float, float]]] = []
-        """What each rank, by its number, had reported `apart` when the numbers were collected last."""
+        """What each rank had reported by `per_rank` at the last `collect`."""
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
         self._merge(name, (_MEAN, float(total), float(weight)))
 
     def mean_of(self, name: str, values: Tensor) -> None:
-        """Report the mean of all elements of `values`."""
         self.mean(name, values.double().sum(), values.numel())
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Report the sum."""
         self._merge(name, (_SUM, float(value), 0.0))
 
     def maximum(self, name: str, value: float | Tensor) -> None:
-        """Report the maximum."""
         self._merge(name, (_MAX, float(value), 0.0))
 
     def minimum(self, name: str, value: float | Tensor) -> None:
-        """Report the minimum."""
         self._merge(name, (_MIN, float(value), 0.0))
 
     def deviation_of(self, name: str, values: Tensor) -> None:
@@ -76,9 +69,9 @@ class Metrics:
             self.minimum(f"{name}/min", values.min())
             self.maximum(f"{name}/max", values.max())
 
-    def apart(self, name: str, value: float, weight: float) -> None:
-        """Report a sum and a weight that stay this rank's own: no number of all ranks comes of them."""
-        self._merge(name, (_APART, value, weight))
+    def per_rank(self, name: str, value: float, weight: float) -> None:
+        """Report a sum and a weight of this rank that are not reduced; see `of_ranks`."""
+        self._merge(name, (_PER_RANK, value, weight))
 
     def _merge(self, name: str, entry: _Entry) -> None:
         if self.muted:
@@ -87,15 +80,15 @@ class Metrics:
             self._values[each] = _merged(each, self._values.get(each), entry)
 
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
-        """The numbers of all ranks as one, by name; afterwards this rank's are empty. Every rank must call it.
+        """Return the metrics of all ranks, reduced, by name, and clear this rank's. Collective.
 
         A mean over no items is left out, and so is a deviation of less than two.
         """
         total: dict[str, _Entry] = {}
         parts = [msgpack.unpackb(part) for part in gather(self.take())]
-        self.of_ranks = [{name: tuple(entry[1:]) for name, entry in part.items() if entry[0] == _APART}
+        self.of_ranks = [{name: tuple(entry[1:]) for name, entry in part.items() if entry[0] == _PER_RANK}
                          for part in parts]
-        for name, entry in ((name, entry) for part in parts for name, entry in part.items() if entry[0] != _APART):
+        for name, entry in ((name, entry) for part in parts for name, entry in part.items() if entry[0] != _PER_RANK):
             total[name] = _merged(name, total.get(name), tuple(entry))
         return {name: value for name, entry in sorted(total.items()) if (value := _result(*entry)) is not None}
 
@@ -104,12 +97,12 @@ class Metrics:
         return [(name, total, count) for name, (kind, total, count) in self._values.items() if kind == _MEAN]
 
     def take(self, beginning: str = "") -> bytes:
-        """This rank's numbers whose names begin so, as `add_all` takes them; afterwards there are none at all."""
+        """Return this rank's metrics whose names begin so, for `add_all`, and clear all of them."""
         values, self._values = self._values, {}
         return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)})
 
     def add_all(self, taken: bytes) -> None:
-        """The numbers of another rank count as if they had been reported here."""
+        """Report the metrics that another rank has taken."""
         for name, entry in msgpack.unpackb(taken).items():
             self._values[name] = _merged(name, self._values.get(name), tuple(entry))
 
@@ -131,9 +124,9 @@ def _merged(name: str, old: _Entry | None, new: _Entry) -> _Entry:
         nan = math.isnan(old[1]) or math.isnan(new[1])  # Python's max would pass over it or not, as the order falls
         return (new[0], math.nan if nan else (max if new[0] == _MAX else min)(old[1], new[1]), 0.0)
     if new[0] == _STD:
-        count, apart = old[1] + new[1], new[2] - old[2]
+        count, gap = old[1] + new[1], new[2] - old[2]
         share = new[1] / count if count else 0.0
-        return (_STD, count, old[2] + apart * share, old[3] + new[3] + apart * apart * old[1] * share)
+        return (_STD, count, old[2] + gap * share, old[3] + new[3] + gap * gap * old[1] * share)
     return (new[0], old[1] + new[1], old[2] + new[2])
 
 
@@ -147,15 +140,15 @@ RESERVED = frozenset([
     "policy", "preference", "prompt", "response", "reward", "samples", "samples_total", "seconds", "snapshot",
     "staleness", "step", "tokens", "tokens_per_second", "tokens_per_second_per_device", "tokens_total", "validation",
     "value", "waiting", "wall_seconds", "weights"])
-"""What the names of distflow's own metrics begin with, up to the first `/`."""
+"""First parts of the names of distflow's own metrics, up to `/`."""
 
 
 def metric(name: str, value: float | Tensor) -> None:
-    """Report a number of this step under a name of your own; metrics.jsonl has the mean over all ranks.
+    """Report a metric of this step under a name of your own; metrics.jsonl has the mean over all ranks.
 
-    Every value that is reported under a name counts once, and so does every element of a tensor: a tensor of one value
-    for each token gives the mean over tokens, however they are divided into micro-batches and ranks. It may be called
-    in node functions, in losses and in rewards, but not in environments and hooks, which run outside of any step.
+    Each value counts once, and so does each element of a tensor: one value for each token gives the mean over tokens,
+    however they are divided into micro-batches and ranks. Call it in node functions, losses and rewards, but not in
+    environments and hooks, which run outside of any step.
 
     Raises:
         InvalidInput: the name is empty or one of distflow's own, or `value` is no number.
@@ -177,13 +170,13 @@ def metric(name: str, value: float | Tensor) -> None:
 
 
 def current() -> Metrics:
-    """The metrics of the step that this worker is in; node functions report here. A thread may have its own."""
+    """Return the metrics of the step that this worker is in, or those that a thread is `recording` to."""
     return _current.get(_of_rank)
 
 
 @contextlib.contextmanager
 def recording(metrics: Metrics) -> Iterator[None]:
-    """What this thread reports meanwhile goes there."""
+    """Collect what this thread reports in `metrics`."""
     token = _current.set(metrics)
     try:
         yield

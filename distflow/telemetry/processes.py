@@ -1,4 +1,4 @@
-"""What the kernel says of processes: when one began, what it has started, and ending what a worker has left behind."""
+"""Reads the process table (/proc), and ends what a worker has left behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFT, _KILLED, _LOOK = 2.0, 5.0, 0.02
-"""Seconds in which what a worker has left behind ends, in which what is killed does, and between two looks."""
+"""Seconds that a process has to end after SIGTERM, and after SIGKILL; and between two looks."""
 
 
 def began(process: int) -> int:
-    """In the kernel's clock ticks since the machine began: what another process of the same number has not.
+    """Return when a process began, in clock ticks since boot: with the pid it identifies the process.
 
     Raises:
         OSError: there is no such process.
@@ -25,7 +25,7 @@ def began(process: int) -> int:
 
 
 def alive(process: int, since: int) -> bool:
-    """Return whether the process that began then has not ended; one that nobody has waited for has."""
+    """Return whether the process that began at `since` has not ended; a zombie has."""
     with contextlib.suppress(OSError):
         facts = _facts(process)
         return int(facts[19]) == since and facts[0] not in ("Z", "X")
@@ -33,21 +33,23 @@ def alive(process: int, since: int) -> bool:
 
 
 def parent(process: int) -> int:
-    """Raises:
+    """Return the pid of a process's parent.
+
+    Raises:
         OSError: there is no such process.
     """
     return int(_facts(process)[1])
 
 
 def stopped(process: int) -> bool:
-    """Whether somebody has stopped a process, by SIGSTOP or a debugger."""
+    """Return whether a process is stopped, by SIGSTOP or a debugger."""
     with contextlib.suppress(OSError):
         return _facts(process)[0] in ("T", "t")
     return False
 
 
 def children(process: int) -> set[int]:
-    """Those that a process has started or adopted; none if it has ended."""
+    """Return the processes that a process has started or adopted; none if it has ended."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -56,14 +58,14 @@ def children(process: int) -> set[int]:
 
 
 def family(process: int) -> Iterator[int]:
-    """A process and all that it has started, directly or not, as far as their parents live."""
+    """Yield a process and its descendants, as far as their parents live."""
     yield process
     for child in children(process):
         yield from family(child)
 
 
 def end_at_once(processes: Iterable[int]) -> None:
-    """None of them sees another end, and what stands still starts nothing more."""
+    """Kill processes, all of them stopped first: none sees another end, or starts anything more."""
     stopped = []
     for each in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -75,36 +77,36 @@ def end_at_once(processes: Iterable[int]) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on what a child of this process leaves behind when it ends becomes a child of this process."""
+    """Make this process the subreaper of its descendants."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def end_orphans(known: set[int]) -> set[int]:
-    """End the children of this process but those that are known, whatever group they are in: told to, and continued
-    where they were stopped, and after a while at once.
+    """End the unknown children of this process, whatever group they are in: by SIGTERM and SIGCONT, and after a while
+    by SIGKILL.
 
     Returns:
-        Those that even SIGKILL has not ended in time: the kernel lets them wait, as for a disk that does not answer.
+        The children that even SIGKILL has not ended in time: they wait in the kernel, as for a disk that does not
+        answer.
     """
-    deadline, told = time.monotonic() + _LEFT, set()
+    deadline, signalled = time.monotonic() + _LEFT, set()
     while left := _unreaped(children(os.getpid()) - known):
         over = time.monotonic() > deadline
         if time.monotonic() > deadline + _KILLED:
             return left
-        for each in left if over else left - told:
+        for each in left if over else left - signalled:
             if over:
                 end_at_once(family(each))
             else:
                 _send(each, signal.SIGTERM)
                 _send(each, signal.SIGCONT)
-        told |= left
+        signalled |= left
         time.sleep(_LOOK)
     return set()
 
 
 def _unreaped(processes: set[int]) -> set[int]:
-    """Those that have not ended."""
     left = set()
     for each in processes:
         with contextlib.suppress(ChildProcessError):
@@ -119,7 +121,7 @@ def _send(process: int, number: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Tell a group of processes to end, and end it after a while: they hold memory that others need."""
+    """End a process group by SIGTERM, and after a while by SIGKILL: its processes hold memory that others need."""
     deadline = time.monotonic() + _LEFT
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
@@ -129,7 +131,6 @@ def end_group(group: int) -> None:
 
 
 def _members(group: int) -> bool:
-    """Whether a living process is in the group, beside the one that it is named after."""
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             state, _, its_group, *_ = _facts(int(name))
@@ -139,5 +140,4 @@ def _members(group: int) -> bool:
 
 
 def _facts(process: int) -> list[str]:
-    """The fields of /proc/PROCESS/stat behind the name, which may have anything in it."""
     return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()

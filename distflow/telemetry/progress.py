@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from distflow.telemetry import events
 
 _SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
           ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
-_BAR, _BESIDE = 10, 12
-"""Columns of the bar itself, and of the time left with the space between all parts."""
+_BAR, _BESIDE = 10, 12  # columns of the bar itself, and of the time left with the space between all parts
 _LONG, _EVERY, _SILENCE = 100, 10, 30.0
 """Without a terminal a run of more steps than `_LONG` has a line each tenth step, and one after so many seconds."""
 
 
 class StepProgress:
-    """Reports each step of a run."""
-
     def __init__(self, title: str, steps: int, done: int):
         self.title, self.steps, self.done = title, steps, done
         self.first, self.started = done, time.monotonic()
@@ -30,10 +27,10 @@ class StepProgress:
         self.bar = self._bar() if sys.stdout.isatty() else None
 
     def _bar(self) -> Progress:
-        whole = Column(no_wrap=True)
-        columns = (TextColumn("{task.description}", table_column=whole), BarColumn(_BAR),
-                   MofNCompleteColumn(table_column=whole), TextColumn("{task.fields[numbers]}", table_column=whole),
-                   TimeRemainingColumn(table_column=whole))
+        column = Column(no_wrap=True)
+        columns = (TextColumn("{task.description}", table_column=column), BarColumn(_BAR),
+                   MofNCompleteColumn(table_column=column), TextColumn("{task.fields[numbers]}", table_column=column),
+                   TimeRemainingColumn(table_column=column))
         bar = Progress(*columns, console=Console())
         self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="")
         bar.start()
@@ -41,14 +38,12 @@ class StepProgress:
         return bar
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
         if self.bar:
             self.bar.console.print(text, highlight=False, markup=False)
         else:
             events.show(text)
 
     def step(self, metrics: dict[str, float]) -> None:
-        """One more step is done."""
         self.done += 1
         numbers = [f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics]
         if self.bar:
@@ -59,7 +54,6 @@ class StepProgress:
             events.show(f"{self.title}  step {self.done}/{self.steps}  {'  '.join(numbers)}  left {_clock(left)}")
 
     def _fitting(self, numbers: list[str]) -> str:
-        """Leave out the last numbers where the terminal is too narrow for all."""
         counts = 2 * len(str(self.steps)) + 1
         room = self.bar.console.width - len(self.title) - _BAR - counts - _BESIDE
         while numbers and len("  ".join(numbers)) > room:
@@ -71,7 +65,6 @@ class StepProgress:
                 or time.monotonic() - self.shown >= _SILENCE)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         if self.bar:
             self.bar.stop()
 

@@ -1,8 +1,10 @@
-"""What a run leaves: `runs/NAME/` with its configuration, plan, metrics, samples, TensorBoard events and summary.
+"""Writes and reads a run's folder, `runs/NAME/`.
 
-Writes TensorBoard's file of a run; what cannot be written is left out of it, and the run goes on.
+    launch.json, *.yaml, plan.json      what another process needs to repeat or resume the run
+    metrics.jsonl, samples.jsonl, validation.jsonl, tensorboard/    appended to while the run goes on
+    summary.json                        the run has come to its end: results, command, host, versions, commit
 
-Says where a run was computed and by what: its command, host, versions and commit.
+A full disk does not end a run: lines and TensorBoard steps that cannot be written are left out.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
 
 
 _FIRST = {"validation": "1_validation", "reward": "2_reward"}
-"""What these groups of metrics are called in TensorBoard, which sorts groups by name."""
+"""Names of groups of metrics in TensorBoard, which sorts groups by name."""
 
 
 class EventWriter:
-    """TensorBoard's file. Steps that cannot be written are left out; later another file is begun."""
+    """Writer of TensorBoard's file. Steps that cannot be written are left out; later another file is begun."""
 
     def __init__(self, create: Callable[[], SummaryWriter]):
         self.create = create
@@ -52,7 +54,7 @@ class EventWriter:
         self._open()
 
     def add_scalars(self, step: int, values: dict[str, float], again: bool) -> None:
-        """`again`: begin another file if the last one could not be written."""
+        """Write the metrics of a step. `again`: begin another file if the last one could not be written."""
         if self.writer is None and again:
             self._open()
         if self.writer is not None:
@@ -62,7 +64,6 @@ class EventWriter:
                     self.writer.add_scalar(f"{_FIRST.get(group, group)}{slash}{rest}", value, step)
 
     def add_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of a step as one text."""
         if self.writer is not None and rows:
             text = "\n\n---\n\n".join(map(_as_text, rows))
             with self._losing():
@@ -95,7 +96,7 @@ class EventWriter:
 
 
 def _as_text(row: dict[str, Any]) -> str:
-    """Return a sample as Markdown: its numbers in a line, its texts as they are."""
+    """Return a sample as Markdown: its numbers in a line, then its texts."""
     texts = {name: value for name, value in row.items() if isinstance(value, str)}
     numbers = "  ".join(f"{name} {value}" for name, value in row.items() if name not in texts)
     blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in value.splitlines())
@@ -108,13 +109,11 @@ _PACKAGES = ("distflow", "torch", "transformers", "tokenizers", "peft", "math-ve
 
 
 def provenance() -> dict[str, Any]:
-    """Return what `summary.json` needs to tell one run from another."""
     return {"command": shlex.join(sys.argv), "host": socket.gethostname(), "versions": _versions(),
             "git_commit": _git_commit()}
 
 
 def _versions() -> dict[str, str]:
-    """Return the version of Python and of each package that is installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -134,13 +133,12 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-SUMMARY = "summary.json"
-"""The file of a run that has come to its end."""
+SUMMARY = "summary.json"  # exists once a run has come to its end
 _TOTALS = ("tokens_total", "samples_total", "wall_seconds")
 
 
 def choose(output: str, dag: str, name: str | None) -> Path:
-    """The folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, …
+    """Return the folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, …
 
     Raises:
         InvalidInput: the name is taken, or the folder could not be written.
@@ -160,25 +158,25 @@ def choose(output: str, dag: str, name: str | None) -> Path:
 
 
 def of_torchrun(output: str) -> Path | None:
-    """The folder that the torchrun above this process has made before; None if it has made none."""
+    """Return the folder that the torchrun above this process has made before; None if it has made none."""
     mine = agent()
-    found = (place.parent for place in Path(output).glob("*/launch.json")
-             if (read_launch(place.parent) or {}).get("torchrun") == mine)
+    found = (folder.parent for folder in Path(output).glob("*/launch.json")
+             if (read_launch(folder.parent) or {}).get("torchrun") == mine)
     return next(found, None)
 
 
 def read_launch(folder: Path) -> dict[str, Any] | None:
-    """Return what a run's launch.json says, or None if the file is missing, cut short or of another form."""
+    """Return the content of launch.json, or None if the file is missing, cut short or of another form."""
     try:
-        said = json.loads((folder / "launch.json").read_text())
+        content = json.loads((folder / "launch.json").read_text())
     except (OSError, ValueError):
         return None
-    search = said.get("search") if isinstance(said, dict) else None
-    return said if isinstance(search, list) and all(isinstance(place, str) for place in search) else None
+    search = content.get("search") if isinstance(content, dict) else None
+    return content if isinstance(search, list) and all(isinstance(folder, str) for folder in search) else None
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Return what a run's plan.json says.
+    """Return the content of plan.json.
 
     Raises:
         InvalidInput: the file is missing, cut short or of another form.
@@ -187,24 +185,24 @@ def read_plan(folder: Path) -> dict[str, Any]:
     if not file.is_file() and not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
     try:
-        said = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
-        said = None
-    if not isinstance(said, dict) or not isinstance(said.get("ranks"), int):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("ranks"), int):
         raise InvalidInput(Diagnostic(f"{file} is missing or damaged, so that the run's ranks are not known", None,
                                       f"Stop the run, if it goes on, and say them, which writes the file anew:  "
                                       f"distflow resume {folder} --ranks N"))
-    return said
+    return content
 
 
 def agent() -> str:
-    """The torchrun above this process, which no other of this machine is: its run's id may be that of many."""
+    """Return a unique name of the torchrun above this process: run ids are not unique."""
     parent = os.getppid()
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {parent} {began(parent)}"
 
 
 def _remove(made: list[Path]) -> None:
-    """A run's folder with all that is in it, and those above that were made for it if nobody else uses them."""
+    """Remove a run's folder, and those above it that were made for it if they are empty."""
     shutil.rmtree(made[0], ignore_errors=True)
     with contextlib.suppress(OSError):
         for folder in made[1:]:
@@ -222,7 +220,11 @@ class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
     def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False):
-        """`again`: the last step before `resumed_at` is validated once more."""
+        """
+        Args:
+            resumed_at: steps done when a resumed run goes on; later lines are dropped.
+            again: validate step `resumed_at` once more.
+        """
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
 
         self.path = path
@@ -233,16 +235,16 @@ class RunFolder:
         self.opened, self.made_by = time.monotonic(), provenance()  # while the code is what this process has loaded
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
         for each in (self.metrics, self.samples):
-            with contextlib.suppress(OSError):  # its lines are dropped then, which is said
+            with contextlib.suppress(OSError):  # its lines are dropped then, which is reported
                 each.touch()
         self.tokens, self.samples_drawn, self.seconds = (0.0,) * 3 if resumed_at is None else self._totals()
         redone = None if resumed_at is None else resumed_at + 1
-        self.board = EventWriter(partial(SummaryWriter, str(path / "tensorboard"), purge_step=redone))
+        self.tensorboard = EventWriter(partial(SummaryWriter, str(path / "tensorboard"), purge_step=redone))
 
     @staticmethod
     def made(path: Path, torchrun: str) -> bool:
-        """Whether an earlier worker of this torchrun has made the folder of its new run. What one that was killed
-        meanwhile has made of it is taken away."""
+        """Return whether an earlier worker of this torchrun has made the folder of its new run. A folder that was left
+        incomplete, by a worker that was killed, is removed."""
         if (path / "plan.json").is_file():  # which is written last
             return True
         started = path / "launch.json"
@@ -256,11 +258,10 @@ class RunFolder:
                 torchrun: str = "") -> Iterator[Callable[[], None]]:
         """Make the folder, with everything that another process needs to repeat or resume this run.
 
-        What happens in the block belongs to the start: if it fails, all that was made is taken away again, by what
-        the block is given.
+        The folder is removed again if the block fails; the block gets the function that does so.
 
         Args:
-            search: where the modules of the user's own functions are found.
+            search: folders with the modules of the user's functions.
             torchrun: the `agent` that has started this run.
 
         Raises:
@@ -282,7 +283,8 @@ class RunFolder:
 
     @staticmethod
     def describe(path: Path, spec: Spec, plan: Plan) -> None:
-        """Write what is in force, at the start and when a resume overrides some of it. A file is old or new, whole."""
+        """Write the configuration and plan in force, at the start and when a resume overrides them. Each file is
+        replaced atomically."""
         texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
             partial = path / f"{name}.partial"
@@ -290,7 +292,7 @@ class RunFolder:
             partial.replace(path / name)
 
     def _totals(self) -> tuple[float, ...]:
-        """Read the totals of the newest step that is written down, from which a resumed run goes on."""
+        """Read the totals of the newest step that is written, from which a resumed run goes on."""
         written = _read_lines(self.metrics)
         last = next((line for line in reversed(written) if _TOTALS[0] in line), {})
         return tuple(last.get(name) or 0.0 for name in _TOTALS)
@@ -306,27 +308,26 @@ class RunFolder:
         return round(self.seconds + time.monotonic() - self.opened, 3)
 
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
-        """One line. What is not a finite number is null there, which JSON has, and itself in TensorBoard."""
+        """Write one line of metrics. Values that are not finite are null in JSON, and as they are in TensorBoard."""
         written = events.add_or_drop(self.metrics, [json.dumps({**finite(values), "step": step})])
-        self.board.add_scalars(step, values, again=written)
+        self.tensorboard.add_scalars(step, values, again=written)
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """One line a row; the rows of a step are a text in TensorBoard."""
+        """Write one line a row; in TensorBoard the rows of a step are one text."""
         events.add_or_drop(self.samples, [json.dumps({"step": step, **finite(row)}, ensure_ascii=False)
                                           for row in rows])
-        self.board.add_samples(step, rows)
+        self.tensorboard.add_samples(step, rows)
 
     def write_answers(self, step: int, sets: dict[str, list[dict[str, Any]]]) -> None:
-        """Write answers to validation sets, one line a row, into `validation.jsonl`."""
         events.add_or_drop(self.path / "validation.jsonl", [
             json.dumps({"step": step, "set": f"validation/{name}", **finite(row)}, ensure_ascii=False)
             for name, rows in sets.items() for row in rows])
 
     def close(self, facts: dict[str, Any]) -> None:
-        """Write the summary, which says that the run came to its end: what all steps say, and `facts`."""
-        self.board.close()
-        said = _read_lines(self.metrics)
-        summary = {**summarize(said), "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
+        """Write the summary of all steps, with `facts`."""
+        self.tensorboard.close()
+        lines = _read_lines(self.metrics)
+        summary = {**summarize(lines), "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
         if events.dropped():
             summary["dropped_lines"] = events.dropped()
         path = self.path / SUMMARY
@@ -343,8 +344,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a run in a few numbers, from all its metrics lines. `accuracy` has the steps at which each validation set
-    was answered; before and after are of the first set."""
+    """Return the summary of all metrics lines. `accuracy` has the steps at which each validation set was answered;
+    before and after are of the first set."""
     steps = [line for line in lines if "seconds" in line]
     tokens, seconds = (sum(line.get(name) or 0.0 for line in steps) for name in ("tokens", "seconds"))
     curves: dict[str, list[dict[str, Any]]] = {}
@@ -369,8 +370,8 @@ def finite(value: Any) -> Any:
 
 
 def forget_after(path: Path, step: int, validation: bool = False) -> None:
-    """Drop the lines of steps that a resumed run will do again, with `validation` also those of the step's validation,
-    and a torn last line. The file is changed in place: on a full disk there is no room for a second one."""
+    """Drop the lines of steps after `step`, which a resumed run repeats, with `validation` also the validation of
+    `step`, and a torn last line. The file is changed in place: a full disk has no room for a second one."""
     if not path.exists():
         return
     with path.open("r+b") as file:  # as bytes: text has more line ends than JSON Lines

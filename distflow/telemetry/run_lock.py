@@ -1,8 +1,8 @@
-"""An exclusive lock on a run folder, so that no two trainers write checkpoints and metrics there.
+"""Exclusive lock on a run folder, so that no two trainers write checkpoints and metrics there.
 
-`run.lock` is locked by `flock` and says who has it. Where the file system has no `flock`, what it says decides. The
-kernel gives it up with the process that holds it, the supervisor of rank 0; its workers do not inherit it. A restart by
-the same torchrun, and a later rank 0 of the same elastic machines, may take it over: they are the same job.
+`run.lock` is locked by `flock` and names its holder; where the file system has no `flock`, the name decides. The lock
+ends with the process that holds it, the supervisor of rank 0; workers do not inherit it. A restart by the same
+torchrun, and a later rank 0 of the same elastic machines, may take it over: they are the same job.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry.processes import alive, began
 
 NAME = "run.lock"
-_PATIENCE, _LOOK = 3.0, 0.1
-"""Seconds in which processes that have been killed are gone, and between two looks."""
-_EVERY = 30.0
-"""Seconds between two looks at a lock that is held."""
-_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a file system that has no `flock` answers."""
+_PATIENCE, _LOOK = 3.0, 0.1  # seconds in which killed processes are gone, and between two looks
+_EVERY = 30.0  # seconds between two checks of a lock that is held
+_WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without `flock`
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a run. `pid`: of torchrun, which lives as long as the run; `began`: in the kernel's ticks."""
+    """Holder of a run's lock. pid: of torchrun, which lives as long as the run; began: in clock ticks since boot."""
 
     job: str
     host: str
@@ -51,18 +48,18 @@ class Holder:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has certainly ended: it was one of this host."""
+        """Whether the holder's process has certainly ended: it was on this host."""
         return self.host == socket.gethostname() and not alive(self.pid, self.began)
 
     @property
     def own(self) -> bool:
-        """Whether it is the process that asks, or the torchrun above it."""
+        """Whether the holder is this process, or the torchrun above it."""
         pid = _own_process()
         return (self.host, self.pid, self.began) == (socket.gethostname(), pid, began(pid))
 
     @property
-    def lives(self) -> bool:
-        """Whether its process certainly goes on."""
+    def running(self) -> bool:
+        """Whether the holder's process certainly goes on."""
         return self.host == socket.gethostname() and alive(self.pid, self.began)
 
 
@@ -78,14 +75,14 @@ class RunLock:
     """The lock of one run folder, as one process sees it.
 
     Args:
-        job: what a restart of the run has too; default: the torchrun above this process, or this process.
+        job: name that a restart of the run has too; default: the torchrun above this process, or this process.
     """
 
     def __init__(self, folder: Path, job: str = ""):
         self.path, self.job = folder / NAME, job or _own_job()
         self.file: int | None = None
         self.looked, self.locked = -math.inf, False
-        """When (time.monotonic) it last looked after a lock that it has; whether `flock` is this process's own."""
+        """When (time.monotonic) a lock that is held was last checked; whether `flock` is this process's own."""
         os.register_at_fork(after_in_child=self._close)
 
     def hold(self) -> None:
@@ -102,7 +99,7 @@ class RunLock:
                 self._renew()
 
     def _renew(self) -> None:
-        """Take the lock anew if it was removed, or if this process has only the word of its job for it."""
+        """Take the lock again if the file was removed, or if only its content, not `flock`, is this job's."""
         if self.file is None or not self.path.exists():
             self._close()
             self._take()
@@ -131,7 +128,6 @@ class RunLock:
         self._sign()
 
     def _sign(self) -> None:
-        """Write who has the lock."""
         with contextlib.suppress(OSError):  # a full disk: `flock` holds all the same
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, json.dumps(asdict(Holder.here(self.job))).encode(), 0)
@@ -157,7 +153,7 @@ class RunLock:
             if error.errno not in _WITHOUT:
                 raise
             return not other or held.gone
-        if other and held.lives:  # its ranks are being started again
+        if other and held.running:  # its ranks are being started again
             fcntl.flock(file, fcntl.LOCK_UN)
             return False
         return True
@@ -169,18 +165,18 @@ class RunLock:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return who has, or had, the run of a folder; None if nobody has written so."""
+    """Return the holder that a folder's lock names, which may be gone; None if it names none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Holder(**json.loads((folder / NAME).read_text()))
     return None
 
 
 def in_use(folder: Path) -> Holder | None:
-    """Return who holds the run of a folder at this moment, without taking it; None if nobody does."""
+    """Return the present holder of a folder's lock, without taking it; None if it is free."""
     held = holder(folder)
     if held is None or held.gone:
         return None
-    if held.lives:
+    if held.running:
         return held
     try:
         with (folder / NAME).open("rb") as file:
@@ -193,7 +189,7 @@ def in_use(folder: Path) -> Holder | None:
 
 
 def refusal(folder: Path, held: Holder | None) -> InvalidInput:
-    """Return the error that says who has a run."""
+    """Return the error that names the holder of a run."""
     if held is None:
         return InvalidInput(Diagnostic(f"{folder} is in use by another process, which has locked {folder / NAME}", None,
                                        "Wait until it has ended."))

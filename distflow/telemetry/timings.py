@@ -1,6 +1,6 @@
-"""How long each node with a model takes on each rank: `times.jsonl`, which all append to, for `distflow plan --from`.
+"""Records how long each node with a model takes on each rank: `times.jsonl`, for `distflow plan --from`.
 
-Metrics say what the slowest rank takes; a plan for unlike devices must know each one's own time, and for what.
+Metrics have the time of the slowest rank; a plan for unlike devices needs each rank's own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NAME = "times.jsonl"
 
 @dataclass(frozen=True)
 class StepTimings:
-    """What a rank's nodes took in a step, and the step's own seconds, which count what no node does too. `plan`: the
-    digest of the plan by which it was done."""
+    """Timings of a rank's nodes in a step. seconds: of the step, including what no node does. plan: digest of the plan
+    in force."""
 
     plan: str
     step: int
@@ -34,7 +34,7 @@ class StepTimings:
 
 
 class TimingsFile:
-    """One rank's way to the file."""
+    """Timings file of a run, as one rank appends to it."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -42,16 +42,16 @@ class TimingsFile:
         self.nodes: dict[str, NodeTiming] = {}
 
     def open(self, path: Path, rank: int, plan: str) -> None:
-        """From now on steps are written to this file. `plan`: the digest of the one in force."""
+        """Write steps to this file from now on. `plan`: the digest of the plan in force."""
         self.path, self.rank, self.plan, self.nodes = path, rank, plan, {}
 
     def add(self, node: str, taken: NodeTiming) -> None:
-        """What a node took, in the step under way."""
+        """Add what a node took in the step under way."""
         if self.path is not None:
             self.nodes.setdefault(node, NodeTiming()).add(taken)
 
     def write(self, step: int, seconds: float) -> None:
-        """The step is done; counted from 1."""
+        """Write a step that is done, counted from 1."""
         nodes, self.nodes = self.nodes, {}
         if self.path is None or (step > _ALL and step % _EVERY):
             return
@@ -61,7 +61,7 @@ class TimingsFile:
 
 
 def read(path: Path) -> list[StepTimings]:
-    """The steps of all ranks, a step that was done twice as it was done last; a torn line is passed over."""
+    """Return the steps of all ranks; of a step that was repeated, the last time. Torn lines are passed over."""
     found: dict[tuple[int, int], StepTimings] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -76,22 +76,21 @@ def read(path: Path) -> list[StepTimings]:
 
 @dataclass(frozen=True)
 class MedianTimings:
-    """What an iteration usually takes: medians over `steps` of them. A rank without rows may have nothing of a node."""
+    """Median timings over `steps` steps. A rank without rows may have nothing of a node."""
 
     steps: int
     seconds: float
-    nodes: Mapping[tuple[str, int], NodeTiming]
-    """By node and rank."""
+    nodes: Mapping[tuple[str, int], NodeTiming]  # by node and rank
 
 
 def usual(steps: Iterable[StepTimings], ranks: int, plan: str) -> MedianTimings:
-    """Of the latest steps by this plan that all ranks, and as many, have written down whole; of the first ones, in
-    which everything is done for the first time, none. `steps` of it is 0 if there are none."""
-    whole: dict[int, list[StepTimings]] = {}
+    """Return the medians over the latest steps by this plan that all of as many ranks have written; the first steps,
+    which warm up, do not count. `steps` is 0 if there are none."""
+    steps_by_number: dict[int, list[StepTimings]] = {}
     for step in (step for step in steps if step.plan == plan):
-        whole.setdefault(step.step, []).append(step)
-    nodes = {node for parts in whole.values() for part in parts for node in part.nodes}
-    chosen = [parts for _, parts in sorted(whole.items()) if [part.rank for part in parts] == [*range(ranks)]
+        steps_by_number.setdefault(step.step, []).append(step)
+    nodes = {node for parts in steps_by_number.values() for part in parts for node in part.nodes}
+    chosen = [parts for _, parts in sorted(steps_by_number.items()) if [part.rank for part in parts] == [*range(ranks)]
               and nodes == {node for part in parts for node in part.nodes}][_COLD:][-_LATEST:]
     if not chosen:
         return MedianTimings(0, 0.0, {})
@@ -109,5 +108,4 @@ _current = TimingsFile()
 
 
 def current() -> TimingsFile:
-    """The times of this rank's run."""
     return _current

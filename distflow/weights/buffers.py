@@ -1,9 +1,9 @@
-"""Host memory for whole parts: kept, used again, and open to other processes of the machine.
+"""Host memory for whole parts: reused, and open to other processes of the machine.
 
-Pages that are new cost six times what warm ones do, so a buffer is given back when the last view of it is gone, and
-the next version is written into it. Other processes of the machine use it where it lies (`transport/memory.py`), each
-with a shared lock on the file for as long as it does: such a buffer is not written to, even if nobody here looks at it.
-The kernel drops the lock of a process that dies, and the memory itself with the last process that has it.
+Pages that are new cost six times what warm ones do, so a buffer is spare again when the last view of it is gone, and
+the next version is written into it. Other processes of the machine use it in place (`transport/memory.py`), each with
+a shared lock on the file for as long as it does: such a buffer is not written to, even if this process no longer uses
+it. The kernel drops the lock of a process that dies, and the memory itself with the last process that has it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import numpy
 from distflow.rpc.shared_memory import machine_name
 
 NAME = "distflow-weights"
-"""What such a file is called in /proc."""
+"""Name of such a file in /proc."""
 
 
 class BufferAddress(NamedTuple):
-    """Where a buffer lies, as a process tells it that has it: the file's number (inode), the process's descriptor of
-    it, bytes."""
+    """Address of a buffer for other processes: the file's number (inode), the owner's descriptor of it, bytes."""
 
     number: int
     descriptor: int
@@ -33,35 +32,33 @@ class BufferAddress(NamedTuple):
 
 
 class HostBuffers:
-    """One process's buffers."""
 
     def __init__(self) -> None:
         self.spare: dict[int, tuple[BufferAddress, numpy.ndarray]] = {}
-        """Those that nobody here looks at, by the address at which they begin; what was given back last comes last."""
-        self.places: dict[int, BufferAddress] = {}
-        """By the address at which it begins, of all memory that is in use here and that others can open: also what is
-        mapped of other processes'."""
-        self.choosing = threading.Lock()
+        """Unused buffers, by the address at which they begin, in the order in which they were given back."""
+        self.addresses: dict[int, BufferAddress] = {}
+        """By the address at which it begins, all memory in use here that others can open, mapped memory of others
+        included."""
+        self.lock = threading.Lock()
 
     def take(self, size: int) -> numpy.ndarray:
-        """[size] uint8, with anything in it. It is spare again when the last view of it is gone."""
+        """Return [size] uint8 with any contents. It is spare again when the last view of it is gone."""
         size = max(size, 1)
-        with self.choosing:
-            place, whole = self._chosen(size) or _new(size)
-            self.places[whole.ctypes.data] = place
-            surplus = max(0, len(self.spare) - len(self.places))
-            for address in list(self.spare)[:surplus]:  # whoever still looks at one keeps its memory
-                self.spare.pop(address, None)
+        with self.lock:
+            address, whole = self._chosen(size) or _new(size)
+            self.addresses[whole.ctypes.data] = address
+            surplus = max(0, len(self.spare) - len(self.addresses))
+            for begin in list(self.spare)[:surplus]:  # views of a removed buffer keep its memory
+                self.spare.pop(begin, None)
         part = numpy.frombuffer(memoryview(whole)[:size], numpy.uint8)  # of its own: views keep this, not the whole
-        weakref.finalize(part, self._give_back, place, whole).atexit = False
+        weakref.finalize(part, self._give_back, address, whole).atexit = False
         return part
 
-    def place(self, memory: numpy.ndarray) -> BufferAddress:
-        """Where others find a buffer."""
-        return self.places[memory.ctypes.data]
+    def address_of(self, memory: numpy.ndarray) -> BufferAddress:
+        """Return the address at which other processes find a buffer."""
+        return self.addresses[memory.ctypes.data]
 
     def trim(self) -> None:
-        """Give spare memory back to the system."""
         self.spare.clear()
 
     def _chosen(self, size: int) -> tuple[BufferAddress, numpy.ndarray] | None:
@@ -69,10 +66,11 @@ class HostBuffers:
         found = next((pair for pair in sorted(fitting, key=lambda pair: pair[0].size) if _is_free(pair[0])), None)
         return None if found is None else self.spare.pop(found[1].ctypes.data)
 
-    def _give_back(self, place: BufferAddress, whole: numpy.ndarray) -> None:
-        """Called when the garbage is collected, in the middle of anything: it must not wait for a lock."""
-        self.places.pop(whole.ctypes.data, None)
-        self.spare[whole.ctypes.data] = place, whole
+    def _give_back(self, address: BufferAddress, whole: numpy.ndarray) -> None:
+        """Make a buffer spare. Runs during garbage collection, in the middle of anything: it must not wait for a lock.
+        """
+        self.addresses.pop(whole.ctypes.data, None)
+        self.spare[whole.ctypes.data] = address, whole
 
 
 def _new(size: int) -> tuple[BufferAddress, numpy.ndarray]:
@@ -87,14 +85,14 @@ def _new(size: int) -> tuple[BufferAddress, numpy.ndarray]:
     return BufferAddress(os.fstat(descriptor).st_ino, descriptor, size), numpy.frombuffer(memory, numpy.uint8)
 
 
-def _is_free(place: BufferAddress) -> bool:
-    """Whether no other process has it locked. One that locks it later asks afterwards whether it still is what it was,
-    and is told that it is not: so the lock need not be kept."""
-    if place.descriptor < 0:
+def _is_free(address: BufferAddress) -> bool:
+    """Return whether no other process has the buffer locked. One that locks it later checks afterwards that it is still
+    the same, and learns that it is not: so the lock need not be kept."""
+    if address.descriptor < 0:
         return True
     try:
-        fcntl.flock(place.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(address.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    fcntl.flock(place.descriptor, fcntl.LOCK_UN)
+    fcntl.flock(address.descriptor, fcntl.LOCK_UN)
     return True

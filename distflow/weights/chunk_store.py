@@ -1,6 +1,8 @@
-"""Weights that have come, as tensors: whole ones, or the boxes that another layout wants.
+"""Chunk store: received, verified and served chunks of one version of the weights, and tensors made of them.
 
-A version of weights as far as this process has it: what the trainer serves, and what a puller fills and relays.
+    ChunkStore       buffers and chunk masks of a version; filled from one side and served from the other at once
+    IncomingChunks   a run of chunks under way, verified chunk by chunk
+    Weights          a complete version as tensors: whole ones, or the slices that another layout needs
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from distflow.weights.errors import WeightsError
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, SliceEntry, checksum
 from distflow.weights.shard_slice import ShardSlice
 
-Marks = Mapping[int, numpy.ndarray]
+ChunkMasks = Mapping[int, numpy.ndarray]
 """By part: [chunks] bool."""
 
 
 class ChunkStore:
-    """Chunks come in from one side and go out at the other at the same time.
+    """Chunks of one version of the weights.
 
-    memory: by part [bytes] uint8, as soon as it is settled where the part lies: in this process's own memory, or in a
-    source's. have: the chunks that are here and verified. wanted: those that are to come; entire: they are all that is
-    needed for whole tensors. moved: bytes that came so far, in whole chunks or not: a sign of life. unchanged: bytes
-    that were taken over from another version.
+    memory: by part [bytes] uint8, as soon as it is decided where the part lies: in memory of this process, or of a
+    source. have: chunks that are here and verified. wanted: chunks that are needed; complete: they are all that is
+    published. moved: bytes received so far, verified or not: a sign of progress. unchanged: bytes copied from another
+    version.
     """
 
     def __init__(self, version: int, key: str):
@@ -36,17 +38,17 @@ class ChunkStore:
         self.parts: dict[int, RankManifest] = {}
         self.packed: dict[int, bytes] = {}
         self.memory: dict[int, numpy.ndarray] = {}
-        self.shown: set[int] = set()
-        """The parts that lie in a source's memory, which this process does not write to."""
+        self.mapped: set[int] = set()
+        """Parts that lie in a source's memory, which this process does not write to."""
         self.have: dict[int, numpy.ndarray] = {}
         self.wanted: dict[int, numpy.ndarray] = {}
         self.claimed: dict[int, numpy.ndarray] = {}
         self.changed = threading.Condition()  # re-entrant
         self.count = self.moved = self.unchanged = 0
-        self.entire = True
+        self.complete = True
 
     def add(self, number: int, part: RankManifest, packed: bytes, memory: numpy.ndarray | None = None) -> None:
-        """A part's manifest; and its memory, if all of it is there."""
+        """Add a part's manifest, and its memory if all of it is there."""
         full = memory is not None
         with self.changed:
             self.parts[number], self.packed[number] = part, packed
@@ -57,74 +59,73 @@ class ChunkStore:
             self.count += len(part) if full else 0
             self.changed.notify_all()
 
-    def want(self, boxes: Mapping[str, ShardSlice] | None) -> None:
-        """Only what these boxes need, and all of the tensors that are not among them; None: everything.
+    def want(self, slices: Mapping[str, ShardSlice] | None) -> None:
+        """Want only the chunks of these slices, and of all tensors that are not among them; None: everything.
 
-        A box that several ranks published is wanted of the first of them.
+        A slice that several ranks published is wanted of the first of them.
         """
-        self.entire, seen = not boxes, set[ShardSlice]()
+        self.complete, seen = not slices, set[ShardSlice]()
         for number, part in self.parts.items():
             for content in part.contents:
-                if content.box in seen:
+                if content.slice in seen:
                     continue
-                seen.add(content.box)
-                touched = part.touching(content, (boxes or {}).get(content.box.name, content.box))
+                seen.add(content.slice)
+                touched = part.touching(content, (slices or {}).get(content.slice.name, content.slice))
                 self.wanted[number][touched.start : touched.stop] = True
 
-    def settle(self, number: int, shown: numpy.ndarray | None, room: Callable[[int], numpy.ndarray]) -> bool:
-        """See that a part has memory to which chunks can come from a source: that which the source itself has `shown`,
-        if nothing of the part is here yet; else `room` of this process's own, with all that is here already.
+    def place_part(self, number: int, mapped: numpy.ndarray | None, allocate: Callable[[int], numpy.ndarray]) -> bool:
+        """Decide where a part lies before chunks of it are fetched: in the source's own memory (`mapped`) if nothing of
+        the part is here yet; else in memory of this process (`allocate`), with all chunks that are here already.
 
-        Returns whether such room is new.
+        Returns whether memory was allocated.
         """
         old = self.memory.get(number)
-        if shown is not None and not self.have[number].any():
+        if mapped is not None and not self.have[number].any():
             with self.changed:
-                self.memory[number] = shown
-                self.shown.add(number)
+                self.memory[number] = mapped
+                self.mapped.add(number)
             return False
-        if old is not None and (number not in self.shown or _is_same(old, shown)):
+        if old is not None and (number not in self.mapped or _is_same(old, mapped)):
             return False
-        own = room(self.parts[number].size)
+        own = allocate(self.parts[number].size)
         for index in numpy.flatnonzero(self.have[number]).tolist():
-            numpy.copyto(own[self.parts[number].span(index)], self.place((number, index, 1)))
+            numpy.copyto(own[self.parts[number].span(index)], self.view((number, index, 1)))
         with self.changed:
             self.memory[number] = own
-            self.shown.discard(number)
+            self.mapped.discard(number)
         return True
 
-    def free(self, offered: Marks) -> Marks:
-        """What is wanted, offered, and nobody's task yet, of the parts that have such chunks."""
+    def unclaimed(self, offered: ChunkMasks) -> ChunkMasks:
+        """Return the chunks that are wanted, offered and not being fetched, of the parts that have such chunks."""
         with self.changed:
-            found = {number: self.wanted[number] & ~self.have[number] & ~self.claimed[number] & marks
-                     for number, marks in offered.items()}
-            return {number: marks for number, marks in found.items() if marks.any()}
+            masks = {number: self.wanted[number] & ~self.have[number] & ~self.claimed[number] & mask
+                     for number, mask in offered.items()}
+            return {number: mask for number, mask in masks.items() if mask.any()}
 
-    def claim(self, offered: Marks, size: int) -> Run | None:
-        """The first chunks that are `free`, as many as lie together, up to `size` bytes: now they are the caller's."""
+    def claim(self, offered: ChunkMasks, size: int) -> Run | None:
+        """Claim for the caller the first `unclaimed` chunks, as many as lie together, up to `size` bytes."""
         with self.changed:
-            for number, free in self.free(offered).items():
-                first, most = int(free.argmax()), max(1, size // self.parts[number].chunk)
-                row = free[first : first + most]
+            for number, unclaimed in self.unclaimed(offered).items():
+                first, most = int(unclaimed.argmax()), max(1, size // self.parts[number].chunk)
+                row = unclaimed[first : first + most]
                 count = len(row) if row.all() else int(row.argmin())
                 self.claimed[number][first : first + count] = True
                 return number, first, count
         return None
 
-    def give_up(self, run: Run) -> None:
-        """Somebody else may fetch what has not come."""
+    def unclaim(self, run: Run) -> None:
+        """Let another thread fetch those of the chunks that have not come."""
         number, first, count = run
         with self.changed:
             self.claimed[number][first : first + count] = False
             self.changed.notify_all()
 
-    def place(self, run: Run) -> numpy.ndarray:
-        """[bytes] uint8 where chunks lie, or will."""
+    def view(self, run: Run) -> numpy.ndarray:
         number, first, count = run
         return self.memory[number][self.parts[number].span(first, count)]
 
     def verify(self, chunk: Chunk, found: bytes) -> bool:
-        """Whether what came, with the checksum `found`, is what was published. If so, it is offered from now on."""
+        """Return whether a chunk with the checksum `found` is the published one. If so, it is served from now on."""
         number, index = chunk
         good = found == self.parts[number].sum(index)
         with self.changed:
@@ -139,50 +140,49 @@ class ChunkStore:
         return number in self.have and 0 <= first < first + count <= len(self.have[number]) and \
             bool(self.have[number][first : first + count].all())
 
-    def lacks(self, offered: Marks | None = None) -> bool:
-        """Whether anything wanted is not here; with `offered`: anything of that, claimed or not."""
+    def is_missing(self, offered: ChunkMasks | None = None) -> bool:
+        """Return whether a wanted chunk is missing; with `offered`, whether one of those is, claimed or not."""
         with self.changed:
             return any((wanted & ~self.have[number] & (True if offered is None else offered.get(number, False))).any()
                        for number, wanted in self.wanted.items())
 
     @property
-    def awaited(self) -> int:
-        """How many chunks are to be here in the end."""
+    def expected(self) -> int:
+        """Number of chunks that are here in the end."""
         return sum(int(wanted.sum()) for wanted in self.wanted.values())
 
-    def take_over(self, number: int, old: ChunkStore) -> None:
-        """Copy the chunks of a part that `old` has too: what did not change need not move."""
+    def copy_unchanged(self, number: int, old: ChunkStore) -> None:
+        """Copy the chunks of a part that `old` has too, so that they need not be transferred."""
         part, known = self.parts[number], old.sums
         for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
-            place, same = self.place((number, index, 1)), known.get(part.sum(index))
-            if same is not None and len(old.place(same)) == len(place):
-                numpy.copyto(place, old.place(same))
+            target, same = self.view((number, index, 1)), known.get(part.sum(index))
+            if same is not None and len(old.view(same)) == len(target):
+                numpy.copyto(target, old.view(same))
                 with self.changed:
-                    self.unchanged += len(place) if self.verify((number, index), checksum(place)) else 0
+                    self.unchanged += len(target) if self.verify((number, index), checksum(target)) else 0
 
     @functools.cached_property
     def sums(self) -> dict[bytes, Run]:
-        """Where chunks are that are here, by their checksums; of a version that is whole."""
         return {part.sum(index): (number, index, 1) for number, part in self.parts.items()
                 for index in numpy.flatnonzero(self.have[number]).tolist()}
 
 
 class IncomingChunks:
-    """A run of chunks that is coming in: each is verified when its last byte is there, still in the cache.
+    """Run of chunks that is being received; each is verified when its last byte is there, still in the CPU's cache.
 
-    good: how many chunks were right. bad: called with each chunk that was not.
+    good: number of chunks that were right. bad: called with each chunk that was not.
     """
 
-    def __init__(self, holding: ChunkStore, run: Run, bad: Callable[[Chunk], None]):
-        self.holding, self.bad, self.good = holding, bad, 0
+    def __init__(self, chunks: ChunkStore, run: Run, bad: Callable[[Chunk], None]):
+        self.chunks, self.bad, self.good = chunks, bad, 0
         self.part, self.index, _ = run
-        self.memory, self.filled = memoryview(holding.place(run)), 0
-        self.chunk = holding.parts[self.part].chunk
+        self.memory, self.filled = memoryview(chunks.view(run)), 0
+        self.chunk = chunks.parts[self.part].chunk
         self.state = xxhash.xxh3_128()
 
-    def moved(self, count: int) -> None:
-        """So many bytes more have come."""
-        self.holding.moved += count
+    def advance(self, count: int) -> None:
+        """Count `count` more bytes as received."""
+        self.chunks.moved += count
         end = self.filled + count
         while self.filled < end:
             stop = min(end, len(self.memory), (self.filled // self.chunk + 1) * self.chunk)
@@ -193,7 +193,7 @@ class IncomingChunks:
 
     def _verify(self) -> None:
         chunk = self.part, self.index
-        if self.holding.verify(chunk, self.state.digest()):
+        if self.chunks.verify(chunk, self.state.digest()):
             self.good += 1
         else:
             self.bad(chunk)
@@ -205,62 +205,59 @@ def _is_same(memory: numpy.ndarray, other: numpy.ndarray | None) -> bool:
     return other is not None and memory.ctypes.data == other.ctypes.data
 
 
-def packed(marks: Marks) -> dict[int, bytes]:
-    return {number: numpy.packbits(each).tobytes() for number, each in marks.items()}
+def pack_masks(masks: ChunkMasks) -> dict[int, bytes]:
+    return {number: numpy.packbits(each).tobytes() for number, each in masks.items()}
 
 
-def unpacked(marks: Mapping[int, bytes], head: PublishedVersion) -> Marks:
+def unpack_masks(masks: Mapping[int, bytes], head: PublishedVersion) -> ChunkMasks:
     return {number: numpy.unpackbits(numpy.frombuffer(each, numpy.uint8), count=head.shares[number].chunks).astype(bool)
-            for number, each in marks.items()}
+            for number, each in masks.items()}
 
 
 class Weights:
-    """A version, whole and verified, in this process's host memory, which stays as it is while this object or a tensor
-    of it lives.
+    """Complete, verified version in this process's host memory, which stays unchanged while this object or a tensor of
+    it lives.
 
-    wanted: the boxes that were pulled, by name; tensors that are not among them are whole.
+    wanted: the slices that were pulled, by name; tensors that are not among them are whole.
     """
 
-    def __init__(self, holding: ChunkStore, wanted: Mapping[str, ShardSlice]):
-        self.holding, self.wanted = holding, wanted
+    def __init__(self, chunks: ChunkStore, wanted: Mapping[str, ShardSlice]):
+        self.chunks, self.wanted = chunks, wanted
         self.found: dict[str, list[tuple[int, SliceEntry]]] = {}
-        for number, part in holding.parts.items():
+        for number, part in chunks.parts.items():
             for content in part.contents:
-                self.found.setdefault(content.box.name, []).append((number, content))
+                self.found.setdefault(content.slice.name, []).append((number, content))
 
     @property
     def version(self) -> int:
-        return self.holding.version
+        return self.chunks.version
 
     @property
     def key(self) -> str:
-        """Of the version and the start of the trainer that published it, which may publish a version again."""
-        return self.holding.key
+        """Identity of the version: its number, and the attempt of the trainer, which may publish a number again."""
+        return self.chunks.key
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, as they were pulled."""
-        return sum(self.box(name).nbytes for name in self.found)
+        return sum(self.slice_of(name).nbytes for name in self.found)
 
     def names(self) -> list[str]:
-        """In the model's order."""
         return sorted(self.found, key=lambda name: self.found[name][0][1].order)
 
-    def box(self, name: str) -> ShardSlice:
-        """What is here of a tensor."""
-        first = self.found[name][0][1].box
+    def slice_of(self, name: str) -> ShardSlice:
+        first = self.found[name][0][1].slice
         return self.wanted.get(name, ShardSlice.whole(name, first.shape, first.dtype))
 
     def tensors(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor by name, on the CPU; those that lie in one piece are views of staging memory, which other
+        """Yield each tensor by name, on the CPU; those that lie in one piece are views of staging memory, which other
         processes may use too, and must not be changed.
 
         Args:
-            into: tensors of the right shapes, of any device or dtype, such as an engine's parameters: what is named
+            into: tensors of the right shapes, of any device or dtype, such as an engine's parameters: a tensor named
                 there is written there, without a copy in between.
 
         Raises:
-            WeightsError: boxes do not cover a tensor, or `into` has another shape for it.
+            WeightsError: slices do not cover a tensor, or `into` has another shape for it.
         """
         for name in self.names():
             target = (into or {}).get(name)
@@ -268,27 +265,29 @@ class Weights:
 
     @torch.no_grad()
     def _one(self, name: str, target: Tensor | None) -> Tensor:
-        box, pieces = self.box(name), self._pieces(name)
-        if target is not None and tuple(target.shape) != box.size:
-            raise WeightsError(f"tensor `{name}` comes as {list(box.size)} and was to be written into one of "
+        shard_slice, pieces = self.slice_of(name), self._pieces(name)
+        if target is not None and tuple(target.shape) != shard_slice.size:
+            raise WeightsError(f"tensor `{name}` comes as {list(shard_slice.size)} and was to be written into one of "
                                f"{list(target.shape)}")
-        if sum(common.numel for common, _ in pieces) != box.numel:
-            raise WeightsError(f"the boxes that were published of tensor `{name}` {list(box.shape)} do not cover what "
-                               "is wanted of it exactly once; did all ranks publish the same tensors?")
+        if sum(common.numel for common, _ in pieces) != shard_slice.numel:
+            raise WeightsError(f"the slices published of tensor `{name}` {list(shard_slice.shape)} do not cover "
+                               "what is wanted of it exactly once; did all ranks publish the same tensors?")
         if target is None:
             if len(pieces) == 1 and pieces[0][1].is_contiguous():
                 return pieces[0][1]
-            target = torch.empty(box.size, dtype=box.dtype)
+            target = torch.empty(shard_slice.size, dtype=shard_slice.dtype)
         for common, piece in pieces:
-            target[common.within(box)].copy_(piece)
+            target[common.within(shard_slice)].copy_(piece)
         return target
 
     def _pieces(self, name: str) -> list[tuple[ShardSlice, Tensor]]:
-        """What each published box has of the wanted one; of boxes that several ranks published, one."""
-        wanted, pieces = self.box(name), {}
-        for number, (box, offset, _) in self.found[name]:
-            common = box.overlap(wanted)
-            if common is not None and box not in pieces:
-                memory = torch.from_numpy(self.holding.memory[number])[offset : offset + box.nbytes]
-                pieces[box] = common, memory.view(box.dtype).view(box.size)[common.within(box)]
+        """Return what each published slice has of the wanted one; each slice once, also if several ranks published it.
+        """
+        wanted, pieces = self.slice_of(name), {}
+        for number, (shard_slice, offset, _) in self.found[name]:
+            common = shard_slice.overlap(wanted)
+            if common is not None and shard_slice not in pieces:
+                memory = torch.from_numpy(self.chunks.memory[number])[offset : offset + shard_slice.nbytes]
+                tensor = memory.view(shard_slice.dtype).view(shard_slice.size)
+                pieces[shard_slice] = common, tensor[common.within(shard_slice)]
         return list(pieces.values())

@@ -1,8 +1,8 @@
-"""What the board says about weights: the newest version, and who has how much of which one.
+"""Directory of weights in the store: the newest versions, and which process has how much of which one.
 
-Each holder says so in an entry of its own, with a counter that it raises as long as it lives. A reader whose clock sees
-a counter stand still for too long takes the holder for dead and wipes its entry; a holder that was only slow writes it
-again. Nothing here grows with the model: manifests are served by the holders.
+Each holder keeps an entry of its own, with a heartbeat counter. A reader whose clock sees a counter stand still for
+too long takes the holder for dead and removes its entry; a holder that was only slow writes it again. Nothing here
+grows with the model: manifests are served by the holders.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ import torch.distributed as dist
 
 from distflow.weights.manifest import PublishedVersion
 
-BEAT, DEAD = 0.5, 3.0
-"""Seconds between two signs of life, and without one after which a holder counts as dead."""
+HEARTBEAT_SECONDS, DEAD_SECONDS = 0.5, 3.0
+"""Seconds between two heartbeats, and without one after which a holder counts as dead."""
 _HEADS, _NEWEST, _ABSENT = "heads", "newest", "-"
 _KEPT = 3
-"""Versions that the board remembers: when nobody has all of the newest any more, the one before may still be had."""
+"""Versions that the store remembers: when no process has all of the newest any more, the one before may be available.
+"""
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class HeldChunks:
-    """Of one version: chunks that are there, and that will be. entire: what will be is all that was published."""
+    """Chunks of one version that a holder has, and expects. complete: the expected ones are all that was published."""
 
     version: int
     key: str
     have: int
-    awaited: int
-    entire: bool = False
+    expected: int
+    complete: bool = False
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """A holder as it describes itself.
+    """Entry of a holder.
 
     rank: that of a trainer rank, which has only its own part; -1 for a rollout. source: from whom it is pulling, and
-    serving: who is pulling from it; empty if nobody.
+    serving: who is pulling from it; empty if there is none.
     """
 
     who: str
@@ -50,67 +51,65 @@ class SourceEntry:
     held: tuple[HeldChunks, ...] = ()
     source: str = ""
     serving: str = ""
-    beat: int = 0
+    heartbeat: int = 0
 
     def of(self, key: str) -> HeldChunks | None:
         return next((held for held in self.held if held.key == key), None)
 
     def pack(self) -> str:
         held = [list(astuple(each)) for each in self.held]
-        return json.dumps([self.address, self.rank, held, self.source, self.serving, self.beat])
+        return json.dumps([self.address, self.rank, held, self.source, self.serving, self.heartbeat])
 
     @classmethod
     def unpack(cls, who: str, text: bytes) -> SourceEntry:
-        (host, port), rank, held, source, serving, beat = json.loads(text)
-        return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, beat)
+        (host, port), rank, held, source, serving, heartbeat = json.loads(text)
+        return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, heartbeat)
 
 
 @dataclass
 class _Seen:
-    beat: int
+    heartbeat: int
     since: float = field(default_factory=time.monotonic)
 
 
 class Directory:
-    """A process's view of the board, and its own entry there.
+    """A process's view of the directory, and its own entry there.
 
-    It has a connection of its own: whoever waits on `store` does not keep it from saying that it lives.
+    It has a connection of its own, so that a wait on `store` does not delay heartbeats.
     """
 
-    def __init__(self, store: dist.Store, entry: SourceEntry, dead: float = DEAD):
+    def __init__(self, store: dist.Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
         self.store, self.mine, self.dead = dist.PrefixStore("weights", store.clone()), entry, dead
         self.seen: dict[str, _Seen] = {}
         self.last: dict[str, SourceEntry] = {}
         self.read_at = 0.0
         self.lock, self.over = threading.Lock(), threading.Event()
-        self.thread = threading.Thread(target=self._beat, name="weights heartbeat", daemon=True)
+        self.thread = threading.Thread(target=self._send_heartbeats, name="weights heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Appear on the board, and stay there until `close`."""
-        self.tell()
+        self.update()
         self.thread.start()
 
-    def tell(self, **changes: object) -> None:
-        """Change what this process's entry says; it does nothing if that changes nothing."""
+    def update(self, **changes: object) -> None:
         with self.lock:
             changed = replace(self.mine, **changes)
             if self.over.is_set():  # the last pullers are being hung up on
                 return
-            if changed != self.mine or not self.mine.beat:
-                self.mine = replace(changed, beat=self.mine.beat + 1)
+            if changed != self.mine or not self.mine.heartbeat:
+                self.mine = replace(changed, heartbeat=self.mine.heartbeat + 1)
                 self.store.set(f"holder/{self.mine.who}", self.mine.pack())
 
-    def note(self, **changes: object) -> None:
-        """As `tell`, but readers may learn it with the next sign of life only."""
+    def update_later(self, **changes: object) -> None:
+        """Change this process's entry with the next heartbeat."""
         with self.lock:
             self.mine = replace(self.mine, **changes)
 
     def newest(self) -> str:
-        """The key of the newest version; empty if there is none."""
+        """Return the key of the newest version; empty if there is none."""
         return self.read(_NEWEST)
 
     def heads(self) -> list[PublishedVersion]:
-        """The versions that were published last, the newest first; all of them whole."""
+        """Return the versions that were published last, the newest first."""
         found = self.read(_HEADS)
         return [PublishedVersion.unpack(text) for text in found.splitlines()]
 
@@ -123,7 +122,7 @@ class Directory:
         return True
 
     def holders(self, age: float = 0.0) -> dict[str, SourceEntry]:
-        """The others that live, by name; as they were up to `age` seconds ago."""
+        """Return the entries of the other living holders, by name, at most `age` seconds old."""
         if time.monotonic() - self.read_at > age:
             self.last, self.read_at = self._holders(), time.monotonic()
         return self.last
@@ -138,8 +137,8 @@ class Directory:
                 continue
             entry = SourceEntry.unpack(who, text)
             seen = self.seen.get(who)
-            if seen is None or seen.beat != entry.beat:
-                self.seen[who] = _Seen(entry.beat)
+            if seen is None or seen.heartbeat != entry.heartbeat:
+                self.seen[who] = _Seen(entry.heartbeat)
             elif now - seen.since > self.dead:
                 self.forget(who)
                 continue
@@ -147,12 +146,12 @@ class Directory:
         return found
 
     def forget(self, who: str) -> None:
-        """Wipe an entry. The key stays: a reader between `list_keys` and `multi_get` would wait for it."""
+        """Clear an entry. The key stays: a reader between `list_keys` and `multi_get` would wait for it."""
         self.seen.pop(who, None)
         self.store.set(f"holder/{who}", "")
 
     def read(self, key: str) -> str:
-        """A value, empty if there is none; `get` would wait for it."""
+        """Return a value, empty if there is none; `get` would wait for it."""
         found = self.store.compare_set(key, _ABSENT, _ABSENT).decode()
         return "" if found == _ABSENT else found
 
@@ -162,14 +161,14 @@ class Directory:
         with contextlib.suppress(dist.DistError), self.lock:
             self.forget(self.mine.who)
 
-    def _beat(self) -> None:
-        while not self.over.wait(BEAT):
+    def _send_heartbeats(self) -> None:
+        while not self.over.wait(HEARTBEAT_SECONDS):
             try:
                 with self.lock:
-                    self.mine = replace(self.mine, beat=self.mine.beat + 1)
+                    self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
                     self.store.set(f"holder/{self.mine.who}", self.mine.pack())
             except dist.DistError:
-                return  # the board has ended, and with it the run
+                return  # the store has ended, and with it the run
 
 
 def _lines(heads: list[PublishedVersion]) -> str:

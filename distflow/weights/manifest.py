@@ -1,11 +1,11 @@
-"""What a version of weights consists of: parts, one for each trainer rank, cut into chunks with checksums.
+"""Manifest of a version of weights: one part per trainer rank, cut into chunks with checksums.
 
-A part is one flat buffer: the rank's boxes, one after the other. Its manifest says where each box lies, and the
-checksum of each chunk; the digest of the manifest stands in the version's head, and the head is what the board shows.
-So whoever trusts the head can trust every byte, whoever it came from.
+A part is one flat buffer: the rank's slices, one after the other. Its manifest holds the offset of each slice and the
+checksum of each chunk; the digest of the manifest is in the `PublishedVersion` in the store. So whoever trusts the
+store can trust every byte, whichever process sent it.
 
 Checksums are XXH3 with 128 bits: 25 GB/s on one core, where CRC-32 of zlib has 4 and a copy 12, so that they do not
-hold up a transfer; and long enough that equal checksums mean equal contents, which spares chunks that did not change.
+slow a transfer; and long enough that equal checksums mean equal contents, which spares chunks that did not change.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from distflow.weights.shard_slice import ShardSlice
 SUM = 16
 """Bytes of a checksum."""
 ALIGNMENT = 64
-"""Bytes on whose multiples boxes begin: contents can then be used where they lie."""
+"""Bytes on whose multiples slices begin: contents can then be used in place."""
 _LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 64
 Chunk = tuple[int, int]
-"""Part, and place in it."""
+"""Part, and index in it."""
 Run = tuple[int, int, int]
-"""Chunks that lie one after the other: part, the first of them, how many."""
+"""Consecutive chunks: part, first chunk, number of chunks."""
 
 
 def chunk_size(size: int) -> int:
-    """Bytes of a chunk for a part of `size` bytes: a power of two, 1/64 of it or more, between 256 KiB and 16 MiB.
+    """Return the bytes of a chunk for a part of `size` bytes: a power of two, 1/64 of it or more, 256 KiB to 16 MiB.
 
-    Each relay in a row costs one chunk of time; each chunk costs a request.
+    Each relay in a chain costs one chunk of time; each chunk costs a request.
     """
     return min(max(1 << (max(size // _PIECES, 1) - 1).bit_length(), _LEAST), _MOST)
 
@@ -48,16 +48,16 @@ def checksum(data: numpy.ndarray) -> bytes:
 
 
 class SliceEntry(NamedTuple):
-    """A box, where it lies in its part, and its tensor's place in the order of the model."""
+    """Slice, its offset in its part, and its tensor's index in the order of the model."""
 
-    box: ShardSlice
+    slice: ShardSlice
     offset: int
     order: int
 
 
 @dataclass(frozen=True)
 class RankManifest:
-    """One trainer rank's share: `sums` are the checksums of its chunks, joined."""
+    """Manifest of one trainer rank's part: `sums` are the checksums of its chunks, joined."""
 
     size: int
     chunk: int
@@ -71,20 +71,21 @@ class RankManifest:
         return self.sums[index * SUM : (index + 1) * SUM]
 
     def span(self, first: int, count: int = 1) -> slice:
-        """The bytes of a chunk, or of several."""
+        """Return the bytes of a chunk, or of several."""
         return slice(first * self.chunk, min((first + count) * self.chunk, self.size))
 
-    def touching(self, content: SliceEntry, box: ShardSlice) -> range:
-        """The chunks with what `content` and `box` have in common."""
-        common = content.box.overlap(box)
+    def touching(self, content: SliceEntry, shard_slice: ShardSlice) -> range:
+        """Return the chunks with bytes that `content` and `shard_slice` share."""
+        common = content.slice.overlap(shard_slice)
         if common is None or not common.numel:
             return range(0)
-        first, last = common.reach(content.box)
+        first, last = common.reach(content.slice)
         return range((content.offset + first) // self.chunk, (content.offset + last - 1) // self.chunk + 1)
 
     def pack(self) -> bytes:
-        contents = [[box.name, box.shape, box.start, box.size, str(box.dtype).removeprefix("torch."), offset, order]
-                    for box, offset, order in self.contents]
+        contents = [[shard_slice.name, shard_slice.shape, shard_slice.start, shard_slice.size,
+                     str(shard_slice.dtype).removeprefix("torch."), offset, order]
+                    for shard_slice, offset, order in self.contents]
         return msgpack.packb([self.size, self.chunk, contents, self.sums])
 
     @classmethod
@@ -96,12 +97,12 @@ class RankManifest:
         return cls(size, chunk, found, sums)
 
 
-def lay_out(boxes: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:
-    """One after the other; and the bytes of all."""
+def lay_out(slices: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[SliceEntry, ...], int]:
+    """Place slices one after the other; return their entries and the bytes of all."""
     contents, end = [], 0
-    for box, order in zip(boxes, orders):
-        contents.append(SliceEntry(box, end, order))
-        end += -(-box.nbytes // ALIGNMENT) * ALIGNMENT
+    for shard_slice, order in zip(slices, orders):
+        contents.append(SliceEntry(shard_slice, end, order))
+        end += -(-shard_slice.nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(contents), end
 
 
@@ -109,18 +110,18 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def key(version: int, team: str) -> str:
-    """What a version is called between processes: a trainer that starts anew may use a number again."""
-    return f"{version}.{team}"
+def key(version: int, attempt: str) -> str:
+    """Return the identity of a version between processes: a trainer that restarts may use a number again."""
+    return f"{version}.{attempt}"
 
 
 def version_of(key: str) -> int:
-    """The number in a key; -1 if that is empty."""
+    """Return the number in a key; -1 if that is empty."""
     return int(key.partition(".")[0] or -1)
 
 
 class ManifestDigest(NamedTuple):
-    """A part as the head names it: the digest of its manifest, bytes, chunks."""
+    """Part as `PublishedVersion` names it: the digest of its manifest, bytes, chunks."""
 
     digest: str
     size: int
@@ -129,15 +130,15 @@ class ManifestDigest(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """A version as the board shows it. `team`: which start of the trainer made it."""
+    """Published version, as it is in the store. `attempt`: identifies the attempt of the trainer that made it."""
 
     version: int
-    team: str
+    attempt: str
     shares: tuple[ManifestDigest, ...]
 
     @property
     def key(self) -> str:
-        return key(self.version, self.team)
+        return key(self.version, self.attempt)
 
     @property
     def chunks(self) -> int:
@@ -148,12 +149,12 @@ class PublishedVersion:
         return sum(share.size for share in self.shares)
 
     def pack(self) -> str:
-        return json.dumps([self.version, self.team, self.shares])
+        return json.dumps([self.version, self.attempt, self.shares])
 
     @classmethod
     def unpack(cls, text: str) -> PublishedVersion:
-        version, team, shares = json.loads(text)
-        return cls(version, team, tuple(ManifestDigest(*share) for share in shares))
+        version, attempt, shares = json.loads(text)
+        return cls(version, attempt, tuple(ManifestDigest(*share) for share in shares))
 
 
 def _dtype(name: str) -> torch.dtype:

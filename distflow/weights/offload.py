@@ -1,4 +1,4 @@
-"""Tensors that are not needed for a while, in host memory: the swap of MindSpeed RL's allgather-swap (§3.2)."""
+"""Offloads tensors to host memory while they are not needed: the swap of MindSpeed RL's allgather-swap (§3.2)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from torch import Tensor
 
 
 class HostOffload:
-    """Takes tensors out of their device's memory and brings them back to where they were.
+    """Offload of tensors from their device to host memory, and back to the same tensors.
 
-    The tensors themselves stay: only their storage is given back meanwhile. Host memory is pinned where the device is a
-    GPU, and kept for the next time; there the way back overlaps with other work until `ready` waits for it.
+    The tensors stay; only their storage is released. Host memory is pinned where the device is a GPU, and kept for the
+    next time; there the way back overlaps with other work until `ready` waits for it.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], scratch: Callable[[], Iterable[Tensor]] = tuple):
-        """`tensors`: those to be stored, called anew each time: an optimizer makes its state in its first step.
-        `scratch`: those whose memory is given back too, but not what is in it: they are zeros afterwards."""
+        """Args:
+            tensors: returns those to store, called again each time: an optimizer makes its state in its first step.
+            scratch: returns those whose memory is released without their contents: they are zeros afterwards.
+        """
         self.tensors, self.scratch = tensors, scratch
         self._host: dict[int, Tensor] = {}
-        """By storage: room of its size."""
+        """By storage: host memory of its size."""
         self._out: list[tuple[Tensor, Tensor | None]] = []
-        """What is out, and where it is meanwhile; scratch is nowhere."""
+        """Offloaded tensors and their host memory; None for scratch."""
         self._stream: torch.cuda.Stream | None = None
         self._coming = False
 
     @property
     def bytes(self) -> int:
-        """What is in host memory at the moment."""
         return sum(host.nbytes for _, host in self._out if host is not None)
 
     @torch.no_grad()
     def out(self) -> None:
-        """Their memory is free afterwards, for other processes too. Those that are out already stay so."""
+        """Offload all tensors, so that other processes can use the memory too. Those that are out already stay so."""
         self.ready()
         there = _storages(self.tensors())
         known = {tensor.untyped_storage()._cdata for tensor in there}
@@ -53,13 +54,13 @@ class HostOffload:
 
     @torch.no_grad()
     def back(self) -> None:
-        """Bring them back; on a GPU they are on their way when this returns."""
+        """Bring the tensors back; on a GPU the copies may still be under way when this returns."""
         if self._out and self._out[0][0].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
         for tensor, _ in self._out:
             tensor.untyped_storage().resize_(len(tensor))
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # the memory may have been somebody else's just now
+            self._stream.wait_stream(torch.cuda.current_stream())  # other tensors may have used the memory just now
         with torch.cuda.stream(self._stream):
             for tensor, host in self._out:
                 tensor.zero_() if host is None else tensor.copy_(host, non_blocking=True)
@@ -72,13 +73,12 @@ class HostOffload:
         return self._host[key]
 
     def ready(self) -> None:
-        """Wait until they are back; whoever computes with them calls this first."""
+        """Wait until the tensors are back; call this before computing with them."""
         if self._coming and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._coming = False
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """One tensor [bytes] for each storage."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in found.values()]

@@ -1,9 +1,7 @@
-"""Weights out of the training layout, bucket by bucket: what a rank has a shard of comes by as a whole tensor.
+"""Resharding: gathers training shards into whole tensors, bucket by bucket (allgather of MindSpeed RL, §3.2).
 
-The allgather of MindSpeed RL (§3.2). A large tensor is gathered straight to where it is wanted, or into a buffer that
-serves one tensor after the other; small ones travel together.
-
-Collectives from and into one tensor, by the newer of the two names that torch has for them.
+A large tensor is gathered straight to its target, or into a buffer that serves one tensor after the other; small ones
+travel together. `all_gather` and `reduce_scatter` have the newer of the two names that torch uses.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ _Key = tuple[object, ...]
 @torch.no_grad()
 def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, into: Mapping[str, Tensor] | None = None,
              bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole, by name. Collective; a tensor may be overwritten as soon as the next one is asked for.
+    """Yield each tensor whole, by name. Collective; a tensor may be overwritten as soon as the next one is requested.
 
     Args:
         shards: DTensors that one dimension of their mesh cuts, or FSDP what tensor parallelism has cut evenly, with
-            its dimension before the other's; or plain tensors, which come as they are.
-        dtype: in which they travel and come; None: each in its own.
+            its dimension before the other's; or plain tensors, which are yielded as they are.
+        dtype: in which they travel and are yielded; None: each in its own.
         into: whole, contiguous tensors of the same names, of `dtype`, that are filled in place where that saves a copy.
-        bucket_bytes: what is gathered at a time, but at least one tensor.
+        bucket_bytes: how much is gathered at a time, but at least one tensor.
 
     Raises:
         EngineError: a tensor is placed in a way that cannot be gathered, or `into` has another shape for it.
@@ -47,9 +45,9 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
     key: _Key = ()
     size = 0
     for name, shard in shards.items():
-        kind, place = dtype or shard.dtype, (into or {}).get(name)
-        if place is not None and place.shape != shard.shape:
-            raise EngineError(f"parameter `{name}` has shape {list(shard.shape)} in training and {list(place.shape)} "
+        kind, target = dtype or shard.dtype, (into or {}).get(name)
+        if target is not None and target.shape != shard.shape:
+            raise EngineError(f"parameter `{name}` has shape {list(shard.shape)} in training and {list(target.shape)} "
                               "in generation")
         if not isinstance(shard, DTensor):
             yield name, shard.to(kind)
@@ -57,7 +55,7 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
         _check(name, shard)
         count = shard.numel() * kind.itemsize
         if count >= _LARGE:
-            yield name, _alone(shard, kind, place)
+            yield name, _alone(shard, kind, target)
             continue
         key_here = (shard.device_mesh, shard.placements, kind)
         if bucket and (size + count > bucket_bytes or key_here != key):
@@ -69,9 +67,10 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
 
 
 def _check(name: str, shard: DTensor) -> None:
-    """That the order and the sizes of its cuts can be undone."""
-    cuts = [(size, place) for size, place in zip(shard.device_mesh.shape, shard.placements) if not place.is_replicate()]
-    if any(place.is_partial() for _, place in cuts):
+    """Require that the order and the sizes of a shard's cuts can be undone."""
+    cuts = [(size, placement) for size, placement in zip(shard.device_mesh.shape, shard.placements)
+            if not placement.is_replicate()]
+    if any(placement.is_partial() for _, placement in cuts):
         raise EngineError(f"parameter `{name}` is placed as {shard.placements}: only cut or repeated tensors can be "
                           "gathered")
     size, last = cuts[-1] if len(cuts) > 1 else (1, None)
@@ -79,20 +78,19 @@ def _check(name: str, shard: DTensor) -> None:
         raise EngineError(f"parameter `{name}` {list(shard.shape)} is cut {size} ways along dimension {last.dim}, "
                           f"which they do not divide, and by another mesh dimension too ({shard.placements}); such a "
                           "tensor cannot be gathered. Leave it whole in the tensor-parallel plan")
-    if any(place.dim == last.dim and type(place) is Shard for _, place in cuts[:-1]):
+    if any(placement.dim == last.dim and type(placement) is Shard for _, placement in cuts[:-1]):
         raise EngineError(f"parameter `{name}` is cut twice along dimension {last.dim} ({shard.placements}), but not "
                           "by FSDP after tensor parallelism; such a tensor cannot be gathered")
 
 
 def _cuts(shard: DTensor) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tensor parallelism has
-    left of a tensor."""
+    """Return (mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tensor parallelism
+    has left of a tensor."""
     return [(index, placement.dim) for index, placement in enumerate(shard.placements)
             if not placement.is_replicate()]
 
 
 def _sizes(shard: DTensor) -> list[list[int]]:
-    """The shape before each cut of `_cuts`, the whole one last."""
     cuts, shape, shapes = _cuts(shard), list(shard.shape), []
     for mesh_dim, dim in reversed(cuts):
         shapes.insert(0, list(shape))
@@ -101,18 +99,18 @@ def _sizes(shard: DTensor) -> list[list[int]]:
 
 
 def _piece(length: int, parts: int) -> int:
-    """The longest of the pieces that a dimension is cut into: the last ones may be shorter, or empty."""
+    """Return the longest piece that a dimension is cut into: the last ones may be shorter, or empty."""
     return math.ceil(length / parts)
 
 
-def _alone(shard: DTensor, dtype: torch.dtype, place: Tensor | None) -> Tensor:
+def _alone(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Tensor:
     local = shard.to_local().to(dtype)
     cuts, shapes = _cuts(shard), _sizes(shard)
     for number, ((mesh_dim, dim), shape) in enumerate(zip(cuts, shapes)):
         group, parts = shard.device_mesh.get_group(mesh_dim), shard.device_mesh.size(mesh_dim)
         last = number == len(cuts) - 1
         if dim == 0 and shape[0] % parts == 0:
-            whole = place if last and place is not None and place.is_contiguous() else local.new_empty(shape)
+            whole = target if last and target is not None and target.is_contiguous() else local.new_empty(shape)
             all_gather(whole, local.contiguous(), group=group)
         else:
             whole = _joined(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
@@ -121,7 +119,6 @@ def _alone(shard: DTensor, dtype: torch.dtype, place: Tensor | None) -> Tensor:
 
 
 def _together(bucket: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one mesh and placement: one message for each cut."""
     first: DTensor = next(iter(bucket.values()))
     locals_ = {name: shard.to_local().to(dtype) for name, shard in bucket.items()}
     for number, (mesh_dim, dim) in enumerate(_cuts(first)):

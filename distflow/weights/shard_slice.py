@@ -1,7 +1,7 @@
-"""Boxes: rectangular parts of named tensors, the common measure of every layout.
+"""Slices of shards: rectangular parts of named tensors, the common measure of every layout.
 
-What a rank holds of a tensor, however it is cut, is a box of it: so is what another rank wants. Shards of two layouts
-meet by intersecting their boxes, and nobody has to know how the other was made.
+What a rank holds of a tensor, however it is cut, is a slice of it; so is what another rank needs. Shards of two
+layouts meet by intersecting their slices, and neither side has to know how the other was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distflow.weights.errors import WeightsError
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A part of the tensor `name`: along dimension `d`, `size[d]` entries from `start[d]` on, of `shape[d]`."""
+    """Part of the tensor `name`: along dimension `d`, `size[d]` entries from `start[d]` on, of `shape[d]`."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,11 +41,8 @@ class ShardSlice:
         return self.numel * self.dtype.itemsize
 
     def overlap(self, other: ShardSlice) -> ShardSlice | None:
-        """What both have; None if that is nothing.
-
-        Raises:
-            WeightsError: they are parts of tensors with different shapes.
-        """
+        """Return the part that both slices have; None if there is none. Raises `WeightsError` if they are parts of
+        tensors with different shapes."""
         if self.shape != other.shape:
             raise WeightsError(f"tensor `{self.name}` is {list(self.shape)} as published and {list(other.shape)} as "
                                "wanted; both must be the shape of the whole tensor")
@@ -56,12 +53,12 @@ class ShardSlice:
                                                                            self.dtype)
 
     def within(self, outer: ShardSlice) -> tuple[slice, ...]:
-        """Where it lies in a tensor of `outer`'s size."""
+        """Return the index of this slice in a tensor of `outer`'s size."""
         return tuple(slice(begin - base, begin - base + length)
                      for begin, base, length in zip(self.start, outer.start, self.size))
 
     def reach(self, outer: ShardSlice) -> tuple[int, int]:
-        """The first byte, and the one after the last, that it has in `outer`, stored row by row."""
+        """Return the first byte, and the one after the last, of this slice in `outer`, stored row by row."""
         first = last = 0
         for part, length in zip(self.within(outer), outer.size):
             first, last = first * length + part.start, last * length + part.stop - 1
@@ -69,13 +66,13 @@ class ShardSlice:
 
 
 def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:
-    """This rank's boxes and their contents, in the order of `shards`. No communication, no copy.
+    """Return this rank's slices and their contents, in the order of `shards`. No communication, no copy.
 
-    Ranks that have the same box of a DTensor (replicas of HSDP, or norms under tensor parallelism) divide such tensors
-    between them, about evenly by bytes: each is the box of one of them.
+    Ranks that have the same slice of a DTensor (replicas of HSDP, or norms under tensor parallelism) divide such
+    tensors between them, about evenly by bytes: each is the slice of one of them.
 
     Raises:
-        WeightsError: a tensor is placed so that this rank's part of it is no box.
+        WeightsError: a tensor is placed so that this rank's part of it is no slice.
     """
     found: list[tuple[ShardSlice, Tensor]] = []
     dealt: dict[tuple[object, ...], list[int]] = {}
@@ -83,14 +80,14 @@ def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:
         if not isinstance(shard, DTensor):
             found.append((ShardSlice.whole(name, tuple(shard.shape), shard.dtype), shard.detach()))
             continue
-        box = _box(name, shard)
-        if _is_ours(shard, dealt) and box.numel:
-            found.append((box, shard.to_local().detach()))
+        shard_slice = _slice(name, shard)
+        if _is_ours(shard, dealt) and shard_slice.numel:
+            found.append((shard_slice, shard.to_local().detach()))
     return found
 
 
-def _box(name: str, shard: DTensor) -> ShardSlice:
-    if any(place.is_partial() for place in shard.placements):
+def _slice(name: str, shard: DTensor) -> ShardSlice:
+    if any(placement.is_partial() for placement in shard.placements):
         raise WeightsError(f"tensor `{name}` is placed as {shard.placements}: a sum that has not been made yet. Reduce "
                            "it before it is published")
     size, start = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
@@ -101,8 +98,10 @@ def _box(name: str, shard: DTensor) -> ShardSlice:
 
 
 def _is_ours(shard: DTensor, dealt: dict[tuple[object, ...], list[int]]) -> bool:
-    """Of the ranks with this same box, the one with the fewest bytes so far has it; all of them count alike."""
-    mesh, repeated = shard.device_mesh, [dim for dim, place in enumerate(shard.placements) if place.is_replicate()]
+    """Return whether this rank publishes a repeated slice: that with the fewest bytes so far does; all ranks count
+    alike."""
+    mesh = shard.device_mesh
+    repeated = [dim for dim, placement in enumerate(shard.placements) if placement.is_replicate()]
     count = math.prod(mesh.size(dim) for dim in repeated)
     if count == 1:
         return True

@@ -1,5 +1,10 @@
-"""Planning on mixed hardware as one problem (HetRL, arXiv 2512.12476): grouping, assignment, strategy and balance.
+"""Planning on mixed hardware as one constrained joint optimisation (HetRL, arXiv 2512.12476).
 
-`problem` says what is decided, `cost` what it takes; `hybrid` searches and `exact` proves, over the same cost model.
-Pure as its neighbours, but for numpy, and scipy where an integer program is solved.
+    problem     the decisions: grouping, assignment, strategy and balance
+    workload    builds the problem from a DAG, a run and a cluster
+    hardware    rooflines of devices and links            cost       seconds of layouts and of an iteration
+    layouts     the best layout of a task on a subset     search     the hybrid search      exact   the integer program
+    runnable    the best placement that ranks can run     plan_file  placements as files    explain what bounds them
+
+Pure as the rest of `planners`, but for numpy, and scipy where an integer program is solved.
 """

@@ -1,16 +1,14 @@
-"""The cost model as runs have shown it: each work's seconds over its roofline, what a pass through a layer takes
-however little it computes, the pace of each type of device, and the lengths of rows.
+"""Fits the cost model to measured runs: each task's seconds over its roofline, the constant cost of a pass through a
+layer, the slowdown of each type of device, and the lengths of rows.
 
-The seconds of a share are taken to be  pace × (times × roofline + launch × passes) + network.  Roofline, passes and
-network are the cost model's own for the rows and lengths of the run, so what is fitted is linear: least squares of the
+The seconds of a share are taken to be  slowdown × (times × roofline + launch × passes) + network.  Roofline, passes and
+network are the cost model's own for the rows and lengths of the run, so the fit is linear: least squares of the
 relative error (Björck 1996, §4.4), neither term below zero, over the medians of each run. The second term is what
 kernels and messages take to start, the overhead of LogP (Culler et al. 1993, §3). Shares of nearly one size cannot tell
 it from the first; then it is left at zero, and predictions for other sizes are worth less.
 
-The pace of a device shows where ranks do not wait for each other, which is where they sample. Ranks that train or infer
-go in step, layer by layer, and all take as long as the slowest; there the paces seen in sampling count.
-
-A run as the joint problem sees it: which devices each work had, in which shares, and what was measured of them.
+The slowdown of a device shows where ranks do not wait for each other, which is in sampling. Ranks that train or infer
+go in step, layer by layer, and all take as long as the slowest; there the slowdowns seen in sampling count.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from distflow.plan_file import NodeTiming
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import (
     GENERATE,
+    DeviceSubset,
     Grouping,
     Hardware,
     Measured,
     ModelTask,
     Placement,
-    Pool,
     Problem,
     Replicas,
     Strategy,
@@ -42,235 +40,237 @@ from planners.heterogeneous.problem import (
 
 
 class MeasuredReplica(NamedTuple):
-    """A data-parallel share of a work: the sites of its stages, and what it took in an iteration."""
+    """Data-parallel share of a task: the device groups of its stages, and its measurements in an iteration."""
 
     stages: tuple[int, ...]
-    taken: NodeTiming
+    timing: NodeTiming
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run. `problem` is what it was, with the lengths that its rows had; the rest is by work. `seconds` are those of
-    an iteration."""
+    """Measured run. `problem` has the lengths of the run's rows; strategies and shares are by task. `seconds` are those
+    of an iteration."""
 
     problem: Problem
     strategies: tuple[Strategy, ...]
     shares: tuple[tuple[MeasuredReplica, ...], ...]
     grouping: Grouping
-    pools: tuple[Pool, ...]
+    subsets: tuple[DeviceSubset, ...]
     seconds: float
 
     @property
     def durations(self) -> list[float]:
-        """Of each work, as measured: until the last share is done."""
-        return [max(share.taken.seconds for share in shares) for shares in self.shares]
+        """Measured seconds of each task, until its last share is done."""
+        return [max(share.timing.seconds for share in shares) for shares in self.shares]
 
     def layout(self, costed: CostedProblem, number: int,
                shares: tuple[MeasuredReplica, ...] | None = None) -> TaskLayout | None:
-        """A work as this run has placed it, by a cost model; of the shares `shares` only, if they are given. As many
-        rows as the model's problem has are divided as they were. None if it does not fit, though it ran."""
+        """Return a task's layout in this run, costed by a cost model; of `shares` only, if given. The rows of the
+        model's problem are divided as they were. None if it does not fit, though it ran."""
         of = self.shares[number] if shares is None else shares
-        scale = costed.problem.works[number].rows / self.problem.works[number].rows
+        scale = costed.problem.tasks[number].rows / self.problem.tasks[number].rows
         return costed.costs.layout(number, self.strategies[number], tuple(Replicas(share.stages, 1) for share in of),
-                                   tuple(round(share.taken.rows * scale) for share in of))
+                                   tuple(round(share.timing.rows * scale) for share in of))
 
     def placement(self, costed: CostedProblem) -> Placement | None:
-        """The placement that it has, by a cost model."""
+        """Return this run's placement, costed by a cost model."""
         layouts = [self.layout(costed, number) for number in range(len(self.shares))]
         if None in layouts:
             return None
-        home = {work: shared(self.problem, group) for group in self.grouping for work in group}
-        durations = [layout.takes(home[work]) for work, layout in enumerate(layouts)]
-        return Placement(self.grouping, self.pools, tuple(layouts),
-                         costed.objective.seconds(self.grouping, self.pools, durations))
+        turns = {task: shared(self.problem, group) for group in self.grouping for task in group}
+        durations = [layout.takes(turns[task]) for task, layout in enumerate(layouts)]
+        return Placement(self.grouping, self.subsets, tuple(layouts),
+                         costed.objective.seconds(self.grouping, self.subsets, durations))
 
     def rest(self, costed: CostedProblem) -> float:
-        """Seconds of an iteration that no work takes: rewards, what the host computes, and the step's end."""
-        return max(0.0, self.seconds - costed.objective.seconds(self.grouping, self.pools, self.durations))
+        """Return the seconds of an iteration beside its tasks: rewards, what the host computes, and the step's end."""
+        return max(0.0, self.seconds - costed.objective.seconds(self.grouping, self.subsets, self.durations))
 
 
-def ran(problem: Problem, layouts: Mapping[str, Ranks], taken: Mapping[tuple[str, int], NodeTiming],
-        seconds: float) -> MeasuredRun:
-    """A run in mode sync.
+def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],
+                 seconds: float) -> MeasuredRun:
+    """Return the measured run in mode sync.
 
     Args:
-        problem: what it was, on this hardware.
-        layouts: which ranks had each work, by name.
-        taken: of each work and rank, medians over the steps.
-        seconds: of a step, too.
+        problem: the run's, on this hardware.
+        layouts: the ranks of each task, by name.
+        timings: of each task and rank, medians over the steps.
+        seconds: median of a step.
     """
-    homes = [site for site, devices in enumerate(problem.hardware.all) for _ in range(devices)]
-    shares = tuple(_shares(work, layouts[work.name], taken, homes) for work in problem.works)
-    problem = replace(problem, works=tuple(map(lengthened, problem.works, problem.works, shares)))
-    ranks = [range(layouts[work.name].first, layouts[work.name].last + 1) for work in problem.works]
+    device_group_of = [device_group
+                       for device_group, devices in enumerate(problem.hardware.all) for _ in range(devices)]
+    shares = tuple(_shares(task, layouts[task.name], timings, device_group_of) for task in problem.tasks)
+    problem = replace(problem, tasks=tuple(map(with_run_lengths, problem.tasks, problem.tasks, shares)))
+    ranks = [range(layouts[task.name].first, layouts[task.name].last + 1) for task in problem.tasks]
     grouping = _grouping(ranks)
-    pools = tuple(_pool(problem.hardware, homes, {rank for work in group for rank in ranks[work]})
-                  for group in grouping)
-    strategies = tuple(_strategy(work, layouts[work.name]) for work in problem.works)
-    return MeasuredRun(problem, strategies, shares, grouping, pools, seconds)
+    subsets = tuple(_subset(problem.hardware, device_group_of, {rank for task in group for rank in ranks[task]})
+                    for group in grouping)
+    strategies = tuple(_strategy(task, layouts[task.name]) for task in problem.tasks)
+    return MeasuredRun(problem, strategies, shares, grouping, subsets, seconds)
 
 
-def lengthened(work: ModelTask, before: ModelTask, shares: tuple[MeasuredReplica, ...]) -> ModelTask:
-    """A work with the lengths of a run in which it was `before`. Prompts are as long as they were; of responses it is
-    taken over how long they were beside the longest allowed. Of what showed no tokens nothing is known."""
-    rows = sum(share.taken.rows for share in shares)
+def with_run_lengths(task: ModelTask, before: ModelTask, shares: tuple[MeasuredReplica, ...]) -> ModelTask:
+    """Return a task with the lengths of a run in which it was `before`. Prompts keep their lengths; responses keep
+    theirs relative to the longest allowed. Without measured tokens the lengths stay unknown."""
+    rows = sum(share.timing.rows for share in shares)
     if not rows:
-        return work
-    prompt, read, response = (sum(getattr(share.taken, name) for share in shares) / rows
+        return task
+    prompt, read, response = (sum(getattr(share.timing, name) for share in shares) / rows
                               for name in ("prompt", "read", "response"))
-    longest, scale = max(share.taken.longest for share in shares), work.response / before.response
-    known = {"prompt": min(prompt, work.prompt), "read": min(read, work.prompt)} if prompt else {}
+    longest, scale = max(share.timing.longest for share in shares), task.response / before.response
+    known = {"prompt": min(prompt, task.prompt), "read": min(read, task.prompt)} if prompt else {}
     if response:
-        known |= {"response": min(response * scale, work.response),
-                  "longest": max(1.0, min(longest * scale, work.response))}
-    return replace(work, measured=work.measured._replace(**known))
+        known |= {"response": min(response * scale, task.response),
+                  "longest": max(1.0, min(longest * scale, task.response))}
+    return replace(task, measured=task.measured._replace(**known))
 
 
-def _shares(work: ModelTask, layout: Ranks, taken: Mapping[tuple[str, int], NodeTiming],
-            homes: list[int]) -> tuple[MeasuredReplica, ...]:
+def _shares(task: ModelTask, layout: Ranks, timings: Mapping[tuple[str, int], NodeTiming],
+            device_group_of: list[int]) -> tuple[MeasuredReplica, ...]:
     found = []
     for share in range(layout.dp):
         first, each = layout.first + share * layout.width, layout.tp * layout.cp
         ranks = range(first, first + layout.width)
-        seen = [taken[work.name, rank] for rank in ranks]
-        found.append(MeasuredReplica(tuple(homes[rank] for rank in ranks[::each]),
+        seen = [timings[task.name, rank] for rank in ranks]
+        found.append(MeasuredReplica(tuple(device_group_of[rank] for rank in ranks[::each]),
                                      replace(seen[0], seconds=max(one.seconds for one in seen))))
-    return _whole(work, found)
+    return _whole(task, found)
 
 
-def _whole(work: ModelTask, shares: list[MeasuredReplica]) -> tuple[MeasuredReplica, ...]:
-    """The same seconds for as many rows as the batch has: filters drop some and draw others in their place, and a plan
-    is for a batch."""
-    rows = sum(share.taken.rows for share in shares)
-    factor = work.rows / rows if rows else 1.0
-    return tuple(share._replace(taken=replace(share.taken, **{
-        name: round(factor * getattr(share.taken, name)) for name in ("rows", "prompt", "read", "response")}))
+def _whole(task: ModelTask, shares: list[MeasuredReplica]) -> tuple[MeasuredReplica, ...]:
+    """Scale the rows of shares to those of the batch, for which a plan is made: filters drop rows and draw others."""
+    rows = sum(share.timing.rows for share in shares)
+    factor = task.rows / rows if rows else 1.0
+    return tuple(share._replace(timing=replace(share.timing, **{
+        name: round(factor * getattr(share.timing, name)) for name in ("rows", "prompt", "read", "response")}))
                  for share in shares)
 
 
 def _grouping(ranks: list[range]) -> Grouping:
-    """Works that have a rank in common take turns."""
+    """Return the groups: tasks that share a rank take turns."""
     groups: list[tuple[set[int], list[int]]] = []
-    for work, mine in enumerate(ranks):
+    for task, mine in enumerate(ranks):
         together = [group for group in groups if group[0] & set(mine)]
         groups = [group for group in groups if group not in together]
         groups.append((set(mine).union(*(group[0] for group in together)),
-                       sorted([work, *(other for group in together for other in group[1])])))
-    return tuple(sorted(tuple(works) for _, works in groups))
+                       sorted([task, *(other for group in together for other in group[1])])))
+    return tuple(sorted(tuple(tasks) for _, tasks in groups))
 
 
-def _pool(hardware: Hardware, homes: list[int], ranks: set[int]) -> Pool:
-    return tuple(sum(homes[rank] == site for rank in ranks) for site in range(len(hardware.sites)))
+def _subset(hardware: Hardware, device_group_of: list[int], ranks: set[int]) -> DeviceSubset:
+    return tuple(sum(device_group_of[rank] == device_group for rank in ranks)
+                 for device_group in range(len(hardware.device_groups)))
 
 
-def _strategy(work: ModelTask, layout: Ranks) -> Strategy:
-    """Micro-batches as engines cut them: by tokens, as long as the rows really are."""
-    tokens = work.read if work.kind == GENERATE else work.whole
-    micro = min(max(1, int(work.micro_tokens // max(tokens, 1.0))), work.rows)
+def _strategy(task: ModelTask, layout: Ranks) -> Strategy:
+    """Return the strategy, with micro-batches as engines cut them: by tokens at the measured lengths."""
+    tokens = task.read if task.kind == GENERATE else task.whole
+    micro = min(max(1, int(task.micro_tokens // max(tokens, 1.0))), task.rows)
     return Strategy(layout.dp, layout.tp, layout.pp, layout.ep, micro)
 
 
 def unmeasured(problem: Problem) -> Problem:
-    """The problem as it is without runs."""
-    return replace(problem, works=tuple(replace(work, measured=Measured()) for work in problem.works))
+    """Return the problem without measurements."""
+    return replace(problem, tasks=tuple(replace(task, measured=Measured()) for task in problem.tasks))
 
 
 _APART = 1.5
 """Shares are of different sizes if, among them, the roofline of a pass differs by this factor."""
 _LEAST = 0.1
-"""What a device has at least of a work's seconds, whatever the cost model says of the network."""
+"""Least share of a task's seconds that counts as the device's own, whatever the cost model says of the network."""
 _ROWS = 0.01
-"""Rows are never free: what they have at least of `times`, beside a fit in which starts take nothing."""
+"""Rows are never free: their least `times`, as a share of those of a fit without launches."""
 _ROUNDS = 8
 _MOMENT = 1e-4
-"""Seconds of a pass, to see how many passes there are."""
+"""Seconds of a pass with which passes are counted."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What was measured of a share, and the cost model's terms for it: seconds that the device took by itself, its
-    roofline, and its passes. `kind`: the type of its device."""
+    """Measurement of a share and the cost model's terms for it: seconds of the device by itself, its roofline, and its
+    passes. `kind`: the type of its device."""
 
     own: float
     roofline: float
     passes: float
     kind: str
 
-    def at(self, pace: float) -> Observed:
-        """On a device that takes so many times longer."""
-        return replace(self, roofline=self.roofline * pace, passes=self.passes * pace)
+    def at(self, slowdown: float) -> Observed:
+        """Return the terms for a device that takes so many times longer."""
+        return replace(self, roofline=self.roofline * slowdown, passes=self.passes * slowdown)
 
 
 def calibrated(problem: Problem, runs: Sequence[MeasuredRun]) -> Problem:
-    """The problem with what runs of its DAG, on its hardware, have shown; lengths are those of the last one."""
-    paces = _paces(runs)
-    works = []
-    for number, (work, before, shares) in enumerate(zip(problem.works, runs[-1].problem.works, runs[-1].shares)):
-        times, launch = _fit([one for run in runs for one in _seen(replace(run, problem=_paced(run.problem, paces)),
-                                                                   number)])
-        works.append(lengthened(replace(work, measured=Measured(times, launch)), before, shares))
-    return _paced(replace(problem, works=tuple(works)), paces)
+    """Return the problem calibrated by runs of its DAG on its hardware; lengths are those of the last one."""
+    slowdowns = _slowdowns(runs)
+    tasks = []
+    for number, (task, before, shares) in enumerate(zip(problem.tasks, runs[-1].problem.tasks, runs[-1].shares)):
+        slowed = (replace(run, problem=_slowed(run.problem, slowdowns)) for run in runs)
+        times, launch = _fit([one for run in slowed for one in _seen(run, number)])
+        tasks.append(with_run_lengths(replace(task, measured=Measured(times, launch)), before, shares))
+    return _slowed(replace(problem, tasks=tuple(tasks)), slowdowns)
 
 
-def again(run: MeasuredRun, problem: Problem) -> Problem:
-    """A calibrated problem at the rows and lengths of a run, to be held against what was measured."""
-    works = tuple(replace(before, measured=before.measured._replace(times=work.measured.times,
-                                                                    launch=work.measured.launch))
-                  for work, before in zip(problem.works, run.problem.works))
-    return replace(problem, works=works)
+def at_run_sizes(run: MeasuredRun, problem: Problem) -> Problem:
+    """Return a calibrated problem at the rows and lengths of a run, to be compared with its measurements."""
+    tasks = tuple(replace(before, measured=before.measured._replace(times=task.measured.times,
+                                                                    launch=task.measured.launch))
+                  for task, before in zip(problem.tasks, run.problem.tasks))
+    return replace(problem, tasks=tasks)
 
 
-def _paced(problem: Problem, paces: Mapping[str, float]) -> Problem:
-    sites = tuple(replace(site, pace=paces[site.kind]) for site in problem.hardware.sites)
-    return replace(problem, hardware=replace(problem.hardware, sites=sites))
+def _slowed(problem: Problem, slowdowns: Mapping[str, float]) -> Problem:
+    device_groups = tuple(replace(device_group, slowdown=slowdowns[device_group.kind])
+                          for device_group in problem.hardware.device_groups)
+    return replace(problem, hardware=replace(problem.hardware, device_groups=device_groups))
 
 
-def _paces(runs: Sequence[MeasuredRun]) -> dict[str, float]:
-    """Of each type of device; that of the first one is 1. Types that have sampled nothing have that of the first."""
+def _slowdowns(runs: Sequence[MeasuredRun]) -> dict[str, float]:
+    """Return the slowdown of each type of device; 1 of the first and of types that have sampled nothing."""
     problem = runs[0].problem
-    kinds = list(dict.fromkeys(site.kind for site in problem.hardware.sites))
-    sampling = [number for number, work in enumerate(problem.works) if work.kind == GENERATE]
+    kinds = list(dict.fromkeys(device_group.kind for device_group in problem.hardware.device_groups))
+    sampling = [number for number, task in enumerate(problem.tasks) if task.kind == GENERATE]
     seen = [[one for run in runs for one in _seen(run, number)] for number in sampling]
-    paces = dict.fromkeys(kinds, 1.0)
+    slowdowns = dict.fromkeys(kinds, 1.0)
     for _ in range(_ROUNDS if len(kinds) > 1 else 0):
         ratios: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for work in seen:
-            times, launch = _fit([one.at(paces[one.kind]) for one in work])
-            for one in work:
+        for task in seen:
+            times, launch = _fit([one.at(slowdowns[one.kind]) for one in task])
+            for one in task:
                 ratios[one.kind].append(one.own / (times * one.roofline + launch * one.passes))
         found = {kind: median(each) if each else 1.0 for kind, each in ratios.items()}
-        paces = {kind: found[kind] / found[kinds[0]] if ratios[kind] else 1.0 for kind in kinds}
-    return paces
+        slowdowns = {kind: found[kind] / found[kinds[0]] if ratios[kind] else 1.0 for kind in kinds}
+    return slowdowns
 
 
 def _seen(run: MeasuredRun, number: int) -> list[Observed]:
-    """A work's measurements in a run: each share's, or where shares wait for each other that of all of them."""
+    """Return a task's measurements in a run: each share's, or where shares wait for each other that of all."""
     shares = run.shares[number]
-    alone = run.problem.works[number].kind == GENERATE
+    alone = run.problem.tasks[number].kind == GENERATE
     return [one for part in ([(share,) for share in shares] if alone else [shares])
             if (one := _terms(run, number, part))]
 
 
 def _terms(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...]) -> Observed | None:
-    """None if there were no rows or no seconds, or the cost model finds no room for the work."""
+    """Return None if there were no rows or no seconds, or the cost model finds no room for the task."""
     found = []
     for times, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, _MOMENT)):
-        works = list(run.problem.works)
-        works[number] = replace(works[number], measured=works[number].measured._replace(times=times, launch=launch))
-        layout = run.layout(CostedProblem(replace(run.problem, works=tuple(works))), number, shares)
+        tasks = list(run.problem.tasks)
+        tasks[number] = replace(tasks[number], measured=tasks[number].measured._replace(times=times, launch=launch))
+        layout = run.layout(CostedProblem(replace(run.problem, tasks=tuple(tasks))), number, shares)
         if layout is None:
             return None
         found.append(layout.seconds)
     once, twice, launched = found
-    seconds, network = max(share.taken.seconds for share in shares), 2 * once - twice
+    seconds, network = max(share.timing.seconds for share in shares), 2 * once - twice
     if not once or not seconds:
         return None
     return Observed(max(seconds - network, _LEAST * seconds), twice - once, (launched - once) / _MOMENT,
-                    run.problem.hardware.sites[shares[0].stages[0]].kind)
+                    run.problem.hardware.device_groups[shares[0].stages[0]].kind)
 
 
 def _fit(seen: Sequence[Observed]) -> tuple[float, float]:
-    """`times` and `launch` with the least squares of the relative error; 1 and 0 if nothing was measured."""
+    """Return `times` and `launch` by least squares of the relative error; 1 and 0 if nothing was measured."""
     if not seen:
         return 1.0, 0.0
     terms = np.array([[one.roofline / one.own, one.passes / one.own] for one in seen])

@@ -1,16 +1,11 @@
-"""What a grouping with its pools takes: layouts and objective together, at real costs and at the ideal.
+"""Finds the best layout of a task on a device subset, and costs whole placements: the leaf that all solvers share.
 
-Which site each tasklet of a work is at.
-
-The slices of a stage are neighbours in one machine and make a *block*. A pool offers so many blocks of each site, and
-an arrangement gives each (share, stage) one of them. Few blocks are arranged in every way that makes a difference;
-many, in rows by site: share after share, or stage after stage, in several orders of the sites.
-
-The best layout of one work on one pool: the leaf of the search, shared by all solvers.
+The slices of a stage are in one machine and make a *block*. A subset offers so many blocks of each device group, and an
+arrangement gives each (share, stage) one of them. Few blocks are arranged in every way that makes a difference, so that
+the leaf is exact; many, by device group: share after share, or stage after stage, in several orders of the groups.
 
 Strategies are cut by successive halving (Jamieson and Talwalkar 2016): all of them are costed in one arrangement, and
-only the better part in the others. Then the order of the sites is improved by swapping two as long as that helps. Few
-blocks are gone through completely, so there the leaf is exact.
+only the better part in the others. Then the order of the groups is improved by swapping two as long as that helps.
 """
 
 from __future__ import annotations
@@ -26,11 +21,11 @@ from planners.heterogeneous.problem import (
     GENERATE,
     SYNC,
     Arrangement,
+    DeviceSubset,
     Grouping,
     Hardware,
     ModelTask,
     Placement,
-    Pool,
     Problem,
     Replicas,
     Strategy,
@@ -41,17 +36,17 @@ from planners.heterogeneous.problem import (
 FEW = 6
 """Blocks that are arranged in every way."""
 _ORDERED = 3
-"""Sites whose every order is tried."""
+"""Device groups whose every order is tried."""
 
 
-def blocks_of(pool: Pool, tp: int, hardware: Hardware) -> Pool:
-    """How many blocks of `tp` devices of one machine the pool has at each site."""
-    return tuple(count // site.each * (site.each // tp) + count % site.each // tp
-                 for count, site in zip(pool, hardware.sites))
+def blocks_of(subset: DeviceSubset, tp: int, hardware: Hardware) -> DeviceSubset:
+    """Return how many blocks of `tp` devices of one machine the subset has in each device group."""
+    return tuple(count // group.each * (group.each // tp) + count % group.each // tp
+                 for count, group in zip(subset, hardware.device_groups))
 
 
-def every(blocks: Pool, pp: int) -> Iterator[Arrangement]:
-    """All arrangements of all blocks, up to the order of the shares."""
+def every(blocks: DeviceSubset, pp: int) -> Iterator[Arrangement]:
+    """Yield all arrangements of all blocks, up to the order of the shares."""
     dp, kinds = sum(blocks) // pp, sorted(set(permutations(_sequence(blocks), pp)))
     for chosen in _multisets(kinds, dp, list(blocks)):
         yield tuple(Replicas(kind, chosen.count(kind)) for kind in dict.fromkeys(chosen))
@@ -62,24 +57,25 @@ def _multisets(kinds: list[tuple[int, ...]], count: int, left: list[int]) -> Ite
         yield ()
         return
     for index, kind in enumerate(kinds):
-        needed = [kind.count(site) for site in range(len(left))]
+        needed = [kind.count(group) for group in range(len(left))]
         if all(have >= need for have, need in zip(left, needed)):
             rest = [have - need for have, need in zip(left, needed)]
             yield from ((kind, *more) for more in _multisets(kinds[index:], count - 1, rest))
 
 
-def _sequence(blocks: Pool) -> list[int]:
-    return [site for site, count in enumerate(blocks) for _ in range(count)]
+def _sequence(blocks: DeviceSubset) -> list[int]:
+    return [group for group, count in enumerate(blocks) for _ in range(count)]
 
 
-def few(blocks: Pool) -> bool:
+def few(blocks: DeviceSubset) -> bool:
     return sum(blocks) <= FEW
 
 
-def in_rows(blocks: Pool, pp: int, order: tuple[int, ...], by_stage: bool) -> Arrangement:
-    """Blocks in the order of the sites, dealt to share after share or to stage after stage; what is left over, idle."""
+def in_rows(blocks: DeviceSubset, pp: int, order: tuple[int, ...], by_stage: bool) -> Arrangement:
+    """Return blocks in the order of the device groups, dealt to share after share or to stage after stage; the rest
+    idle."""
     dp = sum(blocks) // pp
-    runs = [(site, blocks[site]) for site in order if blocks[site]]
+    runs = [(group, blocks[group]) for group in order if blocks[group]]
     if not by_stage and len(runs) == 1 or pp == 1:
         return _alike(runs, pp, dp)
     starts, total = [], 0
@@ -96,32 +92,34 @@ def in_rows(blocks: Pool, pp: int, order: tuple[int, ...], by_stage: bool) -> Ar
 
 
 def _changes(start: int, dp: int, pp: int, by_stage: bool) -> tuple[int, ...]:
-    """The shares from which on another kind begins, since a site's blocks begin at `start`."""
+    """Return the shares from which on another kind begins, since a device group's blocks begin at `start`."""
     return (start % dp,) if by_stage else (start // pp, -(-start // pp))
 
 
 def _alike(runs: list[tuple[int, int]], pp: int, dp: int) -> Arrangement:
     found = []
-    for site, count in runs:
-        found.append(Replicas((site,) * pp, min(dp, count // pp)))
+    for group, count in runs:
+        found.append(Replicas((group,) * pp, min(dp, count // pp)))
         dp -= found[-1].count
     return tuple(kind for kind in found if kind.count)
 
 
-def orders(blocks: Pool, hardware: Hardware) -> list[tuple[int, ...]]:
-    """Orders of the sites that have blocks: all of few sites; of more, by zone, by speed and by memory, both ways."""
-    used = [site for site, count in enumerate(blocks) if count]
+def orders(blocks: DeviceSubset, hardware: Hardware) -> list[tuple[int, ...]]:
+    """Return orders of the device groups that have blocks: all of few; of more, by zone, speed and memory, each
+    ascending and descending."""
+    used = [group for group, count in enumerate(blocks) if count]
     if len(used) <= _ORDERED:
         return list(permutations(used))
-    sites = hardware.sites
-    keys = (lambda site: (sites[site].zone, sites[site].peak), lambda site: sites[site].peak,
-            lambda site: sites[site].memory)
+    groups = hardware.device_groups
+    keys = (lambda group: (groups[group].zone, groups[group].peak),
+            lambda group: groups[group].peak,
+            lambda group: groups[group].memory)
     found = [tuple(sorted(used, key=key)) for key in keys]
     return list(dict.fromkeys(found + [order[::-1] for order in found]))
 
 
 def swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Orders in which two sites have changed places."""
+    """Yield the orders in which two device groups are swapped."""
     for one in range(len(order)):
         for other in range(one + 1, len(order)):
             changed = list(order)
@@ -134,85 +132,85 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _BETTER = 4
 """Part of the strategies that are arranged in several ways: one in so many."""
 _PARTS, _SUBSETS = 3, 5
-"""Choices of sites that are looked at, and sites of which every choice is one to begin with."""
+"""Combinations of device groups that are tried, and the number of groups up to which all are candidates."""
 _LESS = 1 - 1e-9
 """Layouts that differ by rounding only are equal: larger micro-batches come first."""
 _SMALL = 8
-"""Devices of a pool of which any may stay idle."""
-Draft = tuple[TaskLayout | None, Strategy, Pool]
-"""A layout in the first arrangement (None: it does not fit), its strategy, and the pool's blocks."""
+"""Devices of a subset of which any may stay idle."""
+Draft = tuple[TaskLayout | None, Strategy, DeviceSubset]
+"""A layout in the first arrangement (None: it does not fit), its strategy, and the subset's blocks."""
 Pair = tuple[TaskLayout | None, TaskLayout | None]
 """The best alone, and the best taking turns."""
 
 
 class LayoutSearch:
-    """The best layouts of a problem's works, remembered."""
+    """Best layouts of a problem's tasks; cached."""
 
     def __init__(self, costs: CostModel):
         self.costs, self.problem = costs, costs.problem
-        plain = [replace(work, name="", role="") for work in self.problem.works]
-        self._like = [plain.index(work) for work in plain]
+        plain = [replace(task, name="", role="") for task in self.problem.tasks]
+        self._like = [plain.index(task) for task in plain]
         self.parts = cache(self._parts_of)
-        self._drafted: dict[tuple[int, Pool], list[Draft]] = {}
-        self._exactly: dict[tuple[int, Pool], Pair] = {}
-        self._best: dict[tuple[int, Pool], Pair] = {}
+        self._drafted: dict[tuple[int, DeviceSubset], list[Draft]] = {}
+        self._exactly: dict[tuple[int, DeviceSubset], Pair] = {}
+        self._best: dict[tuple[int, DeviceSubset], Pair] = {}
 
-    def best(self, work: int, pool: Pool, shared: bool) -> TaskLayout | None:
-        """The fastest layout of a work on a pool or on a part of it, alone or taking turns; None if none fits."""
-        work = self._like[work]
-        if (work, pool) not in self._best:
-            parts = [self.exactly(work, part) for part in self.parts(work, pool)]
-            self._best[work, pool] = fastest(layout for pair in parts for layout in pair)
-        return self._best[work, pool][shared]
+    def best(self, task: int, subset: DeviceSubset, shared: bool) -> TaskLayout | None:
+        """Return the fastest layout of a task on a subset or a part of it, alone or taking turns; None if none fits."""
+        task = self._like[task]
+        if (task, subset) not in self._best:
+            parts = [self.exactly(task, part) for part in self.parts(task, subset)]
+            self._best[task, subset] = fastest(layout for pair in parts for layout in pair)
+        return self._best[task, subset][shared]
 
-    def estimate(self, work: int, pool: Pool) -> float:
-        """Seconds at no cost: the ideal and the slowest links of the sites that a work would do best to use."""
-        return min(map(partial(self.costs.estimate, self._like[work]), self.parts(self._like[work], pool)))
+    def estimate(self, task: int, subset: DeviceSubset) -> float:
+        """Return a cheap estimate: the ideal and the slowest links of the device groups that suit the task best."""
+        return min(map(partial(self.costs.estimate, self._like[task]), self.parts(self._like[task], subset)))
 
-    def _parts_of(self, work: int, pool: Pool) -> list[Pool]:
-        """The pool and what it may leave idle, most promising first: any of a small pool's devices, and of a large one
-        whole sites, in a few ways."""
-        sites = self.problem.hardware.sites
-        used = sorted((site for site, count in enumerate(pool) if count), key=lambda site: sites[site].peak)
+    def _parts_of(self, task: int, subset: DeviceSubset) -> list[DeviceSubset]:
+        """Return the subset and parts of it, most promising first: any part of a small subset, and of a large one whole
+        device groups, in a few ways."""
+        groups = self.problem.hardware.device_groups
+        used = sorted((group for group, count in enumerate(subset) if count), key=lambda group: groups[group].peak)
         if not used or not self.problem.freedom.assignment:
-            return [pool]
-        if sum(pool) <= _SMALL:
-            counts = [[count for count in site.counts if count <= limit] for site, limit in zip(sites, pool)]
-            return sorted((part for part in product(*counts) if any(part)), key=partial(self.costs.estimate, work))
+            return [subset]
+        if sum(subset) <= _SMALL:
+            counts = [[count for count in group.counts if count <= limit] for group, limit in zip(groups, subset)]
+            return sorted((part for part in product(*counts) if any(part)), key=partial(self.costs.estimate, task))
         chosen = [used[gone:] for gone in range(len(used))] if len(used) > _SUBSETS else \
             [some for size in range(len(used), 0, -1) for some in combinations(used, size)]
-        parts = [tuple(count if site in some else 0 for site, count in enumerate(pool)) for some in chosen]
-        return sorted(parts, key=partial(self.costs.estimate, work))[:_PARTS]
+        parts = [tuple(count if group in some else 0 for group, count in enumerate(subset)) for some in chosen]
+        return sorted(parts, key=partial(self.costs.estimate, task))[:_PARTS]
 
-    def rough(self, work: int, pool: Pool, shared: bool) -> TaskLayout | None:
-        """The fastest layout on the most promising part of the pool, in the order of the cluster file: a first look, at
-        a fraction of the cost. On a cluster of few devices, the best one."""
+    def rough(self, task: int, subset: DeviceSubset, shared: bool) -> TaskLayout | None:
+        """Return the fastest layout on the most promising part of the subset, in the order of the cluster file: a first
+        look, at a fraction of the cost. On a cluster of few devices, the best one."""
         if sum(self.problem.hardware.all) <= FEW:
-            return self.best(work, pool, shared)
-        work = self._like[work]
-        return fastest(layout for layout, _, _ in self._drafts(work, self.parts(work, pool)[0]))[shared]
+            return self.best(task, subset, shared)
+        task = self._like[task]
+        return fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))[shared]
 
-    def exactly(self, work: int, pool: Pool) -> Pair:
-        """The fastest layouts that use the whole pool: alone, and taking turns. Works that ask the same share them."""
-        key = (self._like[work], pool)
+    def exactly(self, task: int, subset: DeviceSubset) -> Pair:
+        """Return the fastest layouts on the whole subset: alone, and taking turns. Equal tasks share them."""
+        key = (self._like[task], subset)
         if key not in self._exactly:
             self._exactly[key] = fastest(self._search(*key))
         return self._exactly[key]
 
-    def _drafts(self, work: int, pool: Pool) -> list[Draft]:
-        """Each strategy in one arrangement."""
-        if (work, pool) not in self._drafted:
+    def _drafts(self, task: int, subset: DeviceSubset) -> list[Draft]:
+        """Return each strategy in one arrangement."""
+        if (task, subset) not in self._drafted:
             found: list[Draft] = []
-            for tp, pp in self._cuts(work, pool) if any(pool) else ():
-                blocks = blocks_of(pool, tp, self.problem.hardware)
+            for tp, pp in self._cuts(task, subset) if any(subset) else ():
+                blocks = blocks_of(subset, tp, self.problem.hardware)
                 first = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=pp > 1)
-                found += [(self.costs.layout(work, strategy, first), strategy, blocks)
-                          for strategy in strategies(self.problem.works[work], sum(blocks) // pp, tp, pp)]
-            self._drafted[work, pool] = found
-        return self._drafted[work, pool]
+                found += [(self.costs.layout(task, strategy, first), strategy, blocks)
+                          for strategy in strategies(self.problem.tasks[task], sum(blocks) // pp, tp, pp)]
+            self._drafted[task, subset] = found
+        return self._drafted[task, subset]
 
-    def _search(self, work: int, pool: Pool) -> Iterator[TaskLayout]:
-        drafts = self._drafts(work, pool)
+    def _search(self, task: int, subset: DeviceSubset) -> Iterator[TaskLayout]:
+        drafts = self._drafts(task, subset)
         yield from (layout for layout, _, _ in drafts if layout)
         if not self.problem.freedom.assignment:
             return
@@ -221,34 +219,35 @@ class LayoutSearch:
             if not few(blocks):
                 rest.append((layout.takes(True) if layout else math.inf, number))
             elif sum(blocks) % strategy.pp == 0:
-                yield from self._costed(work, strategy, every(blocks, strategy.pp))
+                yield from self._costed(task, strategy, every(blocks, strategy.pp))
         for _, number in sorted(rest)[: -(-len(rest) // _BETTER)]:
-            yield from self._arranged(work, *drafts[number][1:])
+            yield from self._arranged(task, *drafts[number][1:])
 
-    def _cuts(self, work: int, pool: Pool) -> Iterator[tuple[int, int]]:
-        """The pairs of tp and pp that the pool allows."""
-        sites, cut = self.problem.hardware.sites, self.problem.freedom.cut
-        for tp in slices_of(self.problem.works[work], [sites[site].each for site, count in enumerate(pool) if count]):
-            blocks = sum(blocks_of(pool, tp, self.problem.hardware))
-            for pp in range(1, min(blocks, self.problem.works[work].layers) + 1):
+    def _cuts(self, task: int, subset: DeviceSubset) -> Iterator[tuple[int, int]]:
+        """Yield the pairs of tp and pp that the subset allows."""
+        groups, cut = self.problem.hardware.device_groups, self.problem.freedom.cut
+        for tp in slices_of(self.problem.tasks[task], [groups[group].each for group,
+                                                       count in enumerate(subset) if count]):
+            blocks = sum(blocks_of(subset, tp, self.problem.hardware))
+            for pp in range(1, min(blocks, self.problem.tasks[task].layers) + 1):
                 if (blocks <= FEW or pp in _STAGES) and cut in (None, (tp, pp)):
                     yield tp, pp
 
-    def _costed(self, work: int, strategy: Strategy, arrangements: Iterable[Arrangement]) -> Iterator[TaskLayout]:
+    def _costed(self, task: int, strategy: Strategy, arrangements: Iterable[Arrangement]) -> Iterator[TaskLayout]:
         for arrangement in arrangements:
-            layout = self.costs.layout(work, strategy, arrangement)
+            layout = self.costs.layout(task, strategy, arrangement)
             if layout is not None:
                 yield layout
 
-    def _arranged(self, work: int, strategy: Strategy, blocks: Pool) -> Iterator[TaskLayout]:
-        """In several orders of the sites, the best of which is improved by swaps."""
+    def _arranged(self, task: int, strategy: Strategy, blocks: DeviceSubset) -> Iterator[TaskLayout]:
+        """Yield layouts in several orders of the device groups, the best of which is improved by swaps."""
         best: tuple[float, tuple[int, ...], bool] | None = None
         ahead = orders(blocks, self.problem.hardware)
         seen = set(ahead)
         while ahead:
             improved = False
             for order, by_stage in product(ahead, (False, True)[: strategy.pp]):
-                for layout in self._costed(work, strategy, (in_rows(blocks, strategy.pp, order, by_stage),)):
+                for layout in self._costed(task, strategy, (in_rows(blocks, strategy.pp, order, by_stage),)):
                     yield layout
                     if best is None or layout.seconds < best[0]:
                         best, improved = (layout.seconds, order, by_stage), True
@@ -256,31 +255,31 @@ class LayoutSearch:
             seen.update(ahead)
 
 
-def slices_of(work: ModelTask, machines: list[int]) -> list[int]:
-    """Sizes of tensor parallelism: powers of two that all these machines have devices for and the heads allow."""
+def slices_of(task: ModelTask, machines: list[int]) -> list[int]:
+    """Return sizes of tensor parallelism: powers of two that these machines and the attention heads allow."""
     found, tp = [], 1
-    while tp <= min(machines) and work.heads % tp == 0:
+    while tp <= min(machines) and task.heads % tp == 0:
         found.append(tp)
         tp *= 2
     return found
 
 
-def strategies(work: ModelTask, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
-    """The sizes of micro-batches, and of expert parallelism, that go with dp, tp and pp."""
+def strategies(task: ModelTask, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
+    """Yield the sizes of micro-batches and of expert parallelism for dp, tp and pp."""
     if dp < 1:
         return
-    tokens = work.read if work.kind == GENERATE else work.whole
-    fitting, even = max(1, int(work.micro_tokens // tokens)), -(-work.rows // dp)
-    sizes = (min(fitting, work.rows), min(fitting, even), 1)  # a share may have more rows than an even one
-    micros = sizes[1:2] if work.kind == GENERATE else dict.fromkeys(sizes)
+    tokens = task.read if task.kind == GENERATE else task.whole
+    fitting, even = max(1, int(task.micro_tokens // tokens)), -(-task.rows // dp)
+    sizes = (min(fitting, task.rows), min(fitting, even), 1)  # a share may have more rows than an even one
+    micros = sizes[1:2] if task.kind == GENERATE else dict.fromkeys(sizes)
     for micro in micros:
-        for ep in (size for size in (1, 2, 4, 8) if size == 1 or (work.experts % size == 0 and dp % size == 0
-                                                                  and work.experts)):
+        for ep in (size for size in (1, 2, 4, 8) if size == 1 or (task.experts % size == 0 and dp % size == 0
+                                                                  and task.experts)):
             yield Strategy(dp, tp, pp, ep, micro)
 
 
 def fastest(layouts: Iterable[TaskLayout | None]) -> Pair:
-    """The best alone and the best taking turns; the first of equals."""
+    """Return the best alone and the best taking turns; the first of equals."""
     alone = turns = None
     for layout in layouts:
         if layout is None:
@@ -293,7 +292,7 @@ def fastest(layouts: Iterable[TaskLayout | None]) -> Pair:
 
 
 class CostedProblem:
-    """A problem with its cost model; what was costed once is remembered."""
+    """Seconds of placements of a problem; cached."""
 
     def __init__(self, problem: Problem):
         self.problem, self.costs = problem, CostModel(problem)
@@ -305,63 +304,64 @@ class CostedProblem:
     def evaluations(self) -> int:
         return self.costs.evaluations
 
-    def placement(self, grouping: Grouping, pools: Sequence[Pool]) -> Placement | None:
-        """The placement with the best layouts for these pools; None if a work fits nowhere."""
-        homes = {work: index for index, group in enumerate(grouping) for work in group}
+    def placement(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> Placement | None:
+        """Return the placement with the best layouts for these subsets; None if a task fits nowhere."""
+        group_of = {task: index for index, group in enumerate(grouping) for task in group}
         turns = [shared(self.problem, group) for group in grouping]
         found = []
-        for work in range(len(self.problem.works)):
-            layout = self.layouts.best(work, pools[homes[work]], turns[homes[work]])
+        for task in range(len(self.problem.tasks)):
+            layout = self.layouts.best(task, subsets[group_of[task]], turns[group_of[task]])
             if layout is None:
                 return None
             found.append(layout)
-        durations = [layout.takes(turns[homes[work]]) for work, layout in enumerate(found)]
-        return Placement(grouping, tuple(pools), tuple(found), self.objective.seconds(grouping, pools, durations))
+        durations = [layout.takes(turns[group_of[task]]) for task, layout in enumerate(found)]
+        return Placement(grouping, tuple(subsets), tuple(found), self.objective.seconds(grouping, subsets, durations))
 
-    def seconds(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
-        """What the best layouts take on these pools; infinite if a work fits nowhere."""
-        found = self.placement(grouping, pools)
+    def seconds(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
+        """Return the seconds of the best layouts on these subsets; infinite if a task fits nowhere."""
+        found = self.placement(grouping, subsets)
         return found.seconds if found else math.inf
 
-    def rough(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
-        """The same at a first look."""
+    def rough(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
+        """Return the seconds of an iteration at a first look."""
         turns = [shared(self.problem, group) for group in grouping]
-        homes = {work: index for index, group in enumerate(grouping) for work in group}
+        group_of = {task: index for index, group in enumerate(grouping) for task in group}
         durations = []
-        for work in range(len(homes)):
-            layout = self.layouts.rough(work, pools[homes[work]], turns[homes[work]])
+        for task in range(len(group_of)):
+            layout = self.layouts.rough(task, subsets[group_of[task]], turns[group_of[task]])
             if layout is None:
                 return math.inf
-            durations.append(layout.takes(turns[homes[work]]))
-        return self.objective.seconds(grouping, pools, durations)
+            durations.append(layout.takes(turns[group_of[task]]))
+        return self.objective.seconds(grouping, subsets, durations)
 
-    def ideal(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
-        """What no layouts on these pools can undercut."""
-        return self._with(self.ideal_of, grouping, pools)
+    def ideal(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
+        """Return a lower bound for any layouts on these subsets."""
+        return self._with(self.ideal_of, grouping, subsets)
 
-    def estimate(self, grouping: Grouping, pools: Sequence[Pool]) -> float:
-        """The ideal, and what training must send over the slowest links of the sites that it uses."""
-        return self._with(self.estimate_of, grouping, pools)
+    def estimate(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
+        """Return the ideal plus what training must send over the slowest links of its device groups."""
+        return self._with(self.estimate_of, grouping, subsets)
 
-    def _with(self, seconds: Callable[[int, Pool], float], grouping: Grouping, pools: Sequence[Pool]) -> float:
-        homes = {work: index for index, group in enumerate(grouping) for work in group}
-        durations = [seconds(work, pools[homes[work]]) for work in range(len(homes))]
-        return math.inf if math.inf in durations else self.objective.seconds(grouping, pools, durations)
+    def _with(self, seconds: Callable[[int, DeviceSubset], float], grouping: Grouping,
+              subsets: Sequence[DeviceSubset]) -> float:
+        group_of = {task: index for index, group in enumerate(grouping) for task in group}
+        durations = [seconds(task, subsets[group_of[task]]) for task in range(len(group_of))]
+        return math.inf if math.inf in durations else self.objective.seconds(grouping, subsets, durations)
 
     def shares(self, grouping: Grouping) -> list[float]:
-        """What part of the cluster each group is worth: the works' ideal times on all of it."""
+        """Return each group's share of the seconds, by its tasks' ideal times on the whole cluster."""
         everything = self.problem.hardware.all
-        times = [sum(self.ideal_of(work, everything) for work in group) for group in grouping]
+        times = [sum(self.ideal_of(task, everything) for task in group) for group in grouping]
         total = sum(times)
         return [time / total if 0 < total < math.inf else 1 / len(times) for time in times]
 
     def bound(self) -> float:
-        """Seconds below which no placement can come: all arithmetic at the peak of all devices, and in mode sync the
-        longest path with all devices for each work."""
-        everything, works = self.problem.hardware.all, range(len(self.problem.works))
-        busy = sum(self.costs.works[work].arithmetic(list(zip(self.problem.hardware.sites, everything)))
-                   for work in works)
+        """Return a lower bound for any placement: all arithmetic at the peak of all devices, and in mode sync the
+        longest path with all devices for each task."""
+        everything, tasks = self.problem.hardware.all, range(len(self.problem.tasks))
+        busy = sum(self.costs.tasks[task].arithmetic(list(zip(self.problem.hardware.device_groups, everything)))
+                   for task in tasks)
         if self.problem.mode != SYNC:
             return busy
-        apart, pools = tuple((work,) for work in works), [everything] * len(works)
-        return max(busy, self.ideal(apart, pools))
+        apart, subsets = tuple((task,) for task in tasks), [everything] * len(tasks)
+        return max(busy, self.ideal(apart, subsets))

@@ -1,4 +1,4 @@
-"""From a placement to the plan file and back."""
+"""Writes placements as plan files and reads them back."""
 
 from __future__ import annotations
 
@@ -7,71 +7,74 @@ from typing import Any
 
 from distflow.config.load import Spec
 from distflow.plan_file import Digests, PlacedPlan, PlacedTask, digest
-from planners.heterogeneous.problem import Placement, Pool, Problem, Replicas, Strategy, TaskLayout
+from planners.heterogeneous.problem import DeviceSubset, Placement, Problem, Replicas, Strategy, TaskLayout
 
 
 def digests_of(spec: Spec, problem: Problem) -> Digests:
-    """What a plan of this problem is for."""
-    works = [{name: value for name, value in asdict(work).items() if name != "measured"} for work in problem.works]
+    """Return the digests by which a plan file recognises this problem."""
+    tasks = [{name: value for name, value in asdict(task).items() if name != "measured"} for task in problem.tasks]
     return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(spec.cluster.model_dump(mode="json")),
-                   work=digest([works, problem.mode]))
+                   work=digest([tasks, problem.mode]))
 
 
 def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float,
             ranks: list[list[int]] | None = None) -> PlacedPlan:
-    """The placement as a file says it. `ranks`: of each group, if it matters which they are."""
-    sites = problem.hardware.sites
+    """Return the placement as a plan file. `ranks`: of each group, if it matters which they are."""
+    device_groups = problem.hardware.device_groups
     groups = []
-    for group, pool, own in zip(placement.grouping, placement.pools, ranks or ranks_of(problem, placement.pools)):
+    for group, subset, own in zip(placement.grouping, placement.subsets, ranks or ranks_of(problem, placement.subsets)):
         devices: dict[str, int] = {}
-        for site, count in zip(sites, pool):
+        for device_group, count in zip(device_groups, subset):
             if count:
-                devices[site.name] = devices.get(site.name, 0) + count
-        groups.append({"tasks": [problem.works[work].name for work in group], "devices": devices, "ranks": own})
-    tasks = {work.name: _task(problem, layout) for work, layout in zip(problem.works, placement.layouts)}
+                devices[device_group.name] = devices.get(device_group.name, 0) + count
+        groups.append({"tasks": [problem.tasks[task].name for task in group], "devices": devices, "ranks": own})
+    placed = {task.name: _task(problem, layout) for task, layout in zip(problem.tasks, placement.layouts)}
     return PlacedPlan.model_validate({"made_for": made_for.model_dump(), "solver": solver, "groups": groups,
-                                      "tasks": tasks, "seconds": placement.seconds, "bound": bound})
+                                      "tasks": placed, "seconds": placement.seconds, "bound": bound})
 
 
 def _task(problem: Problem, layout: TaskLayout) -> dict[str, Any]:
-    sites, strategy = problem.hardware.sites, layout.strategy
-    shares = [{"count": kind.count, "rows": rows, "stages": [sites[site].name for site in kind.stages]}
+    device_groups, strategy = problem.hardware.device_groups, layout.strategy
+    shares = [{"count": kind.count, "rows": rows,
+               "stages": [device_groups[device_group].name for device_group in kind.stages]}
               for kind, rows in zip(layout.arrangement, layout.rows)]
     return {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ep": strategy.ep, "micro_rows": strategy.micro,
             "layers": list(layout.layers), "shares": shares, "seconds": layout.seconds,
             "swap_seconds": layout.swap}
 
 
-def ranks_of(problem: Problem, pools: tuple[Pool, ...]) -> list[list[int]]:
-    """The ranks of each pool. Of alike machines the largest pools take theirs first, so that parts of a machine fill
-    what whole ones leave."""
-    found: list[list[int]] = [[] for _ in pools]
+def ranks_of(problem: Problem, subsets: tuple[DeviceSubset, ...]) -> list[list[int]]:
+    """Return the ranks of each subset. Of alike machines the largest subsets take theirs first, so that parts of a
+    machine fill what whole ones leave."""
+    found: list[list[int]] = [[] for _ in subsets]
     first = 0
-    for site, devices in enumerate(problem.hardware.all):
+    for device_group, devices in enumerate(problem.hardware.all):
         free = first
-        for index in sorted(range(len(pools)), key=lambda index: -pools[index][site]):
-            found[index] += range(free, free + pools[index][site])
-            free += pools[index][site]
+        for index in sorted(range(len(subsets)), key=lambda index: -subsets[index][device_group]):
+            found[index] += range(free, free + subsets[index][device_group])
+            free += subsets[index][device_group]
         first += devices
     return found
 
 
 def placement_of(problem: Problem, plan: PlacedPlan) -> Placement:
-    """What a file says, for a problem with the same digests."""
-    index = {work.name: number for number, work in enumerate(problem.works)}
+    """Return the placement in a plan file, for a problem with the same digests."""
+    index = {task.name: number for number, task in enumerate(problem.tasks)}
     grouping = tuple(tuple(index[name] for name in group.tasks) for group in plan.groups)
     starts, first = [], 0
     for devices in problem.hardware.all:
         starts.append(range(first, first + devices))
         first += devices
-    pools = tuple(tuple(sum(rank in site for rank in group.ranks) for site in starts) for group in plan.groups)
-    layouts = tuple(_layout(problem, plan.tasks[work.name]) for work in problem.works)
-    return Placement(grouping, pools, layouts, plan.seconds)
+    subsets = tuple(tuple(sum(rank in device_group for rank in group.ranks) for device_group in starts)
+                    for group in plan.groups)
+    layouts = tuple(_layout(problem, plan.tasks[task.name]) for task in problem.tasks)
+    return Placement(grouping, subsets, layouts, plan.seconds)
 
 
-def _layout(problem: Problem, task: PlacedTask) -> TaskLayout:
-    names = [site.name for site in problem.hardware.sites]
+def _layout(problem: Problem, placed: PlacedTask) -> TaskLayout:
+    names = [device_group.name for device_group in problem.hardware.device_groups]
     arrangement = tuple(Replicas(tuple(names.index(stage) for stage in shares.stages), shares.count)
-                        for shares in task.shares)
-    return TaskLayout(Strategy(task.dp, task.tp, task.pp, task.ep, task.micro_rows), arrangement,
-                      tuple(shares.rows for shares in task.shares), tuple(task.layers), task.seconds, task.swap_seconds)
+                        for shares in placed.shares)
+    return TaskLayout(Strategy(placed.dp, placed.tp, placed.pp, placed.ep, placed.micro_rows), arrangement,
+                      tuple(shares.rows for shares in placed.shares), tuple(placed.layers), placed.seconds,
+                      placed.swap_seconds)

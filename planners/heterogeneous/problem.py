@@ -1,14 +1,14 @@
-"""The joint problem: what is to be decided, and over what. All times are seconds, sizes bytes, rates a second.
+"""Types of the joint problem and of its answers. All times are seconds, sizes bytes, rates a second.
 
-A *site* is machines that are alike and stand together; their devices are interchangeable, so a *pool* of devices is
-how many it takes of each site. A *work* is a node of the DAG that runs a model. A *placement* decides
+A *device group* is alike machines that stand together; their devices are interchangeable, so a *device subset* is how
+many it takes of each device group. A *model task* is a node of the DAG that runs a model. A *placement* decides
 
-1. grouping: which works are colocated, and so take turns on one pool;
-2. assignment: the pool of each group, and which site each tasklet (data-parallel share × stage) of a work is at;
-3. strategy: into how many shares, stages and slices a work is cut, and the rows of a micro-batch;
-4. balance: how many rows each share has, and how many layers each stage.
+1. grouping: which tasks are colocated, and so take turns on one subset;
+2. assignment: the subset of each group, and the device group of each shard (data-parallel share × stage) of a task;
+3. strategy: into how many shares, stages and slices a task is cut, and the rows of a micro-batch;
+4. balance: the rows of each share and the layers of each stage.
 
-The pools of the groups do not overlap. Tensor parallelism stays inside a machine.
+The subsets of the groups do not overlap. Tensor parallelism stays inside a machine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
 SYNC, ASYNC = "sync", "async"
-Pool = tuple[int, ...]
-"""Devices of each site."""
-Sites = frozenset[int]
-"""Where a pool is: the indices of the sites of which it has devices."""
+DeviceSubset = tuple[int, ...]
+"""Devices of each device group."""
+DeviceGroups = frozenset[int]
+"""Indices of the device groups that a subset has devices of."""
 Grouping = tuple[tuple[int, ...], ...]
-"""The works of each group, by index; ordered, and so are the groups by their first work."""
+"""The tasks of each group, by index; ordered, and so are the groups by their first task."""
 
 
 class NetworkLink(NamedTuple):
-    """A link: seconds until the first byte comes, and bytes a second."""
+    """Latency in seconds and bandwidth in bytes a second."""
 
     latency: float
     bandwidth: float
@@ -40,8 +40,8 @@ class NetworkLink(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes. `pace`: how
-    many times longer a device takes than its description says beside others, as runs have shown."""
+    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes. `slowdown`:
+    how many times longer a device takes than its description says relative to others, as measured."""
 
     name: str
     kind: str
@@ -53,15 +53,15 @@ class DeviceGroup:
     bandwidth: float
     host: float
     inside: NetworkLink
-    pace: float = 1.0
+    slowdown: float = 1.0
 
     @property
     def devices(self) -> int:
         return self.machines * self.each
 
     @cached_property
-    def counts(self) -> Pool:
-        """How many devices a pool may take of it, in ascending order.
+    def counts(self) -> DeviceSubset:
+        """Numbers of devices that a subset may take, ascending.
 
         Of one machine any number. Of several: whole machines, or a part that divides those larger than itself, so that
         whatever adds up to no more than all devices fits the machines.
@@ -77,22 +77,22 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The sites, and the way between two machines of each pair of them; `between[i][i]`: inside a site."""
+    """Device groups, and the link between machines of each pair of them; `between[i][i]`: inside a group."""
 
-    sites: tuple[DeviceGroup, ...]
+    device_groups: tuple[DeviceGroup, ...]
     between: tuple[tuple[NetworkLink, ...], ...]
 
     @property
-    def all(self) -> Pool:
-        return tuple(site.devices for site in self.sites)
+    def all(self) -> DeviceSubset:
+        return tuple(device_group.devices for device_group in self.device_groups)
 
 
 class Measured(NamedTuple):
-    """What runs have shown of a work; without runs nothing is known, and rows count at their longest.
+    """Measurements of a task; without runs nothing is known, and rows count at their longest.
 
     `times`: seconds over those of the roofline. `launch`: seconds of each pass of a micro-batch, or of a token of all
-    rows, through a layer, however little it computes. Tokens of a row: `prompt` and `response` on the mean, `read` of
-    a prompt if those that share it divide it among them, and `longest` of the responses that are made together.
+    rows, through a layer, however little it computes. Tokens of a row: mean `prompt` and `response`, `read` of a prompt
+    that several rows share, and `longest` of the responses that are generated together.
     """
 
     times: float = 1.0
@@ -105,7 +105,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTask:
-    """A node that runs a model: the model's sizes, and what an iteration asks of it.
+    """A node that runs a model: the model's sizes and the work of an iteration.
 
     `kv` is the bytes that one token has in the cache of one layer; `active` the parameters that compute for a token.
     `prompt` and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`.
@@ -136,42 +136,42 @@ class ModelTask:
 
     @property
     def tokens(self) -> int:
-        """Of a row at its longest, prompt and response: what memory must hold."""
+        """Tokens of a row at its longest, prompt and response: what memory must hold."""
         return self.prompt + self.response
 
     @property
     def read(self) -> float:
-        """Tokens of a prompt that pass through the model for a row, on the mean."""
+        """Mean tokens of a prompt that pass through the model for a row."""
         return self.prompt if self.measured.read is None else self.measured.read
 
     @property
     def answer(self) -> float:
-        """Tokens of a response, on the mean."""
+        """Mean tokens of a response."""
         return self.response if self.measured.response is None else self.measured.response
 
     @property
     def computed(self) -> float:
-        """Tokens that pass through the model for a row, on the mean: what takes time."""
+        """Mean tokens that pass through the model for a row: what takes time."""
         return self.read + self.answer
 
     @property
     def seen(self) -> float:
-        """Tokens of a prompt, on the mean: what all that follow attend to."""
+        """Mean tokens of a prompt: what all that follow attend to."""
         return self.prompt if self.measured.prompt is None else self.measured.prompt
 
     @property
     def whole(self) -> float:
-        """Tokens of a row on the mean, prompt and response: as micro-batches are cut by."""
+        """Mean tokens of a row, prompt and response, by which micro-batches are cut."""
         return self.seen + self.answer
 
     @property
     def longest(self) -> float:
-        """Tokens that are sampled one after the other until all rows of a batch have ended."""
+        """Decoding steps until all rows of a batch have ended."""
         return self.response if self.measured.longest is None else self.measured.longest
 
     @property
-    def tenant(self) -> str:
-        """What lies in memory for it: the role's engine that samples, or the one that trains and infers."""
+    def memory_item(self) -> str:
+        """Name of the engine in memory: the role's rollout, or the one that trains and infers."""
         return f"{self.role}: rollout" if self.kind == GENERATE else self.role
 
     @property
@@ -180,7 +180,7 @@ class ModelTask:
 
 
 class Edge(NamedTuple):
-    """`source` writes what `target` reads, or (of a sync) the weights that it runs with; works by index."""
+    """`source` writes what `target` reads, or (of a sync) the weights that it runs with; tasks by index."""
 
     source: int
     target: int
@@ -189,7 +189,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Which share of its peak rate a device or link reaches, and which share of a device's memory may be filled.
+    """Fractions of the peak rates that devices and links reach, and of a device's memory that may be filled.
 
     0.5 of the arithmetic is what large training runs report (Narayanan et al. 2021, table 1: 0.44 to 0.52).
     """
@@ -202,10 +202,10 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Freedom:
-    """Which of the four decisions a solver may take; the others are as a homogeneous system has them.
+    """Decisions that a solver may take; the others are as a homogeneous system has them.
 
-    groupings: those that may be chosen. assignment: False: every group spans all sites evenly, and tasklets are laid
-    out in the order of the cluster file. cut: tp and pp of all works. balance: False: equal shares of rows and of
+    groupings: those that may be chosen. assignment: False: every group spans all device groups evenly, and shards are
+    laid out in the order of the cluster file. cut: tp and pp of all tasks. balance: False: equal shares of rows and of
     layers.
     """
 
@@ -217,10 +217,10 @@ class Freedom:
 
 @dataclass(frozen=True)
 class Problem:
-    """Works in the order of the chain; who waits for whom; whose weights follow whose training."""
+    """Tasks in the order of the chain, their data dependencies, and syncs of trained weights."""
 
     hardware: Hardware
-    works: tuple[ModelTask, ...]
+    tasks: tuple[ModelTask, ...]
     edges: tuple[Edge, ...] = ()
     syncs: tuple[Edge, ...] = ()
     mode: str = SYNC
@@ -239,18 +239,18 @@ class Strategy(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """`count` data-parallel shares whose stages are at the same sites, first stage first."""
+    """`count` data-parallel shares whose stages are in the same device groups, first stage first."""
 
     stages: tuple[int, ...]
     count: int
 
 
 Arrangement = tuple[Replicas, ...]
-"""Which site each tasklet is at, up to what makes no difference."""
+"""The device group of each shard of a task, up to what makes no difference."""
 
 
 class TaskLayout(NamedTuple):
-    """How a work runs on a pool, and what that takes.
+    """Split of a task over a device subset, and its cost.
 
     `seconds` is alone; `swap` what moving its state between device and host memory adds when it takes turns. `rows` are
     those of one share of each entry of the arrangement, `layers` those of each stage.
@@ -269,18 +269,18 @@ class TaskLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """An answer: the groups, their pools, the layout of each work, and seconds of an iteration."""
+    """Answer to a problem: the groups, their subsets, the layout of each task, and seconds of an iteration."""
 
     grouping: Grouping
-    pools: tuple[Pool, ...]
+    subsets: tuple[DeviceSubset, ...]
     layouts: tuple[TaskLayout, ...] = field(repr=False)
     seconds: float = math.inf
 
 
-def sites_of(pool: Pool) -> Sites:
-    return frozenset(index for index, count in enumerate(pool) if count)
+def device_groups_of(subset: DeviceSubset) -> DeviceGroups:
+    return frozenset(index for index, count in enumerate(subset) if count)
 
 
 def shared(problem: Problem, group: tuple[int, ...]) -> bool:
-    """Whether works of different tenants take turns there."""
-    return len({problem.works[work].tenant for work in group}) > 1
+    """Return whether tasks with different engines take turns in a group."""
+    return len({problem.tasks[task].memory_item for task in group}) > 1

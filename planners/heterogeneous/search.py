@@ -1,19 +1,15 @@
-"""The hybrid search: fast, seeded, and any-time.
+"""Hybrid search for a placement: fast, seeded and any-time (HetRL, arXiv 2512.12476, §4).
 
-Levels, after HetRL (arXiv 2512.12476, §4): groupings; how their pools divide the devices; strategies and arrangements
-of each work (`layouts`). Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at what no
-layout can undercut and what their slowest links add, which costs next to nothing, then the better ones at a first look
-at their layouts, with more splits for half as many in each round; the best of a round are looked at closely. Within a
-grouping a genetic search divides the devices, and in the end local search improves what it found.
+    groupings   which tasks are colocated: all of them, or a sample; what trains one role stays together, since it has
+                one optimizer
+    splits      the subsets of a grouping, by a genetic search, in the end improved by local search. Crossover takes
+                all device groups of a zone from the same parent (after Soper et al. 2004)
+    layouts     strategies and arrangements of each task (`layouts`)
 
-Budgets are counted in layouts costed, so that the same seed gives the same answer on any machine.
-
-Ways to colocate works. What trains one role stays together, since it has one optimizer.
-
-How the devices of each site are divided among groups: the genetic search's individuals and its operators.
-
-A split is the pools of a grouping. Crossover keeps what is near each other together: a child has all the sites of a
-zone from the same parent (after the graph partitioning of Soper et al. 2004, which HetRL §4 takes up).
+Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at a lower bound plus their slowest links,
+which costs next to nothing, then the better ones at a first look at their layouts, with more splits for half as many in
+each round; the best of a round are costed in full. Budgets are counted in layouts costed, so that the same seed gives
+the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -27,106 +23,108 @@ import numpy as np
 
 from distflow.errors import Diagnostic, InvalidInput
 from planners.heterogeneous.layouts import FEW, CostedProblem
-from planners.heterogeneous.problem import TRAIN, DeviceGroup, Grouping, Hardware, Placement, Pool, Problem
+from planners.heterogeneous.problem import TRAIN, DeviceGroup, DeviceSubset, Grouping, Hardware, Placement, Problem
 
 MOST = 8
-"""Of more works, not all groupings are listed: there are 4,140 of eight, 21,147 of nine."""
+"""Of more tasks, not all groupings are listed: there are 4,140 of eight, 21,147 of nine."""
 _LISTED = 6
 
 
 def groupings(problem: Problem) -> list[Grouping]:
-    """All that are allowed.
+    """Return all allowed groupings.
 
     Raises:
-        InvalidInput: there are too many works.
+        InvalidInput: there are too many tasks.
     """
     if problem.freedom.groupings is not None:
         return list(problem.freedom.groupings)
-    count = len(problem.works)
+    count = len(problem.tasks)
     if count > MOST:
         raise InvalidInput(Diagnostic(f"{count} nodes run models, too many for the exact program, which goes through "
                                       f"all ways to colocate up to {MOST}", None, "Use  --solver hybrid"))
     found: list[Grouping] = [()]
-    for work in range(count):
-        found = [longer for grouping in found for longer in _with(grouping, work)]
+    for task in range(count):
+        found = [longer for grouping in found for longer in _with(grouping, task)]
     return [grouping for grouping in found if allowed(problem, grouping)]
 
 
-def some(problem: Problem, random: np.random.Generator, count: int) -> list[Grouping]:
-    """All of few works; of many, everything together, everything apart, and others, drawn."""
-    works = range(len(problem.works))
-    if problem.freedom.groupings is not None or len(works) <= _LISTED:
+def sampled_groupings(problem: Problem, random: np.random.Generator, count: int) -> list[Grouping]:
+    """Return all groupings of few tasks; of many, everything together, everything apart, and a random sample."""
+    tasks = range(len(problem.tasks))
+    if problem.freedom.groupings is not None or len(tasks) <= _LISTED:
         return groupings(problem)
-    found = {(tuple(works),), _joined(problem, [[work] for work in works])}
+    found = {(tuple(tasks),), _joined(problem, [[task] for task in tasks])}
     for _ in range(count):
         drawn: Grouping = ()
-        for work in works:
-            choices = _with(drawn, work)
+        for task in tasks:
+            choices = _with(drawn, task)
             drawn = choices[int(random.integers(len(choices)))]
         found.add(_joined(problem, [list(group) for group in drawn]))
     return sorted(found)
 
 
 def allowed(problem: Problem, grouping: Grouping) -> bool:
-    """Whether what trains a role is together, and the problem leaves this choice."""
-    only, homes = problem.freedom.groupings, {}
+    """Return whether all training of a role is together, and the problem leaves this choice."""
+    only, group_of = problem.freedom.groupings, {}
     if only is not None:
         return grouping in only
-    return all(homes.setdefault(problem.works[work].role, index) == index for index, group in enumerate(grouping)
-               for work in group if problem.works[work].kind == TRAIN)
+    return all(group_of.setdefault(problem.tasks[task].role, index) == index for index, group in enumerate(grouping)
+               for task in group if problem.tasks[task].kind == TRAIN)
 
 
-def _with(grouping: Grouping, work: int) -> list[Grouping]:
-    """The grouping with one more work: in each of its groups, or in one of its own."""
-    joined = [(*grouping[:index], (*group, work), *grouping[index + 1:]) for index, group in enumerate(grouping)]
-    return [*joined, (*grouping, (work,))]
+def _with(grouping: Grouping, task: int) -> list[Grouping]:
+    """Return the groupings with one more task: in each of the groups, or in one of its own."""
+    joined = [(*grouping[:index], (*group, task), *grouping[index + 1:]) for index, group in enumerate(grouping)]
+    return [*joined, (*grouping, (task,))]
 
 
 def _joined(problem: Problem, groups: list[list[int]]) -> Grouping:
-    """With all that trains a role moved to where the first of it is."""
-    homes: dict[str, int] = {}
+    """Return the grouping with all training of a role moved to the group of the first of it."""
+    group_of: dict[str, int] = {}
     for index, group in enumerate(groups):
-        for work in list(group):
-            role = problem.works[work].role
-            if problem.works[work].kind == TRAIN and homes.setdefault(role, index) != index:
-                group.remove(work)
-                groups[homes[role]].append(work)
+        for task in list(group):
+            role = problem.tasks[task].role
+            if problem.tasks[task].kind == TRAIN and group_of.setdefault(role, index) != index:
+                group.remove(task)
+                groups[group_of[role]].append(task)
     return tuple(sorted(tuple(sorted(group)) for group in groups if group))
 
 
-Split = tuple[Pool, ...]
+Split = tuple[DeviceSubset, ...]
 
 
 def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
-    """Every site divided in proportion to the groups' shares, rounded to counts that it allows."""
-    return _pools(rounded(site, shares) for site in hardware.sites)
+    """Return every device group divided in proportion to the shares, rounded to counts that it allows."""
+    return _subsets(rounded(device_group, shares) for device_group in hardware.device_groups)
 
 
-def whole_sites(hardware: Hardware, groups: int, random: np.random.Generator, most: int) -> list[Split]:
-    """Each site for one group, or for none: every such split if they are few, else some, drawn, without idle sites."""
-    sites = hardware.sites
-    if (groups + 1) ** len(sites) <= most:
-        owners = list(product(range(groups + 1), repeat=len(sites)))
+def whole_device_groups(hardware: Hardware, groups: int, random: np.random.Generator, most: int) -> list[Split]:
+    """Return splits that give each device group to one group, or to none: all if they are few, else a random sample
+    without idle ones."""
+    device_groups = hardware.device_groups
+    if (groups + 1) ** len(device_groups) <= most:
+        owners = list(product(range(groups + 1), repeat=len(device_groups)))
     else:
-        owners = random.integers(0, groups, (most, len(sites))).tolist()
-    return [_pools([site.devices * (group == owner) for group in range(groups)] for site, owner in zip(sites, drawn))
+        owners = random.integers(0, groups, (most, len(device_groups))).tolist()
+    return [_subsets([device_group.devices * (group == owner) for group in range(groups)]
+                     for device_group, owner in zip(device_groups, drawn))
             for drawn in owners if set(range(groups)) <= set(drawn)]
 
 
 def is_whole(hardware: Hardware, split: Split) -> bool:
-    """Whether no site is divided."""
+    """Return whether no device group is divided."""
     return all(sum(count > 0 for count in column) <= 1 for column in zip(*split))
 
 
-def rounded(site: DeviceGroup, shares: Sequence[float]) -> list[int]:
-    """A site's devices divided by shares; what rounding leaves goes to whoever lacks most."""
+def rounded(device_group: DeviceGroup, shares: Sequence[float]) -> list[int]:
+    """Return a device group's devices divided by shares; what rounding leaves goes to the group that lacks most."""
     total = sum(shares)
-    wanted = [site.devices * share / total for share in shares]
-    counts = [_most(site, want) for want in wanted]
+    wanted = [device_group.devices * share / total for share in shares]
+    counts = [_most(device_group, want) for want in wanted]
     while True:
-        free = site.devices - sum(counts)
+        free = device_group.devices - sum(counts)
         for group in sorted(range(len(counts)), key=lambda group: counts[group] - wanted[group]):
-            grown = _next(site, counts[group])
+            grown = _next(device_group, counts[group])
             if grown is not None and grown - counts[group] <= free:
                 counts[group] = grown
                 break
@@ -134,82 +132,84 @@ def rounded(site: DeviceGroup, shares: Sequence[float]) -> list[int]:
             return counts
 
 
-def crossed(hardware: Hardware, one: Split, other: Split, random: np.random.Generator) -> Split:
-    """A child: the sites of each zone from one of two parents."""
-    zones = sorted({site.zone for site in hardware.sites})
+def crossover(hardware: Hardware, one: Split, other: Split, random: np.random.Generator) -> Split:
+    """Return a child with the device groups of each zone from one of two parents."""
+    zones = sorted({device_group.zone for device_group in hardware.device_groups})
     from_one = dict(zip(zones, random.integers(0, 2, len(zones)).astype(bool).tolist()))
-    columns = [[pool[index] for pool in (one if from_one[site.zone] else other)]
-               for index, site in enumerate(hardware.sites)]
-    return _pools(columns)
+    columns = [[subset[index] for subset in (one if from_one[device_group.zone] else other)]
+               for index, device_group in enumerate(hardware.device_groups)]
+    return _subsets(columns)
 
 
-def mutated(hardware: Hardware, split: Split, random: np.random.Generator) -> Split:
-    """One site divided anew, at random."""
-    index = int(random.integers(len(hardware.sites)))
+def mutation(hardware: Hardware, split: Split, random: np.random.Generator) -> Split:
+    """Return the split with one device group divided at random."""
+    index = int(random.integers(len(hardware.device_groups)))
     columns = [list(column) for column in zip(*split)]
-    columns[index] = rounded(hardware.sites[index], random.dirichlet(np.ones(len(split))) + 1e-9)
-    return _pools(columns)
+    columns[index] = rounded(hardware.device_groups[index], random.dirichlet(np.ones(len(split))) + 1e-9)
+    return _subsets(columns)
 
 
-def scattered(hardware: Hardware, groups: int, random: np.random.Generator) -> Split:
-    """Every site divided at random."""
-    return _pools(rounded(site, random.dirichlet(np.ones(groups)) + 1e-9) for site in hardware.sites)
+def random_split(hardware: Hardware, groups: int, random: np.random.Generator) -> Split:
+    """Return a split with every device group divided at random."""
+    return _subsets(rounded(device_group,
+                            random.dirichlet(np.ones(groups)) + 1e-9) for device_group in hardware.device_groups)
 
 
-def neighbours(hardware: Hardware, split: Split) -> Iterator[Split]:
-    """Splits in which one group gives devices of a site to another, as few as can be or all; takes idle ones, or leaves
-    its own idle; in which all groups leave a site; or in which two change what they have of two sites."""
+def adjacent_splits(hardware: Hardware, split: Split) -> Iterator[Split]:
+    """Yield the splits of a local search step: one group gives devices of a device group to another, as few as possible
+    or all; takes idle ones, or leaves its own idle; all groups leave a device group; or two groups exchange what they
+    have of two device groups."""
     columns = [list(column) for column in zip(*split)]
-    for index, site in enumerate(hardware.sites):
-        for changed in _given(site, columns[index]):
-            yield _pools([*columns[:index], changed, *columns[index + 1:]])
+    for index, device_group in enumerate(hardware.device_groups):
+        for changed in _given(device_group, columns[index]):
+            yield _subsets([*columns[:index], changed, *columns[index + 1:]])
     for one, other in combinations(range(len(columns)), 2):
         for giver, taker in permutations(range(len(split)), 2):
             if columns[one][giver] and columns[other][taker]:
                 changed = [list(column) for column in columns]
-                _pass(hardware.sites[one], changed[one], giver, taker)
-                _pass(hardware.sites[other], changed[other], taker, giver)
-                yield _pools(changed)
+                _pass(hardware.device_groups[one], changed[one], giver, taker)
+                _pass(hardware.device_groups[other], changed[other], taker, giver)
+                yield _subsets(changed)
 
 
-def _given(site: DeviceGroup, column: list[int]) -> Iterator[list[int]]:
+def _given(device_group: DeviceGroup, column: list[int]) -> Iterator[list[int]]:
     for giver, taker in permutations(range(len(column)), 2):
-        for less in sorted({_most(site, column[giver] - 1), 0}) if column[giver] else ():
+        for less in sorted({_most(device_group, column[giver] - 1), 0}) if column[giver] else ():
             changed = list(column)
-            _pass(site, changed, giver, taker, less)
+            _pass(device_group, changed, giver, taker, less)
             yield changed
     for giver in range(len(column)):
         if column[giver]:
             yield [*column[:giver], 0, *column[giver + 1:]]
     yield [0] * len(column)
     for taker in range(len(column)):
-        grown = _most(site, column[taker] + site.devices - sum(column))
+        grown = _most(device_group, column[taker] + device_group.devices - sum(column))
         if grown > column[taker]:
             yield [*column[:taker], grown, *column[taker + 1:]]
 
 
-def _pass(site: DeviceGroup, column: list[int], giver: int, taker: int, less: int = 0) -> None:
-    """Leave the giver `less` devices; the taker gets what is then free."""
+def _pass(device_group: DeviceGroup, column: list[int], giver: int, taker: int, less: int = 0) -> None:
+    """Leave the giver `less` devices and give the taker what is then free."""
     column[giver] = less
-    column[taker] = _most(site, column[taker] + site.devices - sum(column))
+    column[taker] = _most(device_group, column[taker] + device_group.devices - sum(column))
 
 
-def _pools(columns) -> Split:
+def _subsets(columns) -> Split:
     return tuple(zip(*(tuple(column) for column in columns)))
 
 
-def _most(site: DeviceGroup, limit: float) -> int:
-    """The largest number that a pool may take within a limit."""
-    return site.counts[max(0, bisect_right(site.counts, limit) - 1)]
+def _most(device_group: DeviceGroup, limit: float) -> int:
+    """Return the largest number that a subset may take within a limit."""
+    return device_group.counts[max(0, bisect_right(device_group.counts, limit) - 1)]
 
 
-def _next(site: DeviceGroup, count: int) -> int | None:
-    position = bisect_right(site.counts, count)
-    return site.counts[position] if position < len(site.counts) else None
+def _next(device_group: DeviceGroup, count: int) -> int | None:
+    position = bisect_right(device_group.counts, count)
+    return device_group.counts[position] if position < len(device_group.counts) else None
 
 
 BUDGET, THOROUGH = 4_000, 50_000
-"""Layouts that may be costed: usually, and on clusters of few devices, where the leaf goes through all of them."""
+"""Layouts that may be costed: usually, and on clusters of few devices, where the leaf enumerates all of them."""
 _PARENTS, _CHILDREN = 4, 8
 """Splits of a grouping that have children, and how many children it gets at estimates."""
 _DRAWN = 400
@@ -217,20 +217,20 @@ _DRAWN = 400
 _ARMS = 8
 """Groupings that are left when layouts begin to be costed."""
 _SPLITS, _DRAFTS = 32, 4096
-"""Splits by whole sites that a grouping begins with, at least, and those of all groupings together."""
+"""Splits by whole device groups that a grouping begins with, at least, and those of all groupings together."""
 _ELITE, _WHOLE = 2, 2
-"""Splits of a grouping that are costed first: the best ones, and the best ones that divide no site."""
+"""Splits of a grouping that are costed first: the best ones, and the best ones that divide no device group."""
 _HOPE = 1.15
-"""How many times as long a neighbour may take at a first look to get a second one."""
+"""How many times as long an adjacent split may take at a first look to be costed in full."""
 _RESTARTS = 64
 """Local searches from anywhere, if the budget lasts."""
 _MAPPINGS = 1000
-"""Ways to give works to pools, at most so many of which are gone through."""
+"""Assignments of tasks to subsets that are enumerated, at most."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The best placement so far (None: none fits yet), a bound below which none can come, and layouts costed."""
+    """Best placement so far (None: none fits yet), a lower bound, and layouts costed."""
 
     placement: Placement | None
     bound: float
@@ -238,18 +238,18 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """How far the placement may be from the best one, as a share of its time."""
+        """How far the placement may be from the optimum, as a share of its time."""
         return 1 - self.bound / self.placement.seconds if self.placement else 1.0
 
 
 def search(problem: Problem, seed: int = 0, budget: int | None = None, stop: Callable[[], bool] = lambda: False,
            quality: float = 0.0, costed: CostedProblem | None = None) -> Iterator[Progress]:
-    """Better and better placements.
+    """Yield ever better placements.
 
     Args:
         budget: layouts that may be costed; default: `BUDGET`, or `THOROUGH` for few devices.
         stop: asked between steps; planners have no clock, callers have.
-        quality: the gap at which the search is content.
+        quality: the gap at which the search stops.
     """
     costed = costed or CostedProblem(problem)
     if budget is None:
@@ -269,10 +269,10 @@ class _Search:
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.best: tuple[float, Grouping, Split] | None = None
         self.free = costed.problem.freedom.assignment
-        self.groupings = some(costed.problem, random, _DRAWN)
+        self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
 
     def steps(self) -> Iterator[Placement | None]:
-        """The best placement after each piece of work."""
+        """Yield the best placement after each costly step."""
         arms = sorted(((value, grouping, splits) for grouping in self.groupings
                        for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
         left, rounds, ended = arms[:_ARMS], 1, []
@@ -300,14 +300,14 @@ class _Search:
             yield from self._polished(grouping, splits[0])
         for _ in range(_RESTARTS if self.free and ended else 0):
             grouping = ended[int(self.random.integers(len(ended)))][1]
-            yield from self._polished(grouping, scattered(self.hardware, len(grouping), self.random))
+            yield from self._polished(grouping, random_split(self.hardware, len(grouping), self.random))
 
     def _drafted(self, grouping: Grouping) -> tuple[float, list[Split]]:
-        """The genetic search at estimates: the value of the best split, and the best few."""
+        """Run the genetic search at estimates; return the value of the best split, and the best few."""
         shares, most = self.costed.shares(grouping), max(_SPLITS, _DRAFTS // len(self.groupings))
         found = {split: self.costed.estimate(grouping, split) for split in
                  [proportional(self.hardware, shares),
-                  *(whole_sites(self.hardware, len(grouping), self.random, most) if self.free else ())]}
+                  *(whole_device_groups(self.hardware, len(grouping), self.random, most) if self.free else ())]}
         for _ in range(_CHILDREN if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.estimate(grouping, child))
@@ -318,18 +318,18 @@ class _Search:
 
     def _child(self, parents: list[Split]) -> Split:
         one, other = self.random.integers(0, len(parents), 2)
-        child = crossed(self.hardware, parents[one], parents[other], self.random)
-        return mutated(self.hardware, child, self.random) if child in parents else child
+        child = crossover(self.hardware, parents[one], parents[other], self.random)
+        return mutation(self.hardware, child, self.random) if child in parents else child
 
     def _improved(self, grouping: Grouping, splits: list[Split], rounds: int, found: dict[Split, float]) -> \
             Iterator[None]:
-        """The genetic search at a first look; what splits take goes to `found`."""
+        """Run the genetic search at a first look; the seconds of splits go to `found`."""
         for split in splits[: 2 * rounds]:
             found[split] = self.costed.rough(grouping, split)
             yield
         for _ in range(rounds - 1 if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
-            nearby = min(neighbours(self.hardware, child), key=lambda split: self.costed.estimate(grouping, split),
+            nearby = min(adjacent_splits(self.hardware, child), key=lambda split: self.costed.estimate(grouping, split),
                          default=child)
             for split in (child, nearby):
                 if split not in found:
@@ -337,17 +337,17 @@ class _Search:
                     yield
 
     def _regrouped(self) -> Placement | None:
-        """The works anew on the pools of the best answer: their layouts there are mostly known."""
+        """Try other assignments of the tasks to the subsets of the best answer; their layouts are mostly cached."""
         if self.best is None:
             return None
         _, grouping, split = self.best
-        works, pools = sum(map(len, grouping)), len(split)
-        if pools > 1 and pools**works <= _MAPPINGS:
-            for homes in product(range(pools), repeat=works):
-                order = list(dict.fromkeys(homes))
-                changed = tuple(tuple(work for work in range(works) if homes[work] == pool) for pool in order)
-                if len(order) == pools and allowed(self.costed.problem, changed):
-                    self._value(changed, tuple(split[pool] for pool in order))
+        tasks, subsets = sum(map(len, grouping)), len(split)
+        if subsets > 1 and subsets**tasks <= _MAPPINGS:
+            for group_of in product(range(subsets), repeat=tasks):
+                order = list(dict.fromkeys(group_of))
+                changed = tuple(tuple(task for task in range(tasks) if group_of[task] == subset) for subset in order)
+                if len(order) == subsets and allowed(self.costed.problem, changed):
+                    self._value(changed, tuple(split[subset] for subset in order))
         return self._answer()
 
     def _value(self, grouping: Grouping, split: Split) -> float:
@@ -357,12 +357,12 @@ class _Search:
         return value
 
     def _polished(self, grouping: Grouping, split: Split) -> Iterator[Placement | None]:
-        """Local search: to the first better neighbour, the most promising first, until none is better."""
+        """Run a local search: to the first better adjacent split, the most promising first, until none is better."""
         value, seen = self._value(grouping, split), {split}
         improved = self.free
         while improved:
             improved = False
-            ahead = {near: self.costed.estimate(grouping, near) for near in neighbours(self.hardware, split)}
+            ahead = {near: self.costed.estimate(grouping, near) for near in adjacent_splits(self.hardware, split)}
             for near in sorted(set(ahead) - seen, key=lambda near: (ahead[near], near)):
                 if self.costed.ideal(grouping, near) >= value:
                     continue

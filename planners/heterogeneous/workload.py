@@ -1,7 +1,7 @@
-"""From any DAG, as the planner has it, to works: its nodes that run models, what they compute, and who waits for whom.
+"""Builds the joint problem from a DAG, a run and a cluster: model tasks, what they compute, and their dependencies.
 
-Nodes of type COMPUTE run beside those that read them and count for nothing but the bytes that pass through them: their
-time is the host's, of which a cluster file says nothing.
+Nodes of type COMPUTE run beside those that read them and count only for the bytes that pass through them: their time is
+the host's, which a cluster file does not describe.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from planners.transfers import through_dock
 
 
 def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
-    """The joint problem of a DAG, a run and a cluster. Modes that divide the ranks into groups are planned as async.
+    """Return the joint problem of a DAG, a run and a cluster. Modes with groups of ranks are planned as async.
 
     Raises:
         InvalidInput: there is no plan, the cluster describes no machines, or the sizes of a model are not known.
     """
     if not spec.cluster.machines:
-        where = spec.cluster_source.spot(()) if spec.cluster_source else None
+        where = spec.cluster_source.location(()) if spec.cluster_source else None
         raise InvalidInput(Diagnostic("mixed hardware is planned for a cluster with `machines`", where,
                                       "Name one with  --cluster FILE  , as  --cluster h200_a100"))
-    alone = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []}),
-                    cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
-    whole = plan(alone, 1)
-    tasks = [task for task in whole.tasks if task.type != "COMPUTE"]
+    single_rank_spec = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []}),
+                               cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
+    single_rank_plan = plan(single_rank_spec, 1)
+    tasks = [task for task in single_rank_plan.tasks if task.type != "COMPUTE"]
     _check_sizes(spec, tasks)
-    fans = RowLineage(whole.tasks, whole.source)
+    lineage = RowLineage(single_rank_plan.tasks, single_rank_plan.source)
     response = max((spec.settings_of(task.role).generation.max_new_tokens for task in tasks if task.samples),
                    default=spec.run.data.max_target_tokens)
-    works = tuple(_work(spec, fans, task, response) for task in tasks)
+    model_tasks = tuple(_model_task(spec, lineage, task, response) for task in tasks)
     mode = SYNC if spec.run.mode == SYNC else ASYNC
-    dtype = "float32" if all(work.width == 4 for work in works) else "bfloat16"
-    return Problem(hardware_of(spec.cluster, dtype), works, _edges(alone, whole, tasks), _syncs(spec, works), mode,
+    dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
+    return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
+                   _syncs(spec, model_tasks), mode,
                    coefficients or Coefficients())
 
 
@@ -47,17 +48,17 @@ def _check_sizes(spec: Spec, tasks: list[Task]) -> None:
     if unknown:
         role = unknown[0]
         raise InvalidInput(Diagnostic(f"role `{role}`: the sizes of its model are not known, so no cost can be",
-                                      spec.run_source.spot(("roles", role)),
+                                      spec.run_source.location(("roles", role)),
                                       f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
 
 
-def _work(spec: Spec, fans: RowLineage, task: Task, response: int) -> ModelTask:
-    """A task's work, with rows at the run's longest."""
+def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int) -> ModelTask:
+    """Return the model task of a plan's task, with rows at the run's longest."""
     settings, shape = spec.settings_of(task.role), spec.shape_of(task.role)
     head = spec.dag.roles[task.role].head
     shape = shape.with_value_head() if head == "value" else shape
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
-    rows = spec.run.data.batch * fans.times(fans.of(task.node) if task.samples else task.fan)
+    rows = spec.run.data.batch * lineage.times(lineage.of(task.node) if task.samples else task.fan)
     width = 4 if settings.dtype == "float32" else 2
     outputs = 1 if head == "value" else shape.vocabulary
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden,
@@ -67,11 +68,11 @@ def _work(spec: Spec, fans: RowLineage, task: Task, response: int) -> ModelTask:
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)), settings.recompute)
 
 
-def _edges(spec: Spec, whole: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
-    """Who waits for whom, through nodes of type COMPUTE too, and the bytes that come that way."""
+def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
+    """Return the dependencies, through nodes of type COMPUTE too, with the bytes of each."""
     index = {task.node: number for number, task in enumerate(tasks)}
     read: dict[str, dict[str, int]] = {}
-    for edge in through_dock(spec, whole, 1).edges:
+    for edge in through_dock(spec, single_rank_plan, 1).edges:
         if edge.reader:
             read.setdefault(edge.reader, {})[edge.producer] = edge.bytes_per_step
     found = []
@@ -84,7 +85,7 @@ def _edges(spec: Spec, whole: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
 
 
 def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict[str, int]) -> list[tuple[str, int]]:
-    """The works that a node follows directly or through nodes that run no model, with the bytes read from each."""
+    """Return the model tasks that a node follows directly or through COMPUTE nodes, with the bytes read from each."""
     found: list[tuple[str, int]] = []
     for earlier in dict.fromkeys([*spec.dag.nodes[node].dependencies, *read.get(node, {})]):
         if earlier in index:
@@ -94,10 +95,11 @@ def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict
     return found
 
 
-def _syncs(spec: Spec, works: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
-    """From the last training of each role to all that run with its weights."""
-    trained = {work.role: number for number, work in enumerate(works) if work.kind == TRAIN}
-    return tuple(Edge(trained[work.role], number, float(work.parameters * work.width))
-                 for number, work in enumerate(works) if work.role in trained and work.kind != TRAIN)
+def _syncs(spec: Spec, model_tasks: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
+    """Return edges from the last training of each role to all tasks that run with its weights."""
+    trained = {model_task.role: number for number, model_task in enumerate(model_tasks) if model_task.kind == TRAIN}
+    return tuple(Edge(trained[model_task.role], number, float(model_task.parameters * model_task.width))
+                 for number,
+                 model_task in enumerate(model_tasks) if model_task.role in trained and model_task.kind != TRAIN)
 
 

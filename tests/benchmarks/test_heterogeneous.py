@@ -16,7 +16,7 @@ CELL = Cell("two continents", "grpo", "sync", "4B")
 def test_verl_like_shares_equally_and_uses_all_devices(tmp_path: Path) -> None:
     *_, found = search(verl(CELL.problem(tmp_path)), budget=500)
     assert found.placement.grouping == ((0, 1, 2),)
-    assert found.placement.pools == (CELL.problem(tmp_path).hardware.all,)
+    assert found.placement.subsets == (CELL.problem(tmp_path).hardware.all,)
     for layout in found.placement.layouts:
         assert len(set(layout.rows)) == 1
         assert max(layout.layers) - min(layout.layers) <= 1
@@ -25,7 +25,7 @@ def test_verl_like_shares_equally_and_uses_all_devices(tmp_path: Path) -> None:
 def test_stream_rl_like_has_two_pools(tmp_path: Path) -> None:
     problem = CELL.problem(tmp_path)
     *_, found = search(stream_rl(problem), budget=500)
-    kinds = [{problem.works[work].kind == GENERATE for work in group} for group in found.placement.grouping]
+    kinds = [{problem.tasks[task].kind == GENERATE for task in group} for group in found.placement.grouping]
     assert sorted(kinds, key=str) == [{False}, {True}]
 
 

@@ -24,7 +24,7 @@ def test_a_wrong_choice_is_taken_for_the_nearest() -> None:
     assert dag is not None
     assert dag.nodes["a"].type == "MODEL_TRAIN"
     assert len(mistakes) == 1
-    assert source.doubtful == {("nodes", "a", "type")}
+    assert source.recovered == {("nodes", "a", "type")}
 
 
 @pytest.mark.parametrize("text", ["steps: ten\ndata: {train: x}\n", "data: {train: x}\n", "steps: 3\n",

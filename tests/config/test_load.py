@@ -68,7 +68,7 @@ def test_loading_and_planning_import_no_torch() -> None:
     script = ("import distflow, sys, time; from distflow.config.load import load; from planners import plan; "
               "from distflow.data import dataset; from distflow.telemetry import run_folder; import distflow.launch; "
               "plan(load('grpo.yaml'), 2); print(time.process_time()); "
-              "heavy = {'torch', 'transformers', 'datasets', 'networkx', 'pyarrow'} & set(sys.modules); "
+              "heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules); "
               "sys.exit(', '.join(heavy) or None)")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
                           check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})

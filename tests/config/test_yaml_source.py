@@ -34,23 +34,23 @@ def test_structure_is_that_of_yaml() -> None:
 def test_everything_has_its_place() -> None:
     source = parse("one: 1\nouter:\n  inner: {deep: [10, twenty]}\n", "file.yaml")
     line = "  inner: {deep: [10, twenty]}"
-    assert source.spot(("one",), key=True) == Location("file.yaml", 1, 1, 3, "one: 1")
-    assert source.spot(("one",)) == Location("file.yaml", 1, 6, 1, "one: 1")
-    assert source.spot(("outer", "inner", "deep", 1)) == Location("file.yaml", 3, 22, 6, line)
-    assert source.spot(("outer", "inner", "deep"), key=True) == Location("file.yaml", 3, 11, 4, line)
+    assert source.location(("one",), key=True) == Location("file.yaml", 1, 1, 3, "one: 1")
+    assert source.location(("one",)) == Location("file.yaml", 1, 6, 1, "one: 1")
+    assert source.location(("outer", "inner", "deep", 1)) == Location("file.yaml", 3, 22, 6, line)
+    assert source.location(("outer", "inner", "deep"), key=True) == Location("file.yaml", 3, 11, 4, line)
 
 
 def test_what_does_not_stand_there_is_placed_at_what_encloses_it() -> None:
     source = parse("outer:\n  inner: 1\n", "file.yaml")
-    assert source.spot(("outer", "missing", "deeper")).line == 1
-    assert source.spot(("nowhere",)) == Location("file.yaml")
+    assert source.location(("outer", "missing", "deeper")).line == 1
+    assert source.location(("nowhere",)) == Location("file.yaml")
 
 
 def test_a_key_twice_is_noted_and_the_first_kept() -> None:
     source = parse("a: 1\nb:\n  c: 2\n  c: 3\na: 4\n", "file.yaml")
     assert source.data == {"a": 1, "b": {"c": 2}}
     assert [str(mistake.where) for mistake in source.mistakes] == ["file.yaml:4", "file.yaml:5"]
-    assert source.doubtful == {("b", "c"), ("a",)}
+    assert source.recovered == {("b", "c"), ("a",)}
 
 
 def test_an_alias_may_stand_twice_but_not_in_itself() -> None:
@@ -62,7 +62,7 @@ def test_an_override_takes_the_place_of_all_that_stood_below() -> None:
     source = parse("a: {b: {c: 1}}\n", "file")
     source.override(("a", "b"), {"c": 2}, "a.b={c: 2}")
     assert source.data == {"a": {"b": {"c": 2}}}
-    assert source.spot(("a", "b", "c")) == Location("--set a.b={c: 2}")
+    assert source.location(("a", "b", "c")) == Location("--set a.b={c: 2}")
     source.override(("d", "e"), 5, "d.e=5")
     assert source.data["d"] == {"e": 5}
 
@@ -84,7 +84,7 @@ def test_characters_that_yaml_does_not_allow(tmp_path: Path) -> None:
 
 def test_long_lines_are_cut_around_what_is_underlined() -> None:
     source = parse(f"a: {{{', '.join(f'key{index}: {index}' for index in range(100))}}}\n", "file")
-    head, under = source.spot(("a", "key60"), key=True).excerpt().splitlines()
+    head, under = source.location(("a", "key60"), key=True).excerpt().splitlines()
     assert len(head) < 130
     assert head[under.index("^") :].startswith("key60")
     assert under.count("^") == len("key60")

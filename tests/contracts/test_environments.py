@@ -8,7 +8,7 @@ import pytest
 from harness import ROOT
 
 from distflow.config.load import load
-from distflow.contracts.environments import kinds_of, load_environment
+from distflow.contracts.environments import environments_in, load_environment
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -102,7 +102,7 @@ def test_the_shipped_ones_are_found_by_name_alone(checked):
 
 def test_what_the_source_shows(checked, workspace):
     checked("environment: Calculator")
-    maze, mute = kinds_of("mazes_of_mine")
+    maze, mute = environments_in("mazes_of_mine")
     assert (maze.name, maze.safe, maze.coroutine, maze.steps) == ("Maze", True, True, True)
     assert (mute.name, mute.safe, mute.coroutine, mute.steps) == ("Mute", False, False, False)
     assert maze.columns == {"question": "questions", "answer": "answers", "map": "map"}

@@ -1,4 +1,4 @@
-"""What the planner expects to move, and what the databuffer counts when rows are as long as the run allows."""
+"""Bytes that the planner predicts, and that the databuffer counts when rows are as long as the run allows."""
 
 from __future__ import annotations
 

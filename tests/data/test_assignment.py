@@ -1,4 +1,4 @@
-"""Shares of equal work: never far from the best there is, and the same on every rank."""
+"""Assignment of rows to shares: never far from the optimum, and the same on every rank."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def test_the_heaviest_share_is_within_four_thirds_of_the_optimum(weights, shares
 @QUIET
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6))
 def test_no_share_is_left_without_units_if_there_are_enough(weights, shares):
-    """Units without weight as well: they are shared by number."""
+    """Units without weight too: they are balanced by number."""
     chosen = assign(torch.tensor(weights), shares).tolist()
     assert len(set(chosen)) == min(shares, len(weights)) or 0 in weights
     if set(weights) == {0}:
@@ -47,9 +47,9 @@ def test_equal_units_are_dealt_out_in_order():
 @QUIET
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 2)), min_size=1, max_size=12))
 def test_what_is_settled_stays_and_counts(units):
-    weights, settled = (torch.tensor(part) for part in zip(*units))
-    chosen = assign(weights, 3, settled)
-    assert torch.equal(chosen[settled >= 0], settled[settled >= 0])
+    weights, fixed = (torch.tensor(part) for part in zip(*units))
+    chosen = assign(weights, 3, fixed)
+    assert torch.equal(chosen[fixed >= 0], fixed[fixed >= 0])
     assert bool((chosen >= 0).all())
 
 
@@ -74,10 +74,10 @@ def test_many_units_are_as_even(shares, spread):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.sampled_from([-1, -1, 0, 3])), min_size=1,
                 max_size=30))
 def test_staying_near_costs_no_balance(units):
-    weights, at, settled = (torch.tensor(part) for part in zip(*units))
-    near = assign_near(weights, [0, 0, 1, 1], at, settled)
-    far = assign(weights, 4, settled)
-    assert torch.equal(near[settled >= 0], settled[settled >= 0])
+    weights, at, fixed = (torch.tensor(part) for part in zip(*units))
+    near = assign_near(weights, [0, 0, 1, 1], at, fixed)
+    far = assign(weights, 4, fixed)
+    assert torch.equal(near[fixed >= 0], fixed[fixed >= 0])
     assert imbalance(weights, near, 4) <= 1.01 * imbalance(weights, far, 4)
 
 
@@ -96,13 +96,13 @@ def test_rows_stay_on_their_machine_unless_it_has_too_many():
                 max_size=40),
        st.sampled_from([(2, 1, 1), (5, 0, 3), (1, 9, 4)]), st.sampled_from([[0, 0, 0], [0, 1, 1]]))
 def test_unlike_shares_are_done_at_about_the_same_time(units, parts, machines):
-    """No later than the heaviest unit after the mean; what is settled stays, and who has no part gets nothing more."""
-    weights, at, settled = (torch.tensor(part) for part in zip(*units))
-    settled = torch.where(torch.tensor(parts)[settled] == 0, -1, settled)
-    chosen = assign_near(weights, machines, at, settled, parts)
-    assert torch.equal(chosen[settled >= 0], settled[settled >= 0])
+    """At most the heaviest unit above the mean; fixed units stay, and a share without a part gets nothing more."""
+    weights, at, fixed = (torch.tensor(part) for part in zip(*units))
+    fixed = torch.where(torch.tensor(parts)[fixed] == 0, -1, fixed)
+    chosen = assign_near(weights, machines, at, fixed, parts)
+    assert torch.equal(chosen[fixed >= 0], fixed[fixed >= 0])
     assert all(parts[share] for share in chosen.tolist())
-    if (settled < 0).all():
+    if (fixed < 0).all():
         loads, mean = loads_of(weights.tolist(), chosen.tolist(), 3), int(weights.sum()) / sum(parts)
         latest = max(load / part for load, part in zip(loads, parts) if part)
         assert latest <= 1.01 * (mean + int(weights.max()) / min(filter(None, parts)))

@@ -1,4 +1,4 @@
-"""Batches as others know them, and back, bit for bit."""
+"""Batches as padded tensors, TensorDicts and Arrow tables, and back, bit for bit."""
 
 import io
 
@@ -10,7 +10,6 @@ from columns import batches, bits
 from hypothesis import given, settings
 
 from distflow.data.batch import Batch, Ragged, levels
-from distflow.data.convert import from_arrow, from_padded, from_tensordict, to_arrow, to_padded, to_tensordict
 from distflow.errors import ColumnError
 
 QUIET = settings(max_examples=60)
@@ -35,9 +34,9 @@ def same(one: Batch, other: Batch) -> bool:
 def test_arrow_and_back(batch):
     batch = no_empty_shapes(batch)
     batch = batch.only(name for name, column in batch.columns.items() if not levels(column)[1].is_complex())
-    table = to_arrow(batch)
+    table = batch.to_arrow()
     assert table.num_rows == len(batch)
-    assert same(from_arrow(table), batch)
+    assert same(Batch.from_arrow(table), batch)
 
 
 def test_parquet_and_back():
@@ -45,20 +44,20 @@ def test_parquet_and_back():
     turns = Ragged.from_rows(rows)
     batch = Batch(torch.tensor([3, 5]), {"turns": turns, "image": torch.arange(12.0).bfloat16().view(2, 2, 3)})
     file = io.BytesIO()
-    pyarrow.parquet.write_table(to_arrow(batch), file)
-    assert same(from_arrow(pyarrow.parquet.read_table(file)), batch)
+    pyarrow.parquet.write_table(batch.to_arrow(), file)
+    assert same(Batch.from_arrow(pyarrow.parquet.read_table(file)), batch)
 
 
 def test_a_slice_of_a_table():
     batch = Batch(torch.arange(4), {"tokens": Ragged.from_rows([torch.arange(row) for row in range(4)])})
-    assert same(from_arrow(to_arrow(batch).slice(1, 2)), batch.slice(1, 3))
+    assert same(Batch.from_arrow(batch.to_arrow().slice(1, 2)), batch.slice(1, 3))
 
 
 @QUIET
 @given(batches())
 def test_padded_and_back(batch):
     batch = flat(batch)
-    back = from_padded(to_padded(batch))
+    back = Batch.from_padded(batch.to_padded())
     assert back.ids.tolist() == batch.ids.tolist()
     for name in batch.columns:
         assert bits(back[name]) == bits(batch[name])
@@ -68,21 +67,21 @@ def test_padded_and_back(batch):
 @given(batches())
 def test_tensordict_and_back(batch):
     batch = flat(batch)
-    rows = to_tensordict(batch)
+    rows = batch.to_tensordict()
     assert rows.batch_size == torch.Size([len(batch)])
-    back = from_tensordict(rows)
+    back = Batch.from_tensordict(rows)
     for name in batch.columns:
         assert bits(back[name]) == bits(batch[name])
 
 
 def test_a_tensordict_shares_memory():
     batch = Batch(torch.arange(2), {"tokens": Ragged.from_rows([torch.arange(2), torch.arange(3)])})
-    assert to_tensordict(batch)["tokens"].values().data_ptr() == batch["tokens"].values.data_ptr()
+    assert batch.to_tensordict()["tokens"].values().data_ptr() == batch["tokens"].values.data_ptr()
     with pytest.raises(ColumnError, match="`turns` is nested"):
-        to_tensordict(Batch(torch.arange(1), {"turns": Ragged.from_rows([batch["tokens"]])}))
+        Batch(torch.arange(1), {"turns": Ragged.from_rows([batch["tokens"]])}).to_tensordict()
 
 
 @pytest.mark.parametrize(("values", "what"), [(pa.array([1, None]), "1 nulls"), (pa.array(["a", "b"]), "type string")])
 def test_what_no_tensor_holds_is_refused(values, what):
     with pytest.raises(ColumnError, match=what):
-        from_arrow(pa.table({"a": values}))
+        Batch.from_arrow(pa.table({"a": values}))

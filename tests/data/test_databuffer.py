@@ -106,9 +106,9 @@ def plans(draw) -> Plan:
     layout = st.sampled_from(even + uneven)
     builder = Builder(4, draw(layout), "r_x t_x d_x n_x")
     for number in range(draw(st.integers(1, 5))):
-        fans = {column: builder.fan(producer) for column, producer in builder.writers.items()}
-        fan = draw(st.sampled_from(sorted(set(fans.values()))))
-        fitting = [column for column, other in fans.items() if fan[: len(other)] == other]
+        lineage = {column: builder.fan(producer) for column, producer in builder.writers.items()}
+        fan = draw(st.sampled_from(sorted(set(lineage.values()))))
+        fitting = [column for column, other in lineage.items() if fan[: len(other)] == other]
         reads = draw(st.lists(st.sampled_from(fitting), min_size=1, max_size=3, unique=True))
         kinds = draw(st.lists(st.sampled_from("rdtinm"), max_size=2, unique=True))
         builder.node(f"n{number}", " ".join(reads), " ".join(f"{kind}_{number}" for kind in kinds), draw(layout),
@@ -162,7 +162,7 @@ def test_a_rank_without_rows_knows_the_types():
 
 
 def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
-    """Run up to `node`, with `lost` ("NODE ids" or "NODE columns") missing; the error that this rank gets."""
+    """Run up to `node`, with `lost` ("NODE ids" or "NODE columns") missing; return this rank's error."""
     walker, (loser, what) = Walk(plan, 4), lost.split()
     walker.buffer.start(walker.loader.next())
     for task in plan.tasks:
@@ -209,13 +209,13 @@ def test_missing_columns_are_named():
 
 
 def wait_in_vain(plan: Plan) -> str:
-    """Rank 2 says that it computes and never takes; the error that the others get."""
+    """Let rank 2 announce that it computes and never take; return the error of the others."""
     store = dist.distributed_c10d._get_default_store()
     presence = RankStatus(store, dist.get_rank(), 3)
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
-    buffer.redistributor.neighbours  # noqa: B018 - all ranks make it
+    buffer.redistributor.host_group  # noqa: B018 - all ranks make it
     buffer.start(Batch(torch.arange(0)), range(10, 16))
-    presence.now("is in step 4, " + ("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`"))
+    presence.set("is in step 4, " + ("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`"))
     if dist.get_rank() == 2:
         store.wait(["gave up 0", "gave up 1"])
         return ""

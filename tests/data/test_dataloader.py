@@ -1,4 +1,4 @@
-"""Each share of a batch is drawn apart, and together they are the same samples for any number of ranks."""
+"""Shares of a batch are loaded apart, and together they are the same samples for any number of ranks."""
 
 import pytest
 import torch

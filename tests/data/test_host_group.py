@@ -23,15 +23,15 @@ def talk(machines: str) -> list[int]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ["DISTFLOW_MACHINE"] = machines[rank].strip("-")
     try:
-        neighbours = HostGroup(rank, 20.0)
+        host_group = HostGroup(rank, 20.0)
     finally:
         del os.environ["DISTFLOW_MACHINE"]
     for size in (0, 3, 100_000, 1, 4096, 0, 2_000_000):
         for _ in range(3):  # more often than there are mailboxes
-            said = neighbours.gather(bytes([rank]) * (size + rank))
-            assert said == [bytes([other]) * (size + other) for other in range(ranks)]
-        neighbours.meet()
-    return neighbours.machines
+            announced = host_group.gather(bytes([rank]) * (size + rank))
+            assert announced == [bytes([other]) * (size + other) for other in range(ranks)]
+        host_group.barrier()
+    return host_group.machines
 
 
 @pytest.mark.parametrize(("machines", "expected"), [
@@ -43,18 +43,18 @@ def test_every_message_reaches_every_rank(machines, expected):
 
 
 def within_a_group() -> None:
-    """Ranks are those within the group; and whoever made other groups before, the leaders find each other."""
+    """Ranks are those within the group; and the leaders find each other, whichever groups exist already."""
     whole = dist.get_rank()
     for members, machines in (([1, 2, 3], "abb"), ([1, 2, 3], "aab"), ([0, 3], "ab"), ([1, 2, 3], "abb")):
         group = dist.new_group(members)
         if whole in members:
             rank = members.index(whole)
             os.environ["DISTFLOW_MACHINE"] = machines[rank]
-            neighbours = HostGroup(rank, 20.0, group)
+            host_group = HostGroup(rank, 20.0, group)
             del os.environ["DISTFLOW_MACHINE"]
             for number in range(3):
-                said = neighbours.gather(bytes([rank, number]))
-                assert said == [bytes([other, number]) for other in range(len(members))]
+                announced = host_group.gather(bytes([rank, number]))
+                assert announced == [bytes([other, number]) for other in range(len(members))]
 
 
 def test_in_groups_of_some_ranks():
@@ -65,14 +65,14 @@ def late(machines: str, who: int) -> str:
     """Rank `who` does not come to the second round."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     os.environ["DISTFLOW_MACHINE"] = machines[rank]
-    neighbours = HostGroup(rank, 2.0)
+    host_group = HostGroup(rank, 2.0)
     del os.environ["DISTFLOW_MACHINE"]
-    neighbours.gather(b"")
+    host_group.gather(b"")
     if rank == who:
         store.wait([f"given up {other}" for other in range(len(machines)) if other != who])
         return ""
     with pytest.raises(RankMissing) as caught:
-        neighbours.gather(b"")
+        host_group.gather(b"")
     store.set(f"given up {rank}", "")
     return str(caught.value)
 
@@ -83,10 +83,10 @@ def test_a_late_rank_is_named():
 
 
 def test_a_late_rank_of_another_machine():
-    """Its neighbour names it; elsewhere nobody is accused who came."""
-    said = run_ranks(4, late, "aabb", 3)
-    assert said[2] == "rank 3 did not come within the wait limit of 2 s"
-    for text in said[:2]:
+    """Its peer names it; on other machines no rank that came is named."""
+    announced = run_ranks(4, late, "aabb", 3)
+    assert announced[2] == "rank 3 did not come within the wait limit of 2 s"
+    for text in announced[:2]:
         assert text.startswith("on another machine, a rank did not come within the wait limit")
 
 
@@ -98,13 +98,13 @@ from distflow.errors import RankMissing
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
-neighbours = HostGroup(rank, 60.0)
-neighbours.meet()
+group = HostGroup(rank, 60.0)
+group.barrier()
 if rank == 2:
     print("here", flush=True)
     sys.stdin.readline()
 try:
-    neighbours.gather(b"anyone?")
+    group.gather(b"anyone?")
 except RankMissing as error:
     print(error, flush=True)
 os._exit(0)
@@ -112,12 +112,12 @@ os._exit(0)
 
 
 def test_a_rank_that_dies_is_named_at_once(tmp_path):
-    """Real processes and a real SIGKILL; the limit is a minute, and nobody waits for it."""
+    """Real processes and a real SIGKILL; the limit is a minute, and no rank waits for it."""
     (tmp_path / "dying.py").write_text(DYING)
     started = [subprocess.Popen([sys.executable, "dying.py", str(rank), "store"], cwd=tmp_path, text=True,
                                 env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE) for rank in range(3)]
     assert started[2].stdout.readline() == "here\n"
     os.kill(started[2].pid, signal.SIGKILL)
-    said = [process.communicate(timeout=30)[0] for process in started]
-    assert said[:2] == ["rank 2 ended while others waited for it\n"] * 2
+    announced = [process.communicate(timeout=30)[0] for process in started]
+    assert announced[:2] == ["rank 2 ended while others waited for it\n"] * 2

@@ -1,4 +1,4 @@
-"""Rows that leave a step, and steps that draw again: on real ranks, against a reckoning with plain sets."""
+"""Rows that leave a step, and steps that draw again: on real ranks, against a model of plain sets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from walk import Builder, Walk, keeps, walk
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.errors import ColumnError
-from distflow.plan import KEEP, Fan, Layout, Plan, RowLineage, Task
+from distflow.plan import KEEP, Layout, Lineage, Plan, RowLineage, Task
 from distflow.telemetry.metrics import Metrics
 
 ONE, TWO = Layout(1), Layout(2)
 
 
 class Reckoning:
-    """Which rows each task of a plan must see, in order; all ranks' rows in one set for each fan."""
+    """Return the rows that each task of a plan must see, in order; those of all ranks, one set for each fan."""
 
     def __init__(self, plan: Plan, batch: int):
-        self.plan, self.batch, self.fans = plan, batch, RowLineage(plan.tasks, plan.source)
+        self.plan, self.batch, self.lineage = plan, batch, RowLineage(plan.tasks, plan.source)
         self.position, self.seen = 0, []
 
     def run_step(self, step: int) -> None:
@@ -37,12 +37,12 @@ class Reckoning:
         rows = self.only(rows, set(sorted(rows[()])[: self.batch]), ())
         self.go(tasks[first:], rows, step)
 
-    def draw(self, tasks: Sequence[Task], step: int) -> dict[Fan, set[int]]:
+    def draw(self, tasks: Sequence[Task], step: int) -> dict[Lineage, set[int]]:
         rows = {(): set(range(self.position, self.position + self.batch))}
         self.position += self.batch
         return self.go(tasks, rows, step)
 
-    def go(self, tasks: Sequence[Task], rows: dict[Fan, set[int]], step: int) -> dict[Fan, set[int]]:
+    def go(self, tasks: Sequence[Task], rows: dict[Lineage, set[int]], step: int) -> dict[Lineage, set[int]]:
         for task in tasks:
             self.seen.append((step, task.node, sorted(rows[task.fan])))
             out = {row * task.repeats + copy for row in rows[task.fan] for copy in range(task.repeats)}
@@ -51,9 +51,9 @@ class Reckoning:
                 rows = self.only(rows, {row for row in out if keeps(step, row)}, task.out_fan)
         return rows
 
-    def only(self, rows: dict[Fan, set[int]], kept: set[int], at: Fan) -> dict[Fan, set[int]]:
-        def root(row: int, fan: Fan, level: int) -> int:
-            return row // self.fans.times(fan[level:])
+    def only(self, rows: dict[Lineage, set[int]], kept: set[int], at: Lineage) -> dict[Lineage, set[int]]:
+        def root(row: int, fan: Lineage, level: int) -> int:
+            return row // self.lineage.times(fan[level:])
 
         result = {}
         for fan, ids in rows.items():
@@ -64,7 +64,7 @@ class Reckoning:
 
 
 def check(plan: Plan, batch: int, steps: int = 2, machines: str = "") -> list[tuple]:
-    """What all ranks saw of each task, put together, is what it should have seen."""
+    """The rows that all ranks saw of each task, together, are the expected ones."""
     results = run_ranks(plan.ranks, walk, plan, batch, steps, machines)
     reckoning = Reckoning(plan, batch)
     for step in range(steps):
@@ -106,9 +106,9 @@ def plans(draw) -> Plan:
     layout = st.sampled_from([Layout(dp, first) for dp in range(1, 4) for first in range(3) if first + dp <= 3])
     builder, again = Builder(3, draw(layout), "r_x t_x d_x"), draw(st.integers(0, 3))
     for number in range(draw(st.integers(again + 1, 5))):
-        fans = {column: builder.fan(producer) for column, producer in builder.writers.items() if column != KEEP}
-        fan = draw(st.sampled_from(sorted(set(fans.values()))))
-        fitting = [column for column, other in fans.items() if fan[: len(other)] == other]
+        lineage = {column: builder.fan(producer) for column, producer in builder.writers.items() if column != KEEP}
+        fan = draw(st.sampled_from(sorted(set(lineage.values()))))
+        fitting = [column for column, other in lineage.items() if fan[: len(other)] == other]
         reads = draw(st.lists(st.sampled_from(fitting), min_size=1, max_size=3, unique=True))
         writes = [f"{kind}_{number}" for kind in draw(st.lists(st.sampled_from("rdt"), min_size=1, max_size=2))]
         drops = number == again or draw(st.booleans())
@@ -142,7 +142,7 @@ def dropped_without_drawing(layout: Layout) -> tuple[list, list]:
     plan = (Builder(2, TWO).node("a", "r_prompt", "d_a keep", layout).node("b", "r_prompt d_a", "", TWO)).plan()
     walker = Walk(plan, 6)
     walker.run_step()
-    return walker.seen, [len(batch) for batch in walker.buffer.shelves.values()]
+    return walker.seen, [len(batch) for batch in walker.buffer.step_columns.values()]
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO])

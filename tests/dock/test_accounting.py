@@ -1,5 +1,5 @@
-"""What the planner expects to pass through a dock, and what its warehouses count when rows are as long as the run
-allows: within 5%, ids, lengths, metadata and the lines' own headers included."""
+"""What the planner expects to pass through a dock, and what its shards count when rows are as long as the run
+allows: within 5%, ids, lengths, metadata and the messages' own headers included."""
 
 import json
 import subprocess
@@ -45,11 +45,11 @@ def column(name, rows):
     return Ragged(torch.ones(rows * length, dtype=dtype), torch.full((rows,), length))
 
 
-@pytest.mark.parametrize("warehouses", [1, 4])
-def test_the_plan_expects_what_the_dock_counts(grpo, dock, warehouses):
+@pytest.mark.parametrize("shards", [1, 4])
+def test_the_plan_expects_what_the_dock_counts(grpo, dock, shards):
     spec, plan, _ = grpo
-    volume, fans = through_dock(spec, plan, warehouses), RowLineage(plan.tasks, plan.source)
-    at = dock(warehouses, tuple(Consumer(task.node, ("never",), home=number % warehouses)
+    volume, fans = through_dock(spec, plan, shards), RowLineage(plan.tasks, plan.source)
+    at = dock(shards, tuple(Consumer(task.node, ("never",), home=number % shards)
                                 for number, task in enumerate(plan.tasks)))
     ids = {}
     for edge in volume.edges:
@@ -63,7 +63,7 @@ def test_the_plan_expects_what_the_dock_counts(grpo, dock, warehouses):
             assert set(fetched.columns) == set(edge.columns)
     through = [part["received"] + part["sent"] for part in at.status()]
     assert sum(through) == pytest.approx(volume.bytes_in + volume.bytes_out, rel=0.05)
-    assert max(through) == pytest.approx(volume.through_each_warehouse, rel=0.05)
+    assert max(through) == pytest.approx(volume.through_each_shard, rel=0.05)
 
 
 def test_each_column_goes_in_once_and_out_for_every_reader(grpo):
@@ -74,7 +74,7 @@ def test_each_column_goes_in_once_and_out_for_every_reader(grpo):
     assert edges["reward", ""].bytes_per_step == edges["reward", "advantage"].bytes_per_step == samples * 4
     assert set(edges["rollout", ""].columns) == {name for (producer, reader), edge in edges.items() if reader
                                                  and producer == "rollout" for name in edge.columns}
-    with pytest.raises(ValueError, match="at least one warehouse"):
+    with pytest.raises(ValueError, match="at least one storage shard"):
         through_dock(spec, plan, 0)
 
 
@@ -85,6 +85,6 @@ def test_the_command_line_shows_it(grpo, options, code):
     done = subprocess.run([sys.executable, "-m", "distflow.cli", "plan", *arguments, *options], cwd=ROOT,
                           env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
-    assert ("each of 4 warehouses" in done.stdout) == (options == ["--dock", "4"])
-    assert code == 0 or "a dock has at least one warehouse" in done.stderr
+    assert ("each of 4 shards" in done.stdout) == (options == ["--dock", "4"])
+    assert code == 0 or "a dock has at least one storage shard" in done.stderr
     assert options != ["--json"] or json.loads(done.stdout)["digest"]

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock import Consumer, DockClient, DockError, Full, LeaseLost, StorageShardServer, TimedOut, Unreachable
+from distflow.dock import Consumer, DockClient, DockError, Full, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import CheckpointError, ColumnError
+from distflow.rpc.errors import Unreachable
 
 REWARD = Consumer("reward", ("tokens",), ("rewards",))
 UPDATE = Consumer("update", ("tokens", "rewards"))
@@ -42,9 +43,9 @@ def until(condition):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("warehouses", [1, 3])
-def test_rows_go_through_all_states_and_leave(dock, warehouses):
-    at = dock(warehouses, (REWARD, Consumer("update", ("tokens", "rewards"), home=warehouses - 1)))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_go_through_all_states_and_leave(dock, shards):
+    at = dock(shards, (REWARD, Consumer("update", ("tokens", "rewards"), home=shards - 1)))
     assert at.put(tokens(range(20)), version=4) == 20
     work = at.lease("reward", 20, wait=5)
     assert work.versions.tolist() == [4] * 20
@@ -105,7 +106,7 @@ def test_rows_come_in_the_order_in_which_they_are_asked_for(dock):
     at.put(tokens(range(9)))
     assert at.fetch(torch.tensor([7, 2, 3, 0]), ["tokens"]).ids.tolist() == [7, 2, 3, 0]
     assert len(at.fetch(torch.tensor([], dtype=torch.int64), ["tokens"])) == 0
-    with pytest.raises(ColumnError, match=r"rows \[8\] in warehouse 2 have no column `rewards` yet"):
+    with pytest.raises(ColumnError, match=r"rows \[8\] in shard 2 have no column `rewards` yet"):
         at.fetch(torch.tensor([8]), ["rewards"])
 
 
@@ -182,32 +183,32 @@ def test_a_wait_that_passes_its_limit_names_what_is_missing(dock, token):
     at = dock(2, (Consumer("reward", ("tokens",), ("rewards",), home=1), UPDATE))
     with DockClient(at.addresses, token, "rollout 3") as rollout, DockClient(at.addresses, token, "scorer 7") as scorer:
         rollout.put(tokens([1, 2, 3]))
-        scorer.doing("waiting for a sandbox")
+        scorer.report_activity("waiting for a sandbox")
         scorer.lease("reward", 2, wait=5)
-        until(lambda: at.status()[1]["controllers"]["reward"]["known"] == 3)
+        until(lambda: at.status()[1]["indexes"]["reward"]["known"] == 3)
         with pytest.raises(TimedOut) as caught:
             at.lease("update", 2, wait=0.05)
     words = str(caught.value)
     assert "`update` waited 0.05 s for rows: it wants at least 2; 0 are ready, 3 known, 0 committed" in words
     assert "3 rows lack rewards" in words
-    assert "`reward` owes `rewards`: rows [" in words
+    assert "`reward` writes `rewards`: rows [" in words
     assert "are leased by scorer 7 (" in words
     assert "was waiting for a sandbox" in words
-    assert "are ready, and nobody has leased them" in words
-    assert caught.value.report["lacking"][0][0] == ["rewards"]
+    assert "are ready, and no process has leased them" in words
+    assert caught.value.report["missing"][0][0] == ["rewards"]
 
 
 def test_where_nothing_was_put_the_producers_are_named(dock, token):
     at = dock(1, (UPDATE,))
     assert at.put(tokens([])) == 0
     with DockClient(at.addresses, token, "rollout 3") as rollout:
-        rollout.doing("writing turn 2 of prompt 9")
+        rollout.report_activity("writing turn 2 of prompt 9")
         rollout.status()
         with pytest.raises(TimedOut, match=r"no row has come .*\n    connected: rollout 3 .* was writing turn 2 of"):
             at.lease("update", 1)
 
 
-def test_a_column_that_nobody_owes_is_said_to_be_so(dock):
+def test_a_column_without_a_writer_is_named(dock):
     at = dock(1, (UPDATE,))
     at.put(tokens([1]))
     with pytest.raises(TimedOut, match="no consumer says that it writes `rewards`"):
@@ -252,13 +253,13 @@ def test_a_holder_in_the_same_process_loses_its_lease_in_the_open(dock):
 
 def test_an_answer_that_never_comes_is_an_error(dock, token):
     at = dock()
-    at.services[0].desk.changed.acquire()
+    at.services[0].state.changed.acquire()
     try:
         with (DockClient(at.addresses, token, "impatient", patience=1.0) as other,
               pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
             other.status()
     finally:
-        at.services[0].desk.changed.release()
+        at.services[0].state.changed.release()
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
@@ -266,7 +267,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
     at.put(tokens(range(8)))
     with DockClient(at.addresses, token, "impatient", patience=1.0) as other:
         other.fetch(torch.arange(8), ["tokens"])
-        with at.services[0].desk.changed, pytest.raises(Unreachable):
+        with at.services[0].state.changed, pytest.raises(Unreachable):
             other.fetch(torch.arange(8), ["tokens"])
         for rows in ([5, 1], [2, 6, 4]):
             batch = other.fetch(torch.tensor(rows), ["tokens"])
@@ -274,7 +275,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
             check(batch)
 
 
-def test_a_row_that_is_put_again_after_its_warehouse_was_lost_is_not_trained_again(dock, token):
+def test_a_row_that_is_put_again_after_its_shard_was_lost_is_not_trained_again(dock, token):
     at = dock(2, (Consumer("update", ("tokens",)),))
     at.put(tokens(range(8)))
     first = at.lease("update", 6, wait=5)
@@ -282,7 +283,7 @@ def test_a_row_that_is_put_again_after_its_warehouse_was_lost_is_not_trained_aga
     at.services[1].close()
     fresh = StorageShardServer(token, port=at.addresses[1][1])
     fresh.start()
-    at.meet((Consumer("update", ("tokens",)),))
+    at.configure((Consumer("update", ("tokens",)),))
     at.put(tokens([1, 3, 5, 7]))
     lease = at.lease("update", 9, least=2, wait=5)
     assert sorted([*first.ids.tolist(), *lease.ids.tolist()]) == list(range(8))
@@ -295,11 +296,11 @@ def test_a_place_in_the_layout_is_not_changed(dock):
     at = dock(2)
     at.addresses.reverse()
     with pytest.raises(DockError, match="its rows would be looked for elsewhere"):
-        at.meet((UPDATE,))
+        at.configure((UPDATE,))
     for consumers, words in (((UPDATE, UPDATE), "several named update"),
                              ((Consumer("x", ("y",), home=2),), "numbered 0 to 1")):
         with pytest.raises(DockError, match=words):
-            at.meet(consumers)
+            at.configure(consumers)
 
 
 def test_a_snapshot_is_whole_or_absent(dock, token, tmp_path):

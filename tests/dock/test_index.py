@@ -12,12 +12,12 @@ from distflow.dock.index import ConsumerIndex
 UPDATE = Consumer("update", ("tokens", "rewards"), seconds=10.0)
 
 
-def table(ids, **marks):
-    columns = [marks.get(name, 0) for name in ("tokens", "version", "group", "priority", "turn")]
+def table(ids, **meta):
+    columns = [meta.get(name, 0) for name in ("tokens", "version", "group", "priority", "turn")]
     return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 6).T
 
 
-def controller(ready=range(4), consumer=UPDATE):
+def index_of(ready=range(4), consumer=UPDATE):
     made = ConsumerIndex(consumer)
     made.learn(table(ready), ["tokens", "rewards"])
     return made
@@ -39,7 +39,7 @@ def test_a_row_is_ready_when_it_has_all_columns():
 
 
 def test_a_lease_that_is_not_renewed_goes_back():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     assert made.lease(LeaseRequest(4), 9.9, "b") is None
     assert ids(made.lease(LeaseRequest(4), 10.0, "b")) == [0, 1, 2, 3]
@@ -52,7 +52,7 @@ def test_a_lease_that_is_not_renewed_goes_back():
 
 
 def test_renewal_keeps_it():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     for now in range(8, 80, 8):
         made.renew(first.number, float(now), "a")
@@ -60,7 +60,7 @@ def test_renewal_keeps_it():
 
 
 def test_a_late_holder_whose_rows_nobody_took_may_go_on():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     assert made.expire(20.0) == 4
     made.renew(first.number, 21.0, "a")
@@ -71,7 +71,7 @@ def test_a_late_holder_whose_rows_nobody_took_may_go_on():
 
 
 def test_one_row_given_to_another_spoils_the_whole_commit():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     other = made.lease(LeaseRequest(1), 50.0, "b")
     with pytest.raises(LeaseLost, match=r"Its rows \[0\]"):
@@ -83,7 +83,7 @@ def test_one_row_given_to_another_spoils_the_whole_commit():
 
 
 def test_a_commit_may_be_repeated():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(2), 0.0, "a", step=7)
     assert made.commit(first.number, 7, ids(first), 1.0)
     assert not made.commit(first.number, 7, ids(first), 1.0)
@@ -93,7 +93,7 @@ def test_a_commit_may_be_repeated():
 
 
 def test_a_step_is_committed_once_whoever_comes():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(2), 0.0, "a", step=0)
     made.dropped("a", 1.0)
     made.rows[0].columns.clear()  # so that the second draw has other rows
@@ -106,7 +106,7 @@ def test_a_step_is_committed_once_whoever_comes():
 
 
 def test_the_ranks_of_a_group_share_one_draw():
-    made = controller(range(8))
+    made = index_of(range(8))
     shares = [made.lease(LeaseRequest(6), float(rank), f"rank {rank}", step=3, share=rank, shares=2)
               for rank in range(2)]
     assert shares[0] is shares[1]
@@ -121,24 +121,24 @@ def test_the_ranks_of_a_group_share_one_draw():
 
 def test_the_same_request_gets_the_same_lease():
     """Its answer was lost on the way."""
-    made = controller()
+    made = index_of()
     assert made.lease(LeaseRequest(2), 0.0, "a", request=5) is made.lease(LeaseRequest(2), 0.0, "a", request=5)
     assert len(made.ready) == 2
 
 
 def test_death_gives_rows_back_at_once_and_so_does_release():
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     assert made.dropped("a", 0.5)
     second = made.lease(LeaseRequest(4), 0.6, "b")
     assert ids(second) == ids(first)
     made.release(second.number, 0.7)
     assert len(made.ready) == 4
-    assert not made.dropped("nobody", 0.8)
+    assert not made.dropped("unknown", 0.8)
 
 
 def test_fewer_than_the_least_are_not_handed_out():
-    made = controller(range(3))
+    made = index_of(range(3))
     assert made.lease(LeaseRequest(8), 0.0, "a", least=4) is None
     assert ids(made.lease(LeaseRequest(8), 0.0, "a", least=3)) == [0, 1, 2]
 
@@ -155,18 +155,18 @@ def test_discarded_rows_count_as_committed():
     assert 0 not in made.rows
 
 
-def restored(state, lives=(), commits=(), rows=range(4)):
-    after = ConsumerIndex(UPDATE, epoch=2, lives=lives)
+def restored(state, epochs=(), commits=(), rows=range(4)):
+    after = ConsumerIndex(UPDATE, epoch=2, epochs=epochs)
     after.restore(state)
     after.replay(commits)
     after.learn(table(rows), ["tokens", "rewards"])
     return after
 
 
-def test_a_controller_with_a_journal_takes_the_commit_of_a_lease_from_before():
-    before = controller()
+def test_an_index_with_a_journal_takes_the_commit_of_a_lease_from_before():
+    before = index_of()
     first = before.lease(LeaseRequest(2), 0.0, "a")
-    after = restored(before.state(), lives=[1])
+    after = restored(before.state(), epochs=[1])
     assert after.commit(first.number, None, ids(first), 1.0)
     assert ids(after.lease(LeaseRequest(9), 1.0, "b")) == [2, 3]
 
@@ -175,28 +175,28 @@ def test_a_controller_with_a_journal_takes_the_commit_of_a_lease_from_before():
 def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
     """The first holder lost its connection, not its time; the second was given its rows and committed them after the
     snapshot was taken. Neither order of the two lets the first one commit."""
-    before = controller(range(1))
+    before = index_of(range(1))
     state = before.state()
     first = before.lease(LeaseRequest(1), 0.0, "a")
     before.dropped("a", 0.5)
     second = before.lease(LeaseRequest(1), 0.6, "b")
     assert before.commit(second.number, 7, ids(second), 0.7)
     after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
-    with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier life of its controller"):
+    with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier epoch of its index"):
         after.commit(first.number, None, ids(first), 1.0)
-    assert after.commit(second.number, 7, ids(second), 1.0, told=True) == (not journal)
+    assert after.commit(second.number, 7, ids(second), 1.0, answered=True) == (not journal)
     with pytest.raises(LeaseLost):
         after.commit(first.number, None, ids(first), 1.0)
 
 
 def test_what_was_answered_counts_more_than_a_lease_that_was_given_since():
-    before = controller(range(1))
+    before = index_of(range(1))
     state = before.state()
     first = before.lease(LeaseRequest(1), 0.0, "a")
     before.commit(first.number, None, ids(first), 0.1)
     after = restored(state, rows=range(1))
     again = after.lease(LeaseRequest(1), 1.0, "b")
-    assert after.commit(first.number, None, ids(first), 1.0, told=True)
+    assert after.commit(first.number, None, ids(first), 1.0, answered=True)
     with pytest.raises(LeaseLost, match="committed by another"):
         after.commit(again.number, None, ids(again), 2.0)
 
@@ -205,7 +205,7 @@ def test_a_commit_that_cannot_be_kept_is_none():
     def full():
         raise DockError("the disk is full")
 
-    made = controller()
+    made = index_of()
     first = made.lease(LeaseRequest(4), 0.0, "a")
     with pytest.raises(DockError, match="full"):
         made.commit(first.number, 3, ids(first), 0.1, keep=full)
@@ -213,9 +213,9 @@ def test_a_commit_that_cannot_be_kept_is_none():
     assert made.commit(first.number, 3, ids(first), 0.2)
 
 
-def test_what_a_lost_warehouse_took_with_it():
-    """Warehouse 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
-    update, reward = controller(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
+def test_results_that_were_lost_with_a_shard_are_made_again():
+    """Shard 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
+    update, reward = index_of(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
     reward.learn(table(range(6)), ["tokens"])
     scored = reward.lease(LeaseRequest(6), 0.0, "a")
     reward.commit(scored.number, None, ids(scored), 0.0)
@@ -228,9 +228,9 @@ def test_what_a_lost_warehouse_took_with_it():
     assert ids(reward.lease(LeaseRequest(6), 1.0, "b")) == [1], "its reward is made again"
 
 
-def test_a_lease_over_rows_that_were_lost_and_came_anew_is_not_revived():
-    """It holds what was; if it dies after all, nobody would give the new rows back."""
-    made = controller(range(2))
+def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
+    """It holds what was; if it dies after all, the new rows would stay leased."""
+    made = index_of(range(2))
     first = made.lease(LeaseRequest(2), 0.0, "a")
     made.expire(10.0)
     made.relearn({}, 0, 1)
@@ -243,7 +243,7 @@ def test_a_lease_over_rows_that_were_lost_and_came_anew_is_not_revived():
 
 @pytest.mark.parametrize("share", [-1, 2])
 def test_a_share_that_does_not_exist_draws_nothing(share):
-    made = controller()
+    made = index_of()
     with pytest.raises(DockError, match=f"share {share} of 2"):
         made.lease(LeaseRequest(4), 0.0, "a", step=0, share=share, shares=2)
     assert len(made.ready) == 4
@@ -326,15 +326,15 @@ class Interleaving(RuleBasedStateMachine):
 
 
 class Restored(Interleaving):
-    """The controller is also restored, from a snapshot of any age, at any time. It has a journal, or else all who have
-    an answer tell it again before anything else happens."""
+    """The index is also restored, from a snapshot of any age, at any time. It has a journal, or else all who have
+    an answer repeat it before anything else happens."""
 
     journal = True
 
     @initialize()
     def begin(self):
         super().begin()
-        self.state, self.answered, self.lives = self.made.state(), [], [1]
+        self.state, self.answered, self.epochs = self.made.state(), [], [1]
 
     @rule()
     def snapshot(self):
@@ -342,14 +342,14 @@ class Restored(Interleaving):
 
     @rule()
     def restore(self):
-        self.made = ConsumerIndex(UPDATE, len(self.lives) + 1, self.lives if self.journal else ())
-        self.lives.append(self.made.epoch)
+        self.made = ConsumerIndex(UPDATE, len(self.epochs) + 1, self.epochs if self.journal else ())
+        self.epochs.append(self.made.epoch)
         self.made.restore(self.state)
         if self.journal:
             self.made.replay(self.answered)
         self.made.learn(table(range(self.next)), ["tokens", "rewards"])
         for number, step, rows in () if self.journal else self.answered:
-            self.made.commit(number, step, rows, self.now, told=True)
+            self.made.commit(number, step, rows, self.now, answered=True)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -14,5 +14,5 @@ def test_it_is_a_set(changes):
         assert len(ours) == len(theirs)
         assert {n for n in range(-5, 25) if n in ours} == theirs
     ranges = ours.ranges
-    assert all(first[1] < second[0] for first, second in zip(ranges, ranges[1:])), "neighbours are one range"
+    assert all(first[1] < second[0] for first, second in zip(ranges, ranges[1:])), "adjacent ranges are joined"
     assert Intervals(ranges).ranges == ranges

@@ -23,7 +23,7 @@ def test_commits_come_back(tmp_path):
     journal = Journal(tmp_path / "j")
     assert list(journal.commits("update")) == [(5, 0, [1, 2, 3, 9]), (7, 1, [4])]
     assert list(journal.commits("reward")) == [(6, None, [])]
-    assert journal.lives == {11}
+    assert journal.epochs == {11}
     journal.close()
 
 
@@ -47,7 +47,7 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path, monkeypatch):
         Journal(tmp_path / "nowhere" / "j")
     journal = Journal(tmp_path / "j")
     journal.file, file = -1, journal.file
-    with pytest.raises(DockError, match="cannot be kept, so it is none"):
+    with pytest.raises(DockError, match="cannot be written, so it does not count"):
         journal.commit("update", 1, None, numpy.array([1]))
     journal.file = file
     journal.close()

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock import Consumer, DockClient, TimedOut, Unreachable
+from distflow.dock import Consumer, DockClient, TimedOut
 from distflow.dock.process import DockProcess, start
+from distflow.rpc.errors import Unreachable
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 60
@@ -24,6 +25,7 @@ CONSUMER = """
 import sys, time
 from pathlib import Path
 from distflow.dock import DockClient, DockError
+from distflow.rpc.errors import RpcError
 
 address, token, journal = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), sys.argv[3]
 limit, pause = float(sys.argv[4]), float(sys.argv[5])
@@ -31,7 +33,7 @@ with DockClient([address], token, "trainer") as dock, open(journal, "a", bufferi
     while True:
         try:
             lease = dock.lease("update", 4, least=1, wait=limit)
-        except DockError:
+        except (DockError, RpcError):
             break
         batch = dock.fetch(lease)
         assert all(row.tolist() == [id] * (id % 5) for id, row in zip(batch.ids.tolist(), batch["tokens"].rows))
@@ -75,7 +77,7 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
     journal = tmp_path / "journal"
     journal.touch()
     with DockClient([address], token, "test") as dock:
-        dock.meet((Consumer("update", ("tokens",)),))
+        dock.configure((Consumer("update", ("tokens",)),))
         dock.put(tokens(range(ROWS)))
         workers = [consumer(address, token, journal) for _ in range(2)]
         for worker in workers[:1]:
@@ -86,7 +88,7 @@ def test_killing_a_consumer_loses_nothing_and_trains_nothing_twice(children, tok
             worker.kill()
             worker.wait()
         assert workers[1].wait(timeout=60) == 0
-        committed = dock.status()[0]["controllers"]["update"]["committed"]
+        committed = dock.status()[0]["indexes"]["update"]["committed"]
         with pytest.raises(TimedOut):
             dock.lease("update", 1)
     lines = [line.split() for line in journal.read_text().splitlines()]
@@ -104,7 +106,7 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
     address, journal = children().address, tmp_path / "journal"
     journal.touch()
     with DockClient([address], token, "test") as dock:
-        dock.meet((Consumer("update", ("tokens",), seconds=0.3),))
+        dock.configure((Consumer("update", ("tokens",), seconds=0.3),))
         dock.put(tokens(range(4)))
         worker = consumer(address, token, journal, limit=0.1, pause=0.25)
         while "trains" not in journal.read_text():
@@ -116,7 +118,7 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
             mine = False
         worker.send_signal(signal.SIGCONT)
         worker.wait(timeout=30)
-        assert dock.status()[0]["controllers"]["update"]["committed"] == 4
+        assert dock.status()[0]["indexes"]["update"]["committed"] == 4
     assert journal.read_text().count("trained") == (not mine)
 
 
@@ -126,7 +128,7 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
     first, second = children(), children()
     consumers = (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"), home=1))
     with DockClient([first.address, second.address], token, "test", patience=20) as dock:
-        dock.meet(consumers)
+        dock.configure(consumers)
         dock.put(tokens(range(16)), version=3, group=torch.arange(16) // 4)
         dock.put(tokens([17, 19]), turn=2)
         scored = dock.lease("reward", 16, wait=10)
@@ -161,7 +163,7 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
     with DockClient([child.address], token, "test", patience=2.0) as dock:
-        dock.meet((Consumer("update", ("tokens",)),))
+        dock.configure((Consumer("update", ("tokens",)),))
         child.process.stdin.close()
         assert child.process.wait(timeout=10) == 0
         with pytest.raises(Unreachable, match="restore it from its snapshot"):

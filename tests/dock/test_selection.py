@@ -6,12 +6,12 @@ from distflow.dock import Consumer, DockError, selection
 from distflow.dock.selection import DEALS, RULES, LeaseRequest, RowState, choose
 
 
-def rows(*marks):
-    return [RowState(id, {"tokens"}, **mark) for id, mark in enumerate(marks)]
+def rows(*meta):
+    return [RowState(id, {"tokens"}, **each) for id, each in enumerate(meta)]
 
 
-def ids(units):
-    return [[row.id for row in unit] for unit in units]
+def ids(groups):
+    return [[row.id for row in group] for group in groups]
 
 
 def test_first_come():
@@ -37,7 +37,7 @@ def test_stale_rows_are_discarded():
     chosen = choose(rows({"version": 3}, {"version": 4}, {"version": 5}, {"version": 2}), {"fresh": {"bound": 1}}, ask)
     assert ids(chosen) == [[1], [2]]
     assert [row.id for row in ask.discarded] == [0, 3]
-    with pytest.raises(DockError, match="version of the asker"):
+    with pytest.raises(DockError, match="version of the consumer"):
         choose(rows({}), {"fresh": {"bound": 1}}, LeaseRequest(1))
 
 
@@ -62,15 +62,15 @@ def test_priority_goes_first_and_equals_stay_in_order():
 
 
 def test_dealt_by_tokens_or_in_turn():
-    units = [[row] for row in rows({"tokens": 9}, {"tokens": 5}, {"tokens": 4}, {"tokens": 1})]
-    assert [sum(row.tokens for row in share) for share in DEALS["balanced"](units, 2)] == [10, 9]
-    assert ids(DEALS["in_turn"](units, 2)) == [[0, 2], [1, 3]]
+    groups = [[row] for row in rows({"tokens": 9}, {"tokens": 5}, {"tokens": 4}, {"tokens": 1})]
+    assert [sum(row.tokens for row in share) for share in DEALS["balanced"](groups, 2)] == [10, 9]
+    assert ids(DEALS["in_turn"](groups, 2)) == [[0, 2], [1, 3]]
 
 
 def test_a_rule_of_ones_own():
     @selection
-    def shortest_first(units, ask):
-        return sorted(units, key=lambda unit: unit[0].tokens)
+    def shortest_first(groups, ask):
+        return sorted(groups, key=lambda group: group[0].tokens)
 
     try:
         assert ids(choose(rows({"tokens": 3}, {"tokens": 1}), {"shortest_first": {}}, LeaseRequest(1))) == [[1]]

@@ -1,4 +1,4 @@
-"""Who is slow, stopped or too many holds up nobody else, and what it held comes back."""
+"""Slow, stopped or too many clients do not hold up others, and what they leased comes back."""
 
 import contextlib
 import errno
@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, Refused, StorageShardServer, TimedOut, Unreachable, selection
+from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut, selection
 from distflow.dock import shard as services
 from distflow.dock import snapshot as snapshots
 from distflow.dock.selection import RULES
-from distflow.rpc import connection as lines
+from distflow.rpc import connection as rpc
 from distflow.rpc import server
 from distflow.rpc.connection import connect
+from distflow.rpc.errors import Refused, Unreachable
 
 UPDATE = Consumer("update", ("tokens",))
 
@@ -29,10 +30,10 @@ def tokens(ids, width=1):
 
 def raw(dock, token, session="raw"):
     """A connection that sends what the test wants."""
-    line = connect(dock.addresses[0], token, 5.0)
-    line.send({"op": "hello", "who": session, "session": session})
-    line.receive()
-    return line
+    connection = connect(dock.addresses[0], token, 5.0)
+    connection.send({"op": "hello", "who": session, "session": session})
+    connection.receive()
+    return connection
 
 
 def until(condition, seconds=60.0):
@@ -43,7 +44,7 @@ def until(condition, seconds=60.0):
 
 
 def test_a_slow_stranger_has_a_limit_for_all_of_its_proof(dock, monkeypatch):
-    monkeypatch.setattr(lines, "HANDSHAKE_LIMIT", 0.3)
+    monkeypatch.setattr(rpc, "HANDSHAKE_LIMIT", 0.3)
     at, began = dock(), time.monotonic()
     with socket.create_connection(at.addresses[0]) as stranger, contextlib.suppress(ConnectionError):
         for _ in range(600):
@@ -59,13 +60,13 @@ def test_strangers_are_few_and_keep_nobody_out(dock, token, monkeypatch):
     strangers = [socket.create_connection(at.addresses[0]) for _ in range(12)]
     with DockClient(at.addresses, token, "late") as late:
         assert late.status()[0]["rows"] == 0
-    assert len(at.services[0].listener.door.outside) <= 4
+    assert len(at.services[0].server.handshakes.pending) <= 4
     strangers[0].settimeout(20)
     strangers[0].recv(32)
     with pytest.raises(ConnectionResetError):
         strangers[0].recv(32)
     at.services[0].close()
-    until(lambda: not at.services[0].listener.door.outside)
+    until(lambda: not at.services[0].server.handshakes.pending)
     for stranger in strangers:
         stranger.close()
 
@@ -87,7 +88,7 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last(token, caplog):
             return getattr(self.sock, name)
 
     service = StorageShardServer(token)
-    service.listener.socket = Scarce(service.listener.socket)
+    service.server.socket = Scarce(service.server.socket)
     with (caplog.at_level(logging.WARNING, "distflow.dock"), DockClient([service.start()], token, "one") as client,
           pytest.raises(DockError, match="no place in a dock yet")):
         client.layout  # noqa: B018 - asks
@@ -96,7 +97,7 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last(token, caplog):
 
 
 def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_others(dock, token, monkeypatch, caplog):
-    monkeypatch.setattr(lines, "STALL_LIMIT", 0.3)
+    monkeypatch.setattr(rpc, "STALL_LIMIT", 0.3)
     at = dock(1, (UPDATE,))
     at.put(tokens(range(4), 1 << 20))
     stuck = raw(at, token, "stuck")
@@ -110,30 +111,30 @@ def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_oth
 
 
 def test_a_client_that_stops_within_a_put_gives_its_room_back(dock, token, monkeypatch):
-    monkeypatch.setattr(lines, "STALL_LIMIT", 0.3)
+    monkeypatch.setattr(rpc, "STALL_LIMIT", 0.3)
     at = dock(1, (UPDATE,), max_rows=4)
     stuck = raw(at, token, "stuck")
     message = {"op": "put", "ids": torch.arange(4).numpy().tobytes(), "columns": [], "turn": None, "wait": 0,
-               "marks": {}}
-    packed = lines.msgpack.packb(message)
-    stuck.sock.sendall(lines._HEAD.pack(b"DFD1", len(packed), 1000) + packed + bytes(500))
-    until(lambda: at.services[0].desk.warehouse.coming_rows == 4)
+               "meta": {}}
+    packed = rpc.msgpack.packb(message)
+    stuck.sock.sendall(rpc._HEAD.pack(b"DFD1", len(packed), 1000) + packed + bytes(500))
+    until(lambda: at.services[0].state.storage.coming_rows == 4)
     assert at.put(tokens(range(10, 14)), wait=10) == 4
     stuck.close()
 
 
 def test_silence_between_two_requests_is_no_stall(dock, token, monkeypatch):
-    monkeypatch.setattr(lines, "STALL_LIMIT", 0.05)
+    monkeypatch.setattr(rpc, "STALL_LIMIT", 0.05)
     at = dock(1, (UPDATE,))
-    line = raw(at, token)
+    connection = raw(at, token)
     time.sleep(0.3)
-    line.send({"op": "status"})
-    assert line.receive()[0]["rows"] == 0
-    line.close()
+    connection.send({"op": "status"})
+    assert connection.receive()[0]["rows"] == 0
+    connection.close()
 
 
 def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(dock, token):
-    """The second of two processes refuses; what the first one answers meanwhile is nobody's."""
+    """The second of two processes refuses; the late reply of the first one must be discarded."""
     at = dock(2, (UPDATE,))
     at.put(tokens(range(8)))
     at.services[1].close()
@@ -148,17 +149,17 @@ def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(dock, token)
 
 
 def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
-    """A warehouse listed its rows for a connection that was made anew; their rewards came before the list arrived."""
+    """A shard listed its rows for a new connection; their rewards came before the list arrived."""
     at = dock(1, (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"))))
-    desk = at.services[0].desk
+    state = at.services[0].state
     at.put(tokens(range(2)))
-    with desk.changed:
-        late = desk._listing("reward")
+    with state.changed:
+        late = state._listing("reward")
     lease = at.lease("reward", 2)
     at.put(Batch(lease.ids, {"rewards": lease.ids.float()}))
     assert at.commit(lease)
-    with desk.changed:
-        desk.apply(late)
+    with state.changed:
+        state.apply(late)
     with pytest.raises(TimedOut):
         at.lease("reward", 1, wait=0.1)
 
@@ -170,7 +171,7 @@ def test_a_lease_is_kept_through_an_interruption(dock, token):
         lease = holder.lease("update", 2)
         with holder.keep(lease):
             time.sleep(1.2)
-            with at.services[0].desk.changed:  # what is asked meanwhile gets no answer
+            with at.services[0].state.changed:  # what is asked meanwhile gets no answer
                 time.sleep(1.2)
             time.sleep(3.6)
             with pytest.raises(TimedOut):
@@ -218,17 +219,17 @@ def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monk
     at.snapshot(tmp_path)
     assert busy_once
     restored = StorageShardServer(token, snapshot=tmp_path / "warehouse-0.dock")
-    assert sorted(restored.desk.warehouse.rows) == [0, 1, 2, 3]
-    assert len(restored.desk.controllers["update"].done) == 0
-    heads, _ = restored.desk.warehouse.cut(torch.arange(4).numpy(), ["tokens"])
-    assert heads[0][0] == "tokens"
+    assert sorted(restored.state.storage.rows) == [0, 1, 2, 3]
+    assert len(restored.state.indexes["update"].done) == 0
+    schema, _ = restored.state.storage.read(torch.arange(4).numpy(), ["tokens"])
+    assert schema[0][0] == "tokens"
     restored.close()
 
 
 def test_a_rule_that_fails_is_an_answer(dock):
     @selection
-    def broken(units, ask):
-        return units.nonsense
+    def broken(groups, ask):
+        return groups.nonsense
 
     try:
         at = dock(1, (Consumer("update", ("tokens",), rules={"broken": {}}),))
@@ -241,13 +242,13 @@ def test_a_rule_that_fails_is_an_answer(dock):
 
 def test_room_that_rows_are_about_to_fill_is_nobody_elses(dock, monkeypatch):
     at = dock(1, (UPDATE,), max_rows=4)
-    house, seen = at.services[0].desk.warehouse, []
+    storage, seen = at.services[0].state.storage, []
 
-    def between(**marks):
-        seen.append(house.coming_rows)
-        return made(**marks)
+    def between(**meta):
+        seen.append(storage.coming_rows)
+        return made(**meta)
 
     made = services.RowMeta
     monkeypatch.setattr(services, "RowMeta", between)
     at.put(tokens(range(4)))
-    assert (seen, house.coming_rows, house.coming_bytes) == ([4], 0, 0)
+    assert (seen, storage.coming_rows, storage.coming_bytes) == ([4], 0, 0)

@@ -1,4 +1,4 @@
-"""What a warehouse keeps, drops and lets go."""
+"""A shard stores rows, drops repeated ones, and removes committed ones."""
 
 import numpy
 import pytest
@@ -21,102 +21,102 @@ def tokens(ids, scale=1):
                  {"tokens": Ragged.from_rows([torch.full((row % 4,), row * scale) for row in ids])})
 
 
-def read(house, ids, names=("tokens",)):
-    heads, buffers = house.cut(numpy.array(ids, numpy.int64), names)
-    return unpack(len(ids), heads, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))
+def read(shard, ids, names=("tokens",)):
+    schema, buffers = shard.read(numpy.array(ids, numpy.int64), names)
+    return unpack(len(ids), schema, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))
 
 
 def test_columns_of_several_puts_come_together():
-    house = StorageShard()
-    house.put(tokens([1, 2, 3]), RowMeta())
-    house.put(Batch(torch.tensor([3, 1]), {"rewards": torch.tensor([0.3, 0.1])}), RowMeta())
-    back = read(house, [3, 1], ("rewards", "tokens"))
+    shard = StorageShard()
+    shard.put(tokens([1, 2, 3]), RowMeta())
+    shard.put(Batch(torch.tensor([3, 1]), {"rewards": torch.tensor([0.3, 0.1])}), RowMeta())
+    back = read(shard, [3, 1], ("rewards", "tokens"))
     assert back["rewards"].tolist() == pytest.approx([0.3, 0.1])
     assert [row.tolist() for row in back["tokens"].rows] == [[3, 3, 3], [1]]
 
 
-def test_marks_stay_unless_told_anew():
-    house = StorageShard()
-    house.put(tokens([5, 6]), RowMeta(version=numpy.array([1, 2]), group=numpy.array([7, 7])))
-    house.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), RowMeta(priority=numpy.array([3])))
-    assert house.table([5, 6]).T.tolist() == [[5, 1, 1, 7, 0, -1], [6, 2, 2, 7, 3, -1]]
+def test_metadata_stays_unless_it_is_given_again():
+    shard = StorageShard()
+    shard.put(tokens([5, 6]), RowMeta(version=numpy.array([1, 2]), group=numpy.array([7, 7])))
+    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), RowMeta(priority=numpy.array([3])))
+    assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, 7, 0, -1], [6, 2, 2, 7, 3, -1]]
 
 
 def test_a_row_that_comes_again_is_dropped_and_counted():
-    house = StorageShard()
-    house.put(tokens([1, 2]), RowMeta())
-    assert house.put(tokens([2, 3], scale=100), RowMeta()).tolist() == [3]
-    assert read(house, [2])["tokens"].values.tolist() == [2, 2]
-    house.retire("update", [1], ALL)
-    house.retire("reward", [1], ALL)
-    assert house.put(tokens([1]), RowMeta()).tolist() == []
-    assert house.counts.duplicates == 2
+    shard = StorageShard()
+    shard.put(tokens([1, 2]), RowMeta())
+    assert shard.put(tokens([2, 3], scale=100), RowMeta()).tolist() == [3]
+    assert read(shard, [2])["tokens"].values.tolist() == [2, 2]
+    shard.retire("update", [1], ALL)
+    shard.retire("reward", [1], ALL)
+    assert shard.put(tokens([1]), RowMeta()).tolist() == []
+    assert shard.counts.duplicates == 2
 
 
 def test_columns_of_two_attempts_do_not_mix():
-    house = StorageShard()
-    house.put(tokens([1]), RowMeta())
+    shard = StorageShard()
+    shard.put(tokens([1]), RowMeta())
     with pytest.raises(DockError, match="must be put together"):
-        house.put(tokens([1]).with_columns({"logprobs": torch.zeros(1)}), RowMeta())
+        shard.put(tokens([1]).with_columns({"logprobs": torch.zeros(1)}), RowMeta())
     with pytest.raises(DockError, match="a row twice"):
-        house.put(tokens([4, 4]), RowMeta())
+        shard.put(tokens([4, 4]), RowMeta())
 
 
 def test_what_is_missing_is_named():
-    house = StorageShard()
-    house.put(tokens([1, 2]), RowMeta())
+    shard = StorageShard()
+    shard.put(tokens([1, 2]), RowMeta())
     with pytest.raises(ColumnError, match=r"rows \[1, 2\] .* have no column `rewards` yet. They have: tokens"):
-        read(house, [1, 2], ["rewards"])
+        read(shard, [1, 2], ["rewards"])
     with pytest.raises(ColumnError, match=r"never seen rows \[9\]"):
-        read(house, [1, 9])
+        read(shard, [1, 9])
     for consumer in ALL:
-        house.retire(consumer, [1], ALL)
-    with pytest.raises(ColumnError, match="have left warehouse 0"):
-        read(house, [1])
+        shard.retire(consumer, [1], ALL)
+    with pytest.raises(ColumnError, match="have left shard 0"):
+        read(shard, [1])
 
 
-def test_rows_of_another_warehouse_are_refused():
-    with pytest.raises(DockError, match="row 3 does not live in warehouse 0 of 2"):
+def test_rows_of_another_shard_are_refused():
+    with pytest.raises(DockError, match="row 3 does not live in shard 0 of 2"):
         StorageShard(0, 2).put(tokens([2, 3]), RowMeta())
 
 
 def test_room_is_for_new_rows():
-    house = StorageShard(max_rows=2, max_bytes=1000)
-    assert house.reserve(numpy.array([0, 1]), 10) == 2
-    assert house.reserve(numpy.array([2]), 10) is None, "those on the way count"
-    house.unreserve(2, 10)
-    house.put(tokens([0, 1]), RowMeta())
-    assert house.reserve(numpy.array([2]), 10) is None
-    assert house.reserve(numpy.array([0, 1]), 10**9) == 0, "rows must be able to get what they need to leave"
+    shard = StorageShard(max_rows=2, max_bytes=1000)
+    assert shard.reserve(numpy.array([0, 1]), 10) == 2
+    assert shard.reserve(numpy.array([2]), 10) is None, "those on the way count"
+    shard.unreserve(2, 10)
+    shard.put(tokens([0, 1]), RowMeta())
+    assert shard.reserve(numpy.array([2]), 10) is None
+    assert shard.reserve(numpy.array([0, 1]), 10**9) == 0, "rows must be able to get what they need to leave"
     with pytest.raises(Full, match="3 rows of 10 bytes never fit"):
-        house.reserve(numpy.arange(2, 5), 10)
+        shard.reserve(numpy.arange(2, 5), 10)
     with pytest.raises(Full, match="never fit"):
-        house.reserve(numpy.array([2]), 1001)
+        shard.reserve(numpy.array([2]), 1001)
 
 
 def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
-    house = StorageShard()
-    house.put(tokens([1, 2]), RowMeta(), turn=0)
-    house.put(tokens([1], scale=10), RowMeta(), turn=1)
-    assert house.put(tokens([1], scale=99), RowMeta(), turn=1).tolist() == [], "another attempt at the same turn"
-    ids, turns, heads, buffers = house.saved(numpy.array([2, 1, 5]))
+    shard = StorageShard()
+    shard.put(tokens([1, 2]), RowMeta(), turn=0)
+    shard.put(tokens([1], scale=10), RowMeta(), turn=1)
+    assert shard.put(tokens([1], scale=99), RowMeta(), turn=1).tolist() == [], "another attempt at the same turn"
+    ids, turns, schema, buffers = shard.saved(numpy.array([2, 1, 5]))
     wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
     assert (ids.tolist(), turns.tolist()) == ([2, 1], [0, 1])
-    assert [row.tolist() for row in unpack(2, heads, wire)["tokens"].rows] == [[2, 2], [10]]
-    house.put(tokens([1]), RowMeta())
-    assert house.saved(numpy.array([1, 2]))[0].tolist() == [2]
-    assert house.put(tokens([1]), RowMeta(), turn=5).tolist() == []
-    assert len(house.parcels) == 2
+    assert [row.tolist() for row in unpack(2, schema, wire)["tokens"].rows] == [[2, 2], [10]]
+    shard.put(tokens([1]), RowMeta())
+    assert shard.saved(numpy.array([1, 2]))[0].tolist() == [2]
+    assert shard.put(tokens([1]), RowMeta(), turn=5).tolist() == []
+    assert len(shard.batches) == 2
 
 
 def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
-    house = StorageShard()
-    house.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}), RowMeta())
-    house.put(tokens([1]), RowMeta(), turn=3)
-    house.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}), RowMeta())
-    assert house.saved(numpy.array([1]))[1].tolist() == [3]
-    house.put(tokens([1]), RowMeta())
-    assert house.table([1]).T.tolist() == [[1, 1, 0, -1, 0, -1]]
+    shard = StorageShard()
+    shard.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}), RowMeta())
+    shard.put(tokens([1]), RowMeta(), turn=3)
+    shard.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}), RowMeta())
+    assert shard.saved(numpy.array([1]))[1].tolist() == [3]
+    shard.put(tokens([1]), RowMeta())
+    assert shard.table([1]).T.tolist() == [[1, 1, 0, -1, 0, -1]]
 
 
 def test_rows_without_columns_are_refused():
@@ -128,29 +128,29 @@ def test_rows_without_columns_are_refused():
 @settings(max_examples=60)
 @given(st.data())
 def test_whatever_leaves_the_rest_stays_whole(data):
-    """Any puts and removals, with parcels copied as soon as half of them is gone."""
+    """Any puts and removals, with batches copied as soon as half of their rows are gone."""
     before, module._COMPACT_FROM = module._COMPACT_FROM, 0
     try:
-        house, there, base = StorageShard(), set(), 0
+        shard, there, base = StorageShard(), set(), 0
         for _ in range(data.draw(st.integers(1, 5))):
             new = list(range(base, base + data.draw(st.integers(1, 8))))
             base += len(new)
-            house.put(tokens(new), RowMeta(), turn=0)
-            house.put(tokens(new), RowMeta())
-            house.put(Batch(torch.tensor(new), {"x": torch.tensor(new) * 2}), RowMeta())
+            shard.put(tokens(new), RowMeta(), turn=0)
+            shard.put(tokens(new), RowMeta())
+            shard.put(Batch(torch.tensor(new), {"x": torch.tensor(new) * 2}), RowMeta())
             there |= set(new)
             gone = data.draw(st.sets(st.sampled_from(sorted(there)))) if there else set()
             for consumer in ALL:
-                house.retire(consumer, gone, ALL)
+                shard.retire(consumer, gone, ALL)
             there -= gone
             if there:
                 asked = data.draw(st.permutations(sorted(there)))
-                back = read(house, asked, ("x", "tokens"))
+                back = read(shard, asked, ("x", "tokens"))
                 assert back["x"].tolist() == [2 * row for row in asked]
                 assert [row.tolist() for row in back["tokens"].rows] == [[row] * (row % 4) for row in asked]
         for consumer in ALL:
-            house.retire(consumer, there, ALL)
-        assert (len(house.parcels), house.nbytes, len(house.rows)) == (0, 0, 0)
-        assert house.gone.ranges == [(0, base)]
+            shard.retire(consumer, there, ALL)
+        assert (len(shard.batches), shard.nbytes, len(shard.rows)) == (0, 0, 0)
+        assert shard.gone.ranges == [(0, base)]
     finally:
         module._COMPACT_FROM = before

@@ -110,8 +110,8 @@ def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: i
     whole = model.state_dict()
     out = dict(engine.export())
     back = set(out) == set(dict(model.named_parameters())) and all(torch.equal(out[name], whole[name]) for name in out)
-    index = engine.shares.rank()
-    result = train(engine, share(rows(), index, engine.shares.size()))
+    index = engine.dp_group.rank()
+    result = train(engine, share(rows(), index, engine.dp_group.size()))
     return {**result, "back": back, "share": index}
 
 

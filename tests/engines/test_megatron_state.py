@@ -22,7 +22,7 @@ from distflow.weights.offload import HostOffload
 def interrupted(ways: dict[str, int], folder: str) -> dict[str, object]:
     """Two updates, a checkpoint, a third update; then the third one again by an engine that loads the checkpoint."""
     engine = ranks.megatron(ranks.tiny(), ways)
-    rows = ranks.share(ranks.rows(), engine.shares.rank(), engine.shares.size())
+    rows = ranks.share(ranks.rows(), engine.dp_group.rank(), engine.dp_group.size())
     for step in range(2):
         engine.update(rows, ranks.policy_gradient, 1.0, step)
     saved = ranks.exported(engine)
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(tmp_path):
 def not_finite(ways: dict[str, int]) -> tuple[str, bool, int]:
     engine = ranks.megatron(ranks.tiny(), ways)
     before = ranks.exported(engine)
-    rows, said = ranks.share(ranks.rows(), engine.shares.rank(), engine.shares.size()), ""
+    rows, said = ranks.share(ranks.rows(), engine.dp_group.rank(), engine.dp_group.size()), ""
     try:
         engine.update(rows, lambda logprobs, entropies, micro: logprobs.sum() * torch.inf, 1.0, 0)
     except EngineError as error:
@@ -139,7 +139,7 @@ def test_a_frozen_role_infers_and_refuses_to_train():
 def swapped(ways: dict[str, int], dtype: str) -> bool:
     """Two updates, the second one by an engine whose tensors were all in host memory between them."""
     one, other = (ranks.megatron(ranks.tiny(), ways, dtype=dtype) for _ in range(2))
-    rows = ranks.share(ranks.rows(), one.shares.rank(), one.shares.size())
+    rows = ranks.share(ranks.rows(), one.dp_group.rank(), one.dp_group.size())
     for engine in (one, other):
         engine.update(rows, ranks.policy_gradient, 1.0, 0)
     optimizer = HostOffload(lambda: other.resident(weights=False), other.scratch)

@@ -14,7 +14,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry.metrics import Metrics, recording
 from workers.engines.embedded import build_tokenizer
-from workers.engines.stopping import StopStrings
+from workers.engines.rollout import StopStrings
 from workers.rollout import PartialRollouts
 
 BOUND = {"float32": 2e-5, "bfloat16": 0.1}
@@ -202,7 +202,7 @@ def test_a_text_ends_a_row_with_the_token_that_completes_it(engine, prompts):
 def test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been(engine, model, prompts):
     prompts = lasting(model, prompts)
     rows = engine.rows(prompts, 1, torch.arange(len(prompts)))
-    session = engine.session(key=1, temperature=0.0, keeps=True)
+    session = engine.session(key=1, temperature=0.0, keep_cache=True)
     for row in rows:
         session.add([row])
     gone = rows[0]
@@ -225,7 +225,7 @@ def test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been
 def test_an_aborted_row_draws_what_it_would_have_drawn(engine, prompts):
     rows = engine.rows(prompts, 2, torch.arange(2 * len(prompts)) + 9)
     whole = engine.generate(prompts, 2, torch.arange(2 * len(prompts)) + 9, key=6)
-    session = engine.session(key=6, keeps=True)
+    session = engine.session(key=6, keep_cache=True)
     for start in range(0, len(rows), 2):
         session.add(rows[start : start + 2])
     said = {row: [] for row in rows}
@@ -252,8 +252,8 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     for _ in range(4):
         session.step()
     session.abort()
-    begun = first.begun()
-    assert 0 < len(begun["begun/tokens"].values) < len(whole.tokens.values)
+    begun = first.partial_rows()
+    assert 0 < len(begun["partial/tokens"].values) < len(whole.tokens.values)
     engine.load(weights(model), version=7)
     metrics = Metrics()
     with recording(metrics):
@@ -262,7 +262,7 @@ def test_what_one_rank_has_begun_another_ends(engine, model, prompts, restart):
     assert torch.allclose(samples.logprobs.values, whole.logprobs.values, rtol=0, atol=BOUND["float32"])
     assert torch.equal(samples.finished, whole.finished)
     kept = torch.zeros(len(ids), dtype=torch.int64)
-    kept[1:] = begun["begun/tokens"].lengths if not restart else 0
+    kept[1:] = begun["partial/tokens"].lengths if not restart else 0
     for row, count in zip(samples.versions.rows, kept.tolist()):
         assert row.tolist() == [0] * count + [7] * (len(row) - count)
     assert metrics.collect(lambda told: [told]).get("response/continued", 0) == int(kept.sum())
@@ -318,7 +318,7 @@ def test_versions_say_which_weights_sampled_each_token(engine, model, prompts):
 
 def test_a_turn_after_an_observation_is_a_fresh_prompts(engine, model, prompts):
     rows = engine.rows(prompts, 1, torch.arange(len(prompts)), max_new_tokens=5)
-    session = engine.session(key=1, temperature=0.0, keeps=True)
+    session = engine.session(key=1, temperature=0.0, keep_cache=True)
     for row in rows:
         session.add([row])
     until_done(session, rows)

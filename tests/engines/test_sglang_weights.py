@@ -20,7 +20,7 @@ from workers.engines.meshes import NAMES
 from workers.engines.sglang import weights as arrival
 from workers.engines.sglang.session import TurnResult
 from workers.engines.sglang.share import TPGroup
-from workers.engines.sglang.weights import Buckets, apart
+from workers.engines.sglang.weights import Buckets, unfused
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}
 
@@ -75,7 +75,7 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
         num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    named = dict(part for name, tensor in model.named_parameters() for part in apart(name, tensor))
+    named = dict(part for name, tensor in model.named_parameters() for part in unfused(name, tensor))
     assert named.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in named.items())
 
@@ -83,7 +83,7 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
 def _told(fails: bool):
     """What each rank hears of two calls; the first rank's second one may fail."""
     share = TPGroup(init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=NAMES))
-    turns = share.tell(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
+    turns = share.broadcast(lambda: [TurnResult("7.", [1, 2], [-0.1, torch.tensor(-1 / 3).item()], [4, 4], False)])
 
     def ask():
         if fails:
@@ -91,7 +91,7 @@ def _told(fails: bool):
         return []
 
     try:
-        return share.leads, [TurnResult(*turn) for turn in turns], share.tell(ask)
+        return share.leads, [TurnResult(*turn) for turn in turns], share.broadcast(ask)
     except EngineError as error:
         return share.leads, [TurnResult(*turn) for turn in turns], str(error)
 

@@ -70,7 +70,7 @@ def test_a_value_head_weighs_what_it_is(plan_of, folder) -> None:
     assert shape.with_value_head().parameters == shape_of(CONFIG).parameters + 8
     assert shape_of(CONFIG).with_value_head().parameters == shape_of(CONFIG).parameters + 8
     made = planned(plan_of, folder(CLASSIFIER, **untied), {"head": "value"})
-    found = {tenant.name: tenant.bytes for tenant in made.memory}
+    found = {item.name: item.bytes for item in made.memory}
     assert found["critic: weights"] == -(-(shape_of(CONFIG).parameters + 8) * 4 // 2)
     assert found["critic: activations"] == 16384 * (17 * 4 * 8 + 12 * 1)
 
@@ -89,5 +89,5 @@ def test_only_roles_that_sample_get_a_rollout() -> None:
     """Pairs from the data repeat rows without sampling any."""
     made = plan(load("dpo"), 2)
     assert not any(task.samples for task in made.tasks)
-    assert not any("rollout" in tenant.name for tenant in made.memory)
+    assert not any("rollout" in item.name for item in made.memory)
     assert [task.node for task in plan(load("ppo"), 2).tasks if task.samples] == ["rollout"]

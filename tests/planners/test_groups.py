@@ -6,7 +6,7 @@ import pytest
 import yaml
 from harness import ROOT
 
-from distflow.cli.plan import describe
+from distflow.cli.plan_text import describe
 from distflow.config.load import load
 from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Layout
@@ -63,7 +63,7 @@ def test_ranks_or_a_share_of_them_sample(share, ranks, training):
 
 def test_a_rank_needs_memory_for_what_its_group_has():
     _, made = planned()
-    trainer, rollout = ({tenant.name for tenant in group.plan.memory} for group in made.groups)
+    trainer, rollout = ({item.name for item in group.plan.memory} for group in made.groups)
     assert rollout == {"actor: rollout weights", "actor: rollout cache"}
     assert {"actor: training state", "reference: weights"} <= trainer
 
@@ -149,8 +149,8 @@ def test_a_model_that_samples_may_be_split(vllm):
     assert group.plan.layout_of("actor", samples=True).tp == 2
     assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
     whole = planned("grpo.yaml", 6, "roles.actor.rollout=vllm")[1].groups[1].plan.memory
-    weights = [next(each.bytes for each in tenants if each.name == "actor: rollout weights")
-               for tenants in (whole, group.plan.memory)]
+    weights = [next(each.bytes for each in items if each.name == "actor: rollout weights")
+               for items in (whole, group.plan.memory)]
     assert weights[0] == 2 * weights[1]
     assert "chain of ranks 2–5 (rollout, 2 beside each other, each over 2 ranks)" in "\n".join(describe(made, spec))
 

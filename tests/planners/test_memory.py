@@ -42,8 +42,8 @@ def test_the_shape_of_an_embedded_model_is_that_of_its_configuration() -> None:
     assert estimated.kv_width == counted.kv_width == 32
 
 
-def tenants(plan) -> dict[str, int]:
-    return {tenant.name: tenant.bytes for tenant in plan.memory}
+def items_of(plan) -> dict[str, int]:
+    return {item.name: item.bytes for item in plan.memory}
 
 
 def test_every_tenant_by_hand(plan_of: Callable) -> None:
@@ -55,7 +55,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     nodes = {**DIAMOND, "judge": {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge",
                                   "dependencies": ["sample"]}}
     plan = plan_of(nodes, {"critic": {"copy_of": "actor"}}, ranks=4, roles=roles)
-    assert tenants(plan) == {
+    assert items_of(plan) == {
         "actor: training state": parameters * 16 // 4,
         "actor: weights while computing": parameters * 4,
         "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
@@ -65,16 +65,16 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
         "critic: weights while computing": parameters * 4,
         "critic: activations": 100 * (68 * 64 + 12 * 512),
     }
-    assert [tenant.bytes for tenant in plan.memory] == sorted(tenants(plan).values(), reverse=True)
+    assert [item.bytes for item in plan.memory] == sorted(items_of(plan).values(), reverse=True)
     halved = plan_of(nodes, {"critic": {"copy_of": "actor"}}, roles={"actor": {**roles["actor"], "dtype": "bfloat16"}})
-    assert tenants(halved)["actor: rollout cache"] * 2 == tenants(plan)["actor: rollout cache"]
-    assert tenants(halved)["actor: training state"] == parameters * 16 // 2
+    assert items_of(halved)["actor: rollout cache"] * 2 == items_of(plan)["actor: rollout cache"]
+    assert items_of(halved)["actor: training state"] == parameters * 16 // 2
 
 
 @pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 8,704"])
 def test_formulas_can_be_followed(plan_of: Callable, formula: str) -> None:
     parameters = f"{shape_of_embedded(Model(architecture='qwen3')).parameters:,}"
-    assert any(formula.format(parameters) in tenant.formula for tenant in plan_of(DIAMOND).memory)
+    assert any(formula.format(parameters) in item.formula for item in plan_of(DIAMOND).memory)
 
 
 @pytest.mark.parametrize(("said", "asked", "width"), [
@@ -90,7 +90,7 @@ def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, 
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
     roles = {"actor": {"model": str(folder), "dtype": asked}}
-    found = tenants(plan_of(DIAMOND, roles=roles))
+    found = items_of(plan_of(DIAMOND, roles=roles))
     parameters = shape_of(CONFIG).parameters
     assert found["actor: rollout weights"] == found["actor: weights while computing"] == parameters * width
     assert found["actor: training state"] == parameters * 16 // 2
@@ -104,14 +104,14 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     adapters = 2 * 4 * (64 + 64)
     judge = {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge", "dependencies": ["sample"]}
     plan = plan_of({**DIAMOND, "judge": judge}, {"critic": {"copy_of": "actor"}}, ranks=4, roles={"actor": actor})
-    assert tenants(plan) == {
+    assert items_of(plan) == {
         "actor: training state": adapters * 16 // 4,
         "actor: weights while computing": (parameters + adapters) * 4,
         "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
         "actor: rollout adapters": adapters * 4,
         "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
         "critic: activations": 100 * (68 * 64 + 12 * 512)}
-    alone = tenants(plan_of({}, ranks=4, roles={"actor": actor}))
+    alone = items_of(plan_of({}, ranks=4, roles={"actor": actor}))
     assert alone["actor: weights"] == parameters * 4 // 4
     assert "actor: rollout adapters" not in alone
 
@@ -119,7 +119,7 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
 def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2}
     roles = {"actor": {"model": model, "micro_batch_tokens": 100}}
-    whole, split = (tenants(plan_of(DIAMOND, ranks=4, roles=roles, layouts=layouts))
+    whole, split = (items_of(plan_of(DIAMOND, ranks=4, roles=roles, layouts=layouts))
                     for layouts in ({}, {"learn": {"tp": 2}}))
     assert split["actor: training state"] == whole["actor: training state"]  # tp 2 × dp 2 instead of dp 4
     assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
@@ -133,8 +133,8 @@ def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypat
     shape = shape_of_embedded(Model(**model))
     assert shape.expert_parameters == 2 * 4 * 3 * 64 * (3 * 64 // 2)
     dense = shape.parameters - shape.expert_parameters
-    fsdp, megatron = (tenants(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
-                                      layouts={"learn": split}))["actor: training state"]
+    fsdp, megatron = (items_of(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
+                                       layouts={"learn": split}))["actor: training state"]
                       for engine, split in (("fsdp", {"tp": 2}), ("megatron", {"ep": 2})))
     assert fsdp == (dense // 2 + shape.expert_parameters) * 16 // 2
     assert megatron == (dense + shape.expert_parameters // 2) * (8 + 8 // 4)
@@ -146,7 +146,7 @@ def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> 
     assert PIECE == LOGITS_AT_ONCE
     model = {"architecture": "qwen3", "layers": 4, "hidden": 64, "heads": 2, "kv_heads": 1}
     roles = {"actor": {"model": model, "micro_batch_tokens": 100_000, "recompute": True, "offload": True}}
-    found = tenants(plan_of(DIAMOND, roles=roles))
+    found = items_of(plan_of(DIAMOND, roles=roles))
     assert found["actor: activations"] == 100_000 * (68 * 64 + 4 * 4 * 64) + 12 * PIECE
     assert "actor: training state" not in found
 
@@ -154,9 +154,9 @@ def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> 
 def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
     roles = {"actor": {"model": {"architecture": "qwen3"}}}
     plain, swapped = (plan_of(DIAMOND, roles={"actor": {**roles["actor"], "swap": swap}}) for swap in (False, True))
-    assert tenants(plain) == tenants(swapped)
-    assert needed(plain.memory) == sum(tenants(plain).values())
-    sampling = sum(count for name, count in tenants(plain).items() if ": rollout" in name)
+    assert items_of(plain) == items_of(swapped)
+    assert needed(plain.memory) == sum(items_of(plain).values())
+    sampling = sum(count for name, count in items_of(plain).items() if ": rollout" in name)
     assert needed(swapped.memory) == max(sampling, needed(plain.memory) - sampling)
 
 
@@ -178,16 +178,16 @@ def paged(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
 @pytest.mark.parametrize("rollout", ["vllm", "sglang"])
 def test_a_cache_in_pages_has_a_share_of_the_memory(paged: Callable, rollout: str) -> None:
     found = paged(rollout, 4, {"memory_share": 0.25})
-    assert tenants(found)["actor: rollout engine"] == GIB
-    assert not {"actor: rollout weights", "actor: rollout cache"} & set(tenants(found))
-    assert any(tenant.formula == "memory_share 0.25 × 4 GiB, weights and cache" for tenant in found.memory)
+    assert items_of(found)["actor: rollout engine"] == GIB
+    assert not {"actor: rollout weights", "actor: rollout cache"} & set(items_of(found))
+    assert any(item.formula == "memory_share 0.25 × 4 GiB, weights and cache" for item in found.memory)
     with pytest.raises(InvalidInput, match="actor: rollout cache"):
         paged("hf", 4, {})
 
 
 def test_without_a_clusters_memory_there_is_no_share(paged: Callable) -> None:
     parameters = shape_of_embedded(Model(architecture="qwen3")).parameters
-    found = tenants(paged("vllm", None, {}))
+    found = items_of(paged("vllm", None, {}))
     assert found["actor: rollout weights"] == parameters * 4
     assert not {"actor: rollout engine", "actor: rollout cache"} & set(found)
 
@@ -202,8 +202,8 @@ def test_weights_beyond_their_share_are_told_with_it(paged: Callable) -> None:
     assert "(roles.actor.generation.memory_share)" in mistake.what
     assert mistake.hint.startswith("Raise  roles.actor.generation.memory_share  , or split the model over more ranks")
     assert mistake.where.file.endswith("run.yaml")
-    assert "actor: rollout engine" in tenants(paged("vllm", 2, enough, hidden=1024))
-    assert "actor: rollout engine" in tenants(paged("vllm", 1, little, {"sample": {"tp": 2}}, hidden=1024))
+    assert "actor: rollout engine" in items_of(paged("vllm", 2, enough, hidden=1024))
+    assert "actor: rollout engine" in items_of(paged("vllm", 1, little, {"sample": {"tp": 2}}, hidden=1024))
 
 
 @pytest.mark.parametrize(("mib", "remedy"), [
@@ -214,5 +214,5 @@ def test_an_engine_that_fills_a_rank_has_remedies(paged: Callable, mib: int, rem
     with pytest.raises(InvalidInput) as caught:
         paged("vllm", mib / 1024, {"memory_share": 0.9})
     mistake, = caught.value.mistakes
-    assert "The largest tenant is `actor: rollout engine`" in mistake.what
+    assert "The largest memory item is `actor: rollout engine`" in mistake.what
     assert remedy in mistake.hint

@@ -6,12 +6,12 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 
+import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import DIAMOND, node
 
 from distflow.config.dag import Dag
-from planners.graph import Graph
 from planners.order import serialize
 
 
@@ -31,16 +31,24 @@ def dags(draw) -> Dag:
     return Dag.model_validate({"name": "x", "nodes": nodes})
 
 
+def _graph(dag: Dag) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(dag.nodes)
+    graph.add_edges_from((other, name) for name, item in dag.nodes.items() for other in item.dependencies)
+    return graph
+
+
 @settings(max_examples=150)
 @given(dags())
 def test_no_depth_order_switches_models_less_often(dag: Dag) -> None:
-    graph = Graph({name: item.dependencies for name, item in dag.nodes.items()})
+    graph = _graph(dag)
     order, added = serialize(dag, graph)
+    levels = [sorted(level) for level in nx.topological_generations(graph)]
     assert sorted(order) == sorted(dag.nodes)
-    assert [sorted(level) for level in _cut(order, map(len, graph.levels))] == graph.levels
-    assert list(added) == [pair for level in _cut(order, map(len, graph.levels)) for pair in itertools.pairwise(level)]
-    every = itertools.product(*(itertools.permutations(level) for level in graph.levels))
-    assert switches(dag, order) == min(switches(dag, itertools.chain(*levels)) for levels in every)
+    assert [sorted(level) for level in _cut(order, map(len, levels))] == levels
+    assert list(added) == [pair for level in _cut(order, map(len, levels)) for pair in itertools.pairwise(level)]
+    every = itertools.product(*(itertools.permutations(level) for level in levels))
+    assert switches(dag, order) == min(switches(dag, itertools.chain(*each)) for each in every)
 
 
 def _cut(items: list[str], lengths: Iterable[int]) -> list[list[str]]:
@@ -55,7 +63,7 @@ def test_the_role_that_is_resident_goes_first() -> None:
         return Dag.model_validate({"name": "x", "nodes": nodes})
 
     def order_of(dag: Dag) -> list[str]:
-        return serialize(dag, Graph({name: item.dependencies for name, item in dag.nodes.items()}))[0]
+        return serialize(dag, _graph(dag))[0]
 
     assert order_of(dag_of(start="b", one="a", two="b")) == ["start", "two", "one"]
     assert order_of(dag_of(start="a", one="a", two="b")) == ["start", "one", "two"]
@@ -67,7 +75,7 @@ def test_a_later_depth_decides_which_role_comes_last() -> None:
     items = {name: {"role": role, "type": "MODEL_INFERENCE", "dependencies": before}
              for name, (role, before) in nodes.items()}
     dag = Dag.model_validate({"name": "x", "nodes": items})
-    order, added = serialize(dag, Graph({name: item.dependencies for name, item in dag.nodes.items()}))
+    order, added = serialize(dag, _graph(dag))
     assert order == ["one", "three", "two", "four"]
     assert added == (("one", "three"), ("three", "two"))
 

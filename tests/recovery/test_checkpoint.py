@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, whatever happens while they are written, and fit any number of ranks."""
+"""Checkpoints are complete or absent, whatever happens while they are written, and fit any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from distflow.errors import CheckpointError, Disagreement
 from distflow.recovery import checkpoint
 from distflow.recovery.checkpoint import Checkpoints
-from distflow.recovery.checkpoint_files import read_progress, whole, write_progress
+from distflow.recovery.checkpoint_files import complete_checkpoints, read_progress, write_progress
 from distflow.telemetry import events
 
 
@@ -86,7 +86,7 @@ def names(folder: Path) -> list[str]:
 def test_the_newest_stay_and_load_on_as_many_ranks(tmp_path):
     states = run_ranks(2, train_and_save, tmp_path, 4, 2)[0]
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
-    assert whole(tmp_path) == [tmp_path / "step-00000003", tmp_path / "step-00000004"]
+    assert complete_checkpoints(tmp_path) == [tmp_path / "step-00000003", tmp_path / "step-00000004"]
     for progress, weights in run_ranks(2, load, tmp_path):
         assert progress == {"step": 4, "source": {"position": 40}}
         assert weights == states[3]
@@ -131,9 +131,9 @@ def copied(saved: Path, folder: Path) -> Path:
         "partial", "other form", "other name"])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, saved, harm):
     copy = copied(saved, tmp_path)
-    assert [path.name for path in whole(copy)] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in complete_checkpoints(copy)] == ["step-00000001", "step-00000002"]
     harm(copy / "step-00000002")
-    assert [path.name for path in whole(copy)] == ["step-00000001"]
+    assert [path.name for path in complete_checkpoints(copy)] == ["step-00000001"]
     assert run_ranks(1, load, copy)[0][0]["step"] == 1
 
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_read_is_not_passed_over(tmp_path, saved, name):
 def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path):
     (tmp_path / "folder").symlink_to("folder")
     with pytest.raises(CheckpointError, match="folder cannot be read"):
-        whole(tmp_path / "folder")
+        complete_checkpoints(tmp_path / "folder")
 
 
 def test_what_one_rank_sees_otherwise_is_not_passed_over(tmp_path, saved):
@@ -298,7 +298,7 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
-def test_what_other_runs_left_is_cleared_and_names_are_taken_anew(tmp_path):
+def test_what_other_runs_left_is_cleared_and_names_are_taken_again(tmp_path):
     """A partial folder of a killed save, half-removed old ones, and a torn one under the name that is due."""
     for name in ("step-00000009.partial", "step-00000001.partial", "step-00000001.old", "step-00000001"):
         (tmp_path / name).mkdir()
@@ -329,11 +329,11 @@ def die_while_saving(folder: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "ranks"), [("shards", 2), ("metadata", 1), ("progress", 1), ("name", 1)])
-def test_a_kill_while_saving_leaves_the_older_one_whole(tmp_path, where, ranks):
+def test_a_kill_while_saving_leaves_the_older_one_complete(tmp_path, where, ranks):
     with pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|Connection reset"):
         run_ranks(ranks, die_while_saving, tmp_path, where)
     assert names(tmp_path) == ["step-00000001", "step-00000002.partial"]
-    assert [path.name for path in whole(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
     assert run_ranks(1, load, tmp_path)[0][0]["step"] == 1
 
 
@@ -388,4 +388,4 @@ def test_a_full_disk_is_said_on_every_rank(tmp_path):
         assert "step-00000005 could not be written" in error
         assert "No space left on device" in error
         assert "rank 1" in error
-    assert whole(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []

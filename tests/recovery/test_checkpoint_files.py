@@ -1,4 +1,4 @@
-"""The command line asks for whole checkpoints without torch."""
+"""Complete checkpoints are found without torch."""
 
 import subprocess
 import sys
@@ -12,15 +12,15 @@ def test_no_torch_is_imported():
 
 
 def test_a_folder_that_is_not_there_has_none(tmp_path):
-    from distflow.recovery.checkpoint_files import whole
+    from distflow.recovery.checkpoint_files import complete_checkpoints
 
-    assert whole(tmp_path / "nowhere") == []
+    assert complete_checkpoints(tmp_path / "nowhere") == []
 
 
 def test_a_folder_that_only_looks_like_a_checkpoint_is_passed_over(tmp_path):
-    from distflow.recovery.checkpoint_files import step_of, whole
+    from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 
     for name in ("step-00000004", "step-abc", "step-", "step-4\N{SUPERSCRIPT TWO}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "progress.json").write_text('{"files": {}}')
-    assert [step_of(each) for each in whole(tmp_path)] == [4]
+    assert [step_of(each) for each in complete_checkpoints(tmp_path)] == [4]

@@ -16,7 +16,7 @@ from distflow.dock import Consumer, DockClient, LeaseLost
 from distflow.dock.process import DockProcess, start
 from distflow.errors import CheckpointError
 from distflow.recovery.checkpoint import Checkpoints
-from distflow.recovery.checkpoint_files import part, read_progress, whole
+from distflow.recovery.checkpoint_files import complete_checkpoints, part, read_progress
 
 UPDATE = Consumer("update", ("tokens",))
 ROWS, EACH = 24, 4
@@ -61,7 +61,7 @@ def go_on(folder: Path, address: tuple[str, int], token: bytes) -> list[float]:
         assert trainer.times.sum() == 2 * EACH
         for later in range(step, ROWS // EACH):
             train(dock, trainer, later)
-        assert dock.status()[0]["controllers"]["update"]["committed"] == ROWS
+        assert dock.status()[0]["indexes"]["update"]["committed"] == ROWS
     return trainer.times.tolist()
 
 
@@ -84,7 +84,7 @@ def test_a_killed_dock_and_a_killed_trainer_train_every_row_once(tmp_path, child
     token = secrets.token_bytes(32)
     first = child(token, journal=tmp_path / "journal-1")
     with DockClient([first.address], token, "rollout") as dock:
-        dock.meet((UPDATE,))
+        dock.configure((UPDATE,))
         dock.put(Batch(torch.arange(ROWS), {"tokens": torch.arange(ROWS)}))
     undone, = run_ranks(1, save_in_the_middle, tmp_path / "checkpoints", first.address, token)
     assert len(set(undone)) == 2 * EACH
@@ -102,7 +102,7 @@ def test_a_dock_that_is_killed_alone_forgets_no_commit(tmp_path, child):
     folder.mkdir()
     dead, trainer = child(token, journal=journal), Trainer()
     with DockClient([dead.address], token, "trainer", patience=20) as dock:
-        dock.meet((UPDATE,))
+        dock.configure((UPDATE,))
         dock.put(Batch(torch.arange(ROWS), {"tokens": torch.arange(ROWS)}))
         train(dock, trainer, 0)
         dock.snapshot(folder)
@@ -126,7 +126,7 @@ def test_one_that_takes_the_place_of_another_begins_with_nothing(child):
     dead, trainer = child(token), Trainer()
     rows = Batch(torch.arange(EACH), {"tokens": torch.arange(EACH)})
     with DockClient([dead.address], token, "trainer", patience=60) as dock:
-        dock.meet((UPDATE,))
+        dock.configure((UPDATE,))
         dock.put(rows)
         train(dock, trainer, 0)
         dead.kill()
@@ -157,7 +157,7 @@ def test_a_part_that_cannot_be_written_is_said_on_every_rank_and_leaves_the_olde
     for error in run_ranks(2, fail, tmp_path, "second part"):
         assert "more could not be written" in error
         assert "No space left on device" in error
-    assert [path.name for path in whole(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
     assert (part(tmp_path, "dock") / "file").read_text() == "whole"
 
 
@@ -166,7 +166,7 @@ def test_a_torn_part_is_a_torn_checkpoint(tmp_path):
     file = part(tmp_path, "dock") / "file"
     assert read_progress(file.parents[1])["files"]["dock/file"] == 5
     file.write_text("who")
-    assert whole(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         part(tmp_path, "dock")
 

@@ -57,7 +57,7 @@ def test_ranks_that_hang_together_in_a_collective_answer_and_are_found_all_the_s
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Clock that advances on demand."""
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
@@ -73,9 +73,9 @@ class Worker:
     """A page, and a process that answers."""
 
     def __init__(self, clock: Clock, **settings: dict[str, float]):
-        self.clock, self.pulse, self.answers = clock, Heartbeat(), True
-        self.watcher = HealthMonitor("rollout", settings)
-        self.watcher.begin(self.pulse)
+        self.clock, self.heartbeat, self.answers = clock, Heartbeat(), True
+        self.monitor = HealthMonitor("rollout", settings)
+        self.monitor.begin(self.heartbeat)
 
     def live(self, seconds: float, ticks: float = 0.0) -> list[str]:
         """What is found meanwhile, by a look in each half second; `ticks`: progress a second."""
@@ -83,12 +83,12 @@ class Worker:
         for _ in range(int(seconds * 2)):
             self.clock.now += 0.5
             if self.answers:
-                self.pulse.page.answered = self.pulse.page.asked
+                self.heartbeat.page.answered = self.heartbeat.page.asked
             done += ticks / 2
             if done >= 1:
-                self.pulse.tick()
+                self.heartbeat.tick()
                 done -= int(done)
-            if finding := self.watcher.look():
+            if finding := self.monitor.look():
                 found.append(finding.what)
         return found
 
@@ -101,8 +101,8 @@ def test_two_hundred_quiet_runs_without_a_false_alarm(clock):
         draw, worker = random.Random(seed), Worker(clock)
         for _ in range(8):
             phase = draw.choice(PHASES)
-            worker.pulse.enter(phase)
-            worker.pulse.begin(draw.randrange(100))
+            worker.heartbeat.enter(phase)
+            worker.heartbeat.begin(draw.randrange(100))
             assert worker.live(draw.uniform(1, 1200), ticks=slowest.get(phase, 0.0)) == [], (seed, phase)
 
 
@@ -110,9 +110,9 @@ def test_a_worker_that_falls_silent_after_any_history_is_found(clock):
     for seed in range(20):
         draw, worker = random.Random(seed), Worker(clock)
         for _ in range(3):
-            worker.pulse.enter(draw.choice(PHASES))
+            worker.heartbeat.enter(draw.choice(PHASES))
             worker.live(draw.uniform(1, 100), ticks=1.0)
-        worker.pulse.enter("tools")
+        worker.heartbeat.enter("tools")
         worker.answers = False
         assert worker.live(60) == []
         assert "does not answer" in worker.live(6)[0], seed
@@ -123,7 +123,7 @@ def test_one_that_is_ready_does_not_start_any_more(clock):
     for ready, window in ((False, 300), (True, 60)):
         worker = Worker(clock)
         if ready:
-            worker.pulse.ready()
+            worker.heartbeat.ready()
         worker.answers = False
         assert worker.live(window - 1) == []
         assert "does not answer" in worker.live(6)[0]
@@ -131,32 +131,32 @@ def test_one_that_is_ready_does_not_start_any_more(clock):
 
 def test_one_that_waits_for_another_is_only_a_symptom(clock):
     worker = Worker(clock, stalled={"seconds": 5})
-    worker.pulse.enter("training")
+    worker.heartbeat.enter("training")
     assert worker.live(5.5) == []
     assert worker.live(0.5) == ["it has made no progress for 6 s of training (detector `stalled`)."]
-    assert worker.watcher.look().symptom
+    assert worker.monitor.look().symptom
     worker.answers = False
     worker.live(10)
-    assert not worker.watcher.look().symptom
+    assert not worker.monitor.look().symptom
 
 
 def test_tensor_cores_are_looked_at_once_the_worker_has_a_gpu(clock, monkeypatch):
     works = True
     monkeypatch.setattr(detectors, "tensor_cores", lambda gpu: (lambda: works) if gpu == "GPU-1" else None)
     worker = Worker(clock)
-    worker.pulse.enter("training")
+    worker.heartbeat.enter("training")
     assert "no progress for 300 s of training (detector" in worker.live(301)[0]
-    worker.pulse.computes_on("GPU-1")
+    worker.heartbeat.set_gpu("GPU-1")
     assert worker.live(1000) == []  # it works, and is only slow
     works = False
     assert worker.live(295) == []
     assert "tensor cores have not worked for 30" in worker.live(10)[0]
 
 
-def test_a_seat_that_stood_still_itself_blames_nobody(clock):
+def test_a_supervisor_that_stood_still_itself_finds_nothing(clock):
     """A machine that slept for an hour."""
     worker = Worker(clock)
-    worker.pulse.enter("training")
+    worker.heartbeat.enter("training")
     worker.live(10, ticks=1.0)
     worker.answers = False
     worker.live(1.5)
@@ -167,12 +167,12 @@ def test_a_seat_that_stood_still_itself_blames_nobody(clock):
 
 def test_settings_and_detectors_of_ones_own(clock):
     @detector
-    def slow_save(sight: Observation, *, seconds: float = 900.0) -> str | None:
-        return "saves and saves" if sight.phase == "saving" and sight.in_phase > seconds else None
+    def slow_save(observation: Observation, *, seconds: float = 900.0) -> str | None:
+        return "saves and saves" if observation.phase == "saving" and observation.in_phase > seconds else None
 
     try:
         worker = Worker(clock, slow_save={"seconds": 10})
-        worker.pulse.enter("saving")
+        worker.heartbeat.enter("saving")
         assert worker.live(10) == []
         assert worker.live(0.5) == ["it saves and saves."]
     finally:
@@ -182,24 +182,24 @@ def test_settings_and_detectors_of_ones_own(clock):
 @pytest.mark.parametrize("phase", ["generating", "tools"])
 def test_a_stopped_process_is_found_when_its_window_is_over(phase):
     window, look = 2.0, 0.2
-    pulse = Heartbeat()
-    watcher = HealthMonitor("rollout", {"no_tokens": {"seconds": 2 * window}, "frozen": {"seconds": window}})
-    watcher.begin(pulse)
+    heartbeat = Heartbeat()
+    monitor = HealthMonitor("rollout", {"no_tokens": {"seconds": 2 * window}, "frozen": {"seconds": window}})
+    monitor.begin(heartbeat)
     child = os.fork()
     if not child:
-        pulse.answer()
-        pulse.enter(phase)
+        heartbeat.answer()
+        heartbeat.enter(phase)
         while True:
             time.sleep(0.01)
-            pulse.tick()
+            heartbeat.tick()
     try:
         began = time.monotonic()
         while time.monotonic() < began + 2 * window:  # it works, and is left alone
-            assert watcher.look() is None
+            assert monitor.look() is None
             time.sleep(look)
         os.kill(child, signal.SIGSTOP)
         stopped = time.monotonic()
-        while not (finding := watcher.look()):
+        while not (finding := monitor.look()):
             time.sleep(look)
             assert time.monotonic() < stopped + 10 * window
         took = time.monotonic() - stopped

@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from distflow.config.run import Fault, Run
-from distflow.recovery.fault_injection import FaultInjector, Injected, NoLimit
-from distflow.recovery.snapshots import Piece, Snapshots
+from distflow.recovery.fault_injection import FaultInjector, Injected, UnboundedFault
+from distflow.recovery.snapshots import Snapshots, StateShard
 
 
 def faults(folder: Path, *asked: dict, rank: int = 0, group: str = "trainer", seed: int = 0,
@@ -83,7 +83,7 @@ def test_without_a_phase_it_comes_at_a_moment_of_the_step(tmp_path):
     made("training", 1)
     made("training", 2)  # a timer of at most the last step's length is set
     until = time.monotonic() + 20
-    while made.due is None and time.monotonic() < until:
+    while made.pending is None and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(Injected, match="fault 0 of the run file was to be raised in step 2"):
         made("saving", 2)
@@ -106,15 +106,15 @@ def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
 
 
 def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
-    copies = Snapshots()
+    memory = Snapshots()
     for step in (1, 2):
-        copies.begin(Piece(0, 0, step, 0, 1), {"weight": torch.ones(3)}, {"step": step})
+        memory.begin(StateShard(0, 0, step, 0, 1), {"weight": torch.ones(3)}, {"step": step})
     made = faults(tmp_path, {"kind": "slow", "step": 2, "phase": "saving", "seconds": 0.3, "rank": 0},
-                  {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=copies)
+                  {"kind": "corrupt", "step": 2, "phase": "saving", "rank": 0}, snapshots=memory)
     began = time.monotonic()
     made("saving", 2)
     assert time.monotonic() - began >= 0.3
-    assert [piece.step for piece in copies.whole()] == [1]
+    assert [shard.step for shard in memory.complete()] == [1]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"step": 2, "share": 0.5}])
@@ -124,5 +124,5 @@ def test_step_or_share(wrong):
 
 
 def test_no_machine_is_lost_that_is_all_of_the_run(tmp_path):
-    with pytest.raises(NoLimit, match=r"start the machines apart \(--board and --machines\)"):
+    with pytest.raises(UnboundedFault, match=r"start the machines apart \(--board and --machines\)"):
         faults(tmp_path, {"kind": "machine", "step": 2, "phase": "training"})

@@ -1,4 +1,4 @@
-"""Machines as threads, each with its own connection to a real store; whole runs are in tests/test_machines.py."""
+"""Machines as threads, each with its own connection to a real store; complete runs are in tests/test_machines.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = 600.0
 
 
 @pytest.fixture
-def board():
+def store():
     return store_on("127.0.0.1")
 
 
@@ -26,10 +26,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def machine(board, name: str, least: int = 2, most: int = 3, grows: bool = False, silence: float = LONG,
+def machine(store, name: str, least: int = 2, most: int = 3, grows: bool = False, silence: float = LONG,
             losses: int = 20) -> Membership:
     """Of three blocks the first one trains, or all do."""
-    return Membership(board.clone(), name, 1, least, most, most if grows else 1, grows, silence, losses)
+    return Membership(store.clone(), name, 1, least, most, most if grows else 1, grows, silence, losses)
 
 
 def joined(pool: ThreadPoolExecutor, *machines: Membership) -> list[Rendezvous | None]:
@@ -40,42 +40,42 @@ def waiting(future: Future) -> bool:
     return not future.done()
 
 
-def test_an_era_begins_when_all_have_come(board, pool):
-    machines = [machine(board, name) for name in "abc"]
+def test_a_round_begins_when_all_have_come(store, pool):
+    machines = [machine(store, name) for name in "abc"]
     first = pool.submit(machines[0].join)
     assert waiting(first)
-    eras = [*joined(pool, *machines[1:]), first.result(30)]
-    assert sorted(era.block for era in eras) == [0, 1, 2]
-    assert {(era.number, era.blocks, era.replaces, era.why) for era in eras} == {(0, 3, False, "")}
+    rounds = [*joined(pool, *machines[1:]), first.result(30)]
+    assert sorted(round.block for round in rounds) == [0, 1, 2]
+    assert {(round.number, round.blocks, round.replaces, round.why) for round in rounds} == {(0, 3, False, "")}
 
 
-def test_enough_begin_when_nobody_else_comes(board, pool):
+def test_enough_begin_when_no_other_comes(store, pool):
     """The place of the one that is missing is free for whoever comes later."""
-    eras = joined(pool, *(machine(board, name, silence=0.3) for name in "ab"))
-    assert sorted(era.block for era in eras) == [0, 1]
-    late, = joined(pool, machine(board, "c"))
+    rounds = joined(pool, *(machine(store, name, silence=0.3) for name in "ab"))
+    assert sorted(round.block for round in rounds) == [0, 1]
+    late, = joined(pool, machine(store, "c"))
     assert late == Rendezvous(0, 2, 3)
 
 
-def test_those_that_are_left_begin_anew_in_their_order(board, pool):
+def test_those_that_are_left_begin_again_in_their_order(store, pool):
     """The one that sampled first trains then; a replacement samples."""
-    machines = [machine(board, name) for name in "abc"]
-    eras = joined(pool, *machines)
-    names = {era.block: each for era, each in zip(eras, machines)}
+    machines = [machine(store, name) for name in "abc"]
+    rounds = joined(pool, *machines)
+    names = {round.block: each for round, each in zip(rounds, machines)}
     names[1].propose(0, "block 0 is lost", lost=0)
     names[2].propose(0, "so I say too", lost=0)
-    assert names[1].begun_anew(0)
+    assert names[1].is_superseded(0)
     assert joined(pool, names[1], names[2]) == [Rendezvous(1, 0, 3, False, "block 0 is lost", LONG),
                                                 Rendezvous(1, 1, 3, False, "block 0 is lost", LONG)]
-    assert joined(pool, machine(board, "d")) == [Rendezvous(1, 2, 3, False, "block 0 is lost", LONG)]
+    assert joined(pool, machine(store, "d")) == [Rendezvous(1, 2, 3, False, "block 0 is lost", LONG)]
 
 
-def test_the_place_of_one_that_samples_is_taken_once(board, pool):
-    machines = [machine(board, name, most=2, silence=2.0) for name in "ab"]
-    eras = joined(pool, *machines)
-    lost = next(each for era, each in zip(eras, machines) if era.block == 1)
-    lost.beat(0, 1, 7)
-    spares = [machine(board, name, most=2, silence=2.0) for name in "cd"]
+def test_the_place_of_one_that_samples_is_taken_once(store, pool):
+    machines = [machine(store, name, most=2, silence=2.0) for name in "ab"]
+    rounds = joined(pool, *machines)
+    lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
+    lost.send_heartbeat(0, 1, 7)
+    spares = [machine(store, name, most=2, silence=2.0) for name in "cd"]
     found = [pool.submit(each.join) for each in spares]
     stop = threading.Event()
     pool.submit(_beats, spares, stop)
@@ -84,7 +84,7 @@ def test_the_place_of_one_that_samples_is_taken_once(board, pool):
         assert sum(map(waiting, found)) == 1
     finally:
         stop.set()
-        machines[0].end(0)
+        machines[0].finish(0)
     assert {future.result(30) for future in found} == {Rendezvous(0, 1, 2, True),
                                                        None}, "the other one waits to the end"
 
@@ -95,7 +95,7 @@ def _beats(machines: list[Membership], stop: threading.Event) -> None:
     while not stop.wait(0.05):
         count += 1
         if store.check(["0/holder/1"]):
-            store.set("0/beat/1", f"somebody {count}")
+            store.set("0/heartbeat/1", f"somebody {count}")
 
 
 def _until_one(futures: list[Future]) -> Iterator[Future]:
@@ -105,65 +105,65 @@ def _until_one(futures: list[Future]) -> Iterator[Future]:
         stop.wait(0.05)
 
 
-def test_where_all_train_one_more_begins_anew_with_all(board, pool):
-    one = machine(board, "a", least=1, most=2, grows=True, silence=0.2)
+def test_where_all_train_one_more_begins_again_with_all(store, pool):
+    one = machine(store, "a", least=1, most=2, grows=True, silence=0.2)
     assert joined(pool, one) == [Rendezvous(0, 0, 1)]
-    two = pool.submit(machine(board, "run host-b 7 7", least=1, most=2, grows=True).join)
+    two = pool.submit(machine(store, "run host-b 7 7", least=1, most=2, grows=True).join)
     assert pool.submit(_when_begun, one).result(30) == Rendezvous(1, 0, 2, False, "machine host-b has come")
     assert two.result(30) == Rendezvous(1, 1, 2, False, "machine host-b has come")
 
 
 def _when_begun(one: Membership) -> Rendezvous | None:
-    while not one.begun_anew(0):
+    while not one.is_superseded(0):
         pass
     return one.join()
 
 
-def test_one_that_was_replaced_is_a_spare(board, pool):
-    """It gave no sign of life for a while, and is not to work on beside the one that has its ranks."""
-    machines = [machine(board, name, most=2, silence=0.3) for name in "ab"]
-    eras = joined(pool, *machines)
-    still = next(each for era, each in zip(eras, machines) if era.block == 1)
-    other, = joined(pool, machine(board, "c", most=2, silence=0.3))
+def test_one_that_was_replaced_is_a_spare(store, pool):
+    """It sent no heartbeat for a while, and must not work on beside the machine that has its ranks."""
+    machines = [machine(store, name, most=2, silence=0.3) for name in "ab"]
+    rounds = joined(pool, *machines)
+    still = next(each for round, each in zip(rounds, machines) if round.block == 1)
+    other, = joined(pool, machine(store, "c", most=2, silence=0.3))
     assert other == Rendezvous(0, 1, 2, True)
     assert not still.holds(0, 1)
-    long = machine(board, still.me, most=2)
+    long = machine(store, still.name, most=2)
     again = pool.submit(long.join)
-    machines[0].end(0)
+    machines[0].finish(0)
     assert again.result(30) is None
 
 
-def test_who_took_the_place_of_one_that_left_keeps_it(board, pool):
-    machines = [machine(board, name, most=2) for name in "ab"]
-    eras = joined(pool, *machines)
-    gone = next(each for era, each in zip(eras, machines) if era.block == 1)
+def test_who_took_the_place_of_one_that_left_keeps_it(store, pool):
+    machines = [machine(store, name, most=2) for name in "ab"]
+    rounds = joined(pool, *machines)
+    gone = next(each for round, each in zip(rounds, machines) if round.block == 1)
     gone.leave(0, 1)
-    assert joined(pool, machine(board, "c", most=2)) == [Rendezvous(0, 1, 2, True)]
-    late = pool.submit(machine(board, "d", most=2).join)
+    assert joined(pool, machine(store, "c", most=2)) == [Rendezvous(0, 1, 2, True)]
+    late = pool.submit(machine(store, "d", most=2).join)
     assert machines[0].holders(0)[1] == "c"
     machines[0].propose(0, "over")
-    machines[0].end(1)
+    machines[0].finish(1)
     assert late.result(30) is None
     assert machines[0].holders(0)[1] == "c"
 
 
-def test_losses_are_not_without_end(board, pool):
-    machines = [machine(board, name, most=2, losses=1) for name in "ab"]
-    for era, (why, lost) in enumerate([("block 1 is lost", 1), ("one has come", None), ("block 0 is lost", 0)]):
+def test_losses_are_not_without_end(store, pool):
+    machines = [machine(store, name, most=2, losses=1) for name in "ab"]
+    for round, (why, lost) in enumerate([("block 1 is lost", 1), ("one has come", None), ("block 0 is lost", 0)]):
         joined(pool, *machines)
-        machines[0].propose(era, why, lost)
+        machines[0].propose(round, why, lost)
     with pytest.raises(DistflowError, match="block 0 is lost. That is machine 2 that is lost, and robust.restarts is"):
         machines[1].join()
 
 
-def test_an_end_is_everybodys(board, pool):
-    machines = [machine(board, name, most=2) for name in "ab"]
+def test_an_end_is_everybodys(store, pool):
+    machines = [machine(store, name, most=2) for name in "ab"]
     joined(pool, *machines)
-    machines[0].end(0, "the disk of machine a is full")
+    machines[0].finish(0, "the disk of machine a is full")
     with pytest.raises(DistflowError, match="the disk of machine a is full"):
         machines[1].join()
     with pytest.raises(DistflowError, match="the disk of machine a is full"):
-        machine(board, "late").join()
+        machine(store, "late").join()
 
 
 def test_silence_is_what_is_heard_and_not_how_often_one_asks():

@@ -1,4 +1,4 @@
-"""What a seat can know of the kernel's end of its worker. The end itself: tests/test_recovery.py."""
+"""What a supervisor can know of an out-of-memory kill of its worker; a real kill: tests/test_recovery.py."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from distflow.recovery.supervisor import Supervisor
     (3, 3, "Somebody sent it"), (3, 5, "The kernel probably ended it because memory was full: it has ended 2 since"),
     (None, 5, "The kernel may have ended it"), (3, None, "The kernel may have ended it")])
 def test_the_cause_of_a_kill_is_no_more_than_is_known(monkeypatch, before, now, said):
-    monkeypatch.setattr(out_of_memory, "ended", lambda: now)
-    assert out_of_memory.cause(before).startswith(said)
+    monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
+    assert out_of_memory.kill_cause(before).startswith(said)
 
 
 @pytest.mark.parametrize(("now", "outside"), [(3, True), (4, False)])
 def test_what_the_kernel_ends_for_its_memory_is_not_ended_by_somebody_else(tmp_path, monkeypatch, now, outside):
     """The same batch would not fit the next time either."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seat = Supervisor(SimpleNamespace(rank=0, store=store), RestartGroup("the run", range(1), "ranks"), print,
-                      tmp_path, Robust(), {})
-    seat.ended_before = 3
-    monkeypatch.setattr(out_of_memory, "ended", lambda: now)
-    assert seat._explained(-signal.SIGKILL, b"").outside is outside
-    assert seat._explained(-signal.SIGTERM, b"").outside
+    supervisor = Supervisor(SimpleNamespace(rank=0, store=store), RestartGroup("the run", range(1), "ranks"), print,
+                            tmp_path, Robust(), {})
+    supervisor.kills_before = 3
+    monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
+    assert supervisor._failure_of_exit(-signal.SIGKILL, b"").outside is outside
+    assert supervisor._failure_of_exit(-signal.SIGTERM, b"").outside

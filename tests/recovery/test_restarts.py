@@ -73,17 +73,17 @@ def together(*actions: Callable[[], Attempt]) -> list[Attempt]:
         return [job.result() for job in [threads.submit(lambda act=act: (gate.wait(), act())[1]) for act in actions]]
 
 
-def test_those_that_fail_at_once_begin_the_same_life(store):
-    ranks, life = [rank_of(store, rank) for rank in range(3)], Attempt()
+def test_those_that_fail_at_once_begin_the_same_attempt(store):
+    ranks, attempt = [rank_of(store, rank) for rank in range(3)], Attempt()
     for number in range(1, 31):
-        found = together(*(partial(each.next, life, failed(number, rank=each.rank)) for each in ranks))
+        found = together(*(partial(each.next, attempt, failed(number, rank=each.rank)) for each in ranks))
         assert found[0] == found[1] == found[2]
-        life = found[0]
-        assert (life.number, len(life.failures)) == (number, number)
-        if life.end:
+        attempt = found[0]
+        assert (attempt.number, len(attempt.failures)) == (number, number)
+        if attempt.end:
             break
     assert number == 21
-    assert life.end.startswith("its 20 restarts are used up")
+    assert attempt.end.startswith("its 20 restarts are used up")
 
 
 def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
@@ -111,7 +111,7 @@ def test_of_several_causes_the_first_counts_and_of_symptoms_alone_too(store):
 
 
 def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
-    """The rank that lost its neighbour raised an error of its own first."""
+    """The rank that lost another rank raised an error of its own first."""
     first, second = (rank_of(store, rank) for rank in range(2))
     kill = failed(rank=1, outside=True, time=2.0)
     store.set("lives/trainer/0/failed/0", json.dumps(asdict(failed(rank=0, time=1.0))))
@@ -122,34 +122,34 @@ def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
 def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):
     monkeypatch.setattr(restarts, "_SETTLE", 0.2)
     began = time.monotonic()
-    life = rank_of(store, 0).next(Attempt(), failed(symptom=True))
-    assert life.failures[0].symptom
+    attempt = rank_of(store, 0).next(Attempt(), failed(symptom=True))
+    assert attempt.failures[0].symptom
     assert time.monotonic() - began < 20
 
 
-def test_a_failure_that_comes_late_joins_the_life_that_has_begun(store):
+def test_a_failure_that_comes_late_joins_the_attempt_that_has_begun(store):
     first, second = rank_of(store, 0), rank_of(store, 1)
     following = first.next(Attempt(), failed(rank=0))
-    assert second.over(Attempt())
+    assert second.is_superseded(Attempt())
     assert second.next(Attempt(), failed(rank=1)) == following
 
 
-def test_the_ranks_of_a_new_machine_begin_one_life_whoever_comes_first(store):
+def test_the_ranks_of_a_new_machine_begin_one_attempt_whoever_comes_first(store):
     first, second = (rank_of(store, rank) for rank in range(2))
     first.next(Attempt(), failed())  # on the machine before
-    lost = first.before(era=3)
+    lost = first.before(round=3)
     assert lost.number == 1
     following = first.next(lost, failed())
-    assert second.before(era=3).number == 1
-    assert second.next(second.before(era=3), failed()).number == following.number == second.newest().number == 2
-    assert second.before(era=4).number == 2
+    assert second.before(round=3).number == 1
+    assert second.next(second.before(round=3), failed()).number == following.number == second.newest().number == 2
+    assert second.before(round=4).number == 2
 
 
-def test_units_know_nothing_of_each_other(store):
+def test_groups_know_nothing_of_each_other(store):
     trainer, rollout = rank_of(store, 0), rank_of(store, 0, name="rollout 0")
     trainer.next(Attempt(), failed())
-    assert trainer.over(Attempt())
-    assert not rollout.over(Attempt())
+    assert trainer.is_superseded(Attempt())
+    assert not rollout.is_superseded(Attempt())
 
 
 def test_all_are_done_when_the_last_one_is(store):
@@ -163,31 +163,31 @@ def test_all_are_done_when_the_last_one_is(store):
 
 def test_a_long_history_stays_short(store):
     """What was shown in full is not carried on."""
-    rank, life = rank_of(store, 0, budget=1000), Attempt()
+    rank, attempt = rank_of(store, 0, budget=1000), Attempt()
     for number in range(1, 101):
-        life = rank.next(life, failed(number, details="x" * 4000))
-    assert len(life.pack()) < 30_000
-    assert life.failures[-1].details
-    assert replace(life.failures[0], details="") == life.failures[0]
+        attempt = rank.next(attempt, failed(number, details="x" * 4000))
+    assert len(attempt.pack()) < 30_000
+    assert attempt.failures[-1].details
+    assert replace(attempt.failures[0], details="") == attempt.failures[0]
 
 
 def fail_at_once(port: int) -> list[str]:
     rank = dist.get_rank()
     mine = RestartCoordinator(dist.TCPStore("127.0.0.1", port, is_master=False),
                               RestartGroup("all", range(3), "ranks"), rank, 100)
-    life, seen = Attempt(), []
+    attempt, seen = Attempt(), []
     settle, restarts._SETTLE = restarts._SETTLE, 30.0  # in a rank's process, which goes on to other tests
     try:
         for number in range(1, 21):
             dist.barrier()
-            life = mine.next(life, failed(number, rank=rank, symptom=rank != number % 3))
-            seen.append(life.pack())
+            attempt = mine.next(attempt, failed(number, rank=rank, symptom=rank != number % 3))
+            seen.append(attempt.pack())
     finally:
         restarts._SETTLE = settle
     return seen
 
 
-def test_three_processes_that_fail_at_once_begin_the_same_lives():
+def test_three_processes_that_fail_at_once_begin_the_same_attempts():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zero, one, two = run_ranks(3, fail_at_once, store.port)
     assert zero == one == two

@@ -1,4 +1,4 @@
-"""The newest state of which every piece is somewhere, on real ranks; whole runs are in tests/test_machines.py."""
+"""The newest state of which every shard is somewhere, on real ranks; complete runs are in tests/test_machines.py."""
 
 from __future__ import annotations
 
@@ -9,102 +9,102 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from distflow.recovery import restore as pieces_module
-from distflow.recovery.restore import ConsistentState, bring, choices
-from distflow.recovery.snapshots import Piece, Snapshots
+from distflow.recovery import restore as restore_module
+from distflow.recovery.restore import ConsistentState, consistent_states, fetch_shard
+from distflow.recovery.snapshots import Snapshots, StateShard
 
 OLD, NEW = (0, 0), (1, 0)
-"""Two lives."""
+"""States of two attempts."""
 
 
-def pieces(life: tuple[int, int], rank: int, *steps: int, ranks: int = 2) -> list[Piece]:
-    return [Piece(*life, step, rank, ranks) for step in steps]
+def shards(attempt: tuple[int, int], rank: int, *steps: int, ranks: int = 2) -> list[StateShard]:
+    return [StateShard(*attempt, step, rank, ranks) for step in steps]
 
 
-@pytest.mark.parametrize(("told", "expected"), [
-    ([pieces(OLD, 0, 3, 4), pieces(OLD, 1, 4, 5)], [((0, 0, 4), (0, 1))]),
-    ([pieces(OLD, 0, 3, 4), pieces(OLD, 1, 3, 4)], [((0, 0, 4), (0, 1)), ((0, 0, 3), (0, 1))]),
-    ([[], pieces(OLD, 1, 4, 5) + pieces(OLD, 0, 4)], [((0, 0, 4), (1, 1))]),
-    ([pieces(OLD, 1, 4) + pieces(OLD, 0, 4), []], [((0, 0, 4), (0, 0))]),
-    ([pieces(OLD, 1, 4), pieces(OLD, 0, 4)], [((0, 0, 4), (1, 0))]),
-    ([pieces(OLD, 0, 4), pieces(OLD, 1, 4) + pieces(OLD, 0, 4)], [((0, 0, 4), (0, 1))]),
-    ([pieces(OLD, 0, 5), pieces(NEW, 1, 5)], []),
-    ([pieces(OLD, 0, 9) + pieces(NEW, 0, 5), pieces(OLD, 1, 9) + pieces(NEW, 1, 5)],
+@pytest.mark.parametrize(("reported", "expected"), [
+    ([shards(OLD, 0, 3, 4), shards(OLD, 1, 4, 5)], [((0, 0, 4), (0, 1))]),
+    ([shards(OLD, 0, 3, 4), shards(OLD, 1, 3, 4)], [((0, 0, 4), (0, 1)), ((0, 0, 3), (0, 1))]),
+    ([[], shards(OLD, 1, 4, 5) + shards(OLD, 0, 4)], [((0, 0, 4), (1, 1))]),
+    ([shards(OLD, 1, 4) + shards(OLD, 0, 4), []], [((0, 0, 4), (0, 0))]),
+    ([shards(OLD, 1, 4), shards(OLD, 0, 4)], [((0, 0, 4), (1, 0))]),
+    ([shards(OLD, 0, 4), shards(OLD, 1, 4) + shards(OLD, 0, 4)], [((0, 0, 4), (0, 1))]),
+    ([shards(OLD, 0, 5), shards(NEW, 1, 5)], []),
+    ([shards(OLD, 0, 9) + shards(NEW, 0, 5), shards(OLD, 1, 9) + shards(NEW, 1, 5)],
      [((1, 0, 5), (0, 1)), ((0, 0, 9), (0, 1))]),
-    ([pieces(OLD, 0, 4, ranks=3), pieces(OLD, 1, 4, ranks=3) + pieces(OLD, 2, 4, ranks=3)], []),
-    ([pieces(OLD, 0, 4), []], []),
+    ([shards(OLD, 0, 4, ranks=3), shards(OLD, 1, 4, ranks=3) + shards(OLD, 2, 4, ranks=3)], []),
+    ([shards(OLD, 0, 4), []], []),
     ([[], []], []),
 ], ids=["what both have", "newest first", "lost", "lost and the ranks moved", "they changed places", "rather its own",
         "of two lives", "the later life first", "of other ranks", "one is missing", "nothing"])
-def test_which_states_are_whole(told, expected):
-    assert choices(told) == [ConsistentState(*each) for each in expected]
+def test_which_states_are_consistent(reported, expected):
+    assert consistent_states(reported) == [ConsistentState(*each) for each in expected]
 
 
-def value(piece: Piece) -> float:
-    return piece.step + piece.rank / 10
+def value(shard: StateShard) -> float:
+    return shard.step + shard.rank / 10
 
 
-def put(memory: Snapshots, *some: Piece) -> None:
-    for piece in some:
-        memory.begin(piece, {"weight": torch.full((1000 * (piece.rank + 1),), value(piece))}, {"step": piece.step})
+def put(memory: Snapshots, *some: StateShard) -> None:
+    for shard in some:
+        memory.begin(shard, {"weight": torch.full((1000 * (shard.rank + 1),), value(shard))}, {"step": shard.step})
         memory.wait()
 
 
 def survivors() -> tuple[Snapshots, Snapshots]:
     """Of two ranks the first is on a new machine; the second keeps copies for the one that was there before, the older
     of which it still holds on to."""
-    own, kept = Snapshots(), Snapshots(slots=2)
+    own, replicas = Snapshots(), Snapshots(slots=2)
     if dist.get_rank() == 1:
-        put(own, *pieces(OLD, 1, 4))
+        put(own, *shards(OLD, 1, 4))
         own.held.append(own.newest)
-        put(own, *pieces(OLD, 1, 5, 6))
-        put(kept, *pieces(OLD, 0, 4, 5))
-    return own, kept
+        put(own, *shards(OLD, 1, 5, 6))
+        put(replicas, *shards(OLD, 0, 4, 5))
+    return own, replicas
 
 
 def moved() -> tuple[Snapshots, Snapshots]:
     """The first was the second before, and keeps copies of the first that was lost; the second is a new one."""
-    own, kept = Snapshots(slots=2), Snapshots(slots=2)
+    own, replicas = Snapshots(slots=2), Snapshots(slots=2)
     if dist.get_rank() == 0:
-        put(own, *pieces(OLD, 1, 5, 6))
-        put(kept, *pieces(OLD, 0, 4, 5))
-    return own, kept
+        put(own, *shards(OLD, 1, 5, 6))
+        put(replicas, *shards(OLD, 0, 4, 5))
+    return own, replicas
 
 
 def torn() -> tuple[Snapshots, Snapshots]:
-    own, kept = survivors()
-    kept.corrupt()
-    return own, kept
+    own, replicas = survivors()
+    replicas.corrupt()
+    return own, replicas
 
 
 def all_torn() -> tuple[Snapshots, Snapshots]:
-    own, kept = torn()
-    kept.corrupt()
-    return own, kept
+    own, replicas = torn()
+    replicas.corrupt()
+    return own, replicas
 
 
 def restarted() -> tuple[Snapshots, Snapshots]:
-    """No machine was lost; one copy of the newest is torn, and a neighbour has it."""
-    own, kept, rank = Snapshots(), Snapshots(slots=2), dist.get_rank()
-    put(own, *pieces(OLD, rank, 5, 6))
-    put(kept, *pieces(OLD, 1 - rank, 5, 6))
+    """No machine was lost; one copy of the newest is torn, and another machine has it."""
+    own, replicas, rank = Snapshots(), Snapshots(slots=2), dist.get_rank()
+    put(own, *shards(OLD, rank, 5, 6))
+    put(replicas, *shards(OLD, 1 - rank, 5, 6))
     if rank == 0:
         own.corrupt()
-    return own, kept
+    return own, replicas
 
 
 def brought(memory: Callable[[], tuple[Snapshots, Snapshots]], least: int) -> tuple[int, str, int] | None:
     """What this rank gets, and what stands in its own memory then."""
-    own, kept = memory()
-    found = bring(own, kept, least)
+    own, replicas = memory()
+    found = fetch_shard(own, replicas, least)
     if found is None:
         return None
-    rank, step = dist.get_rank(), found.slot.piece.step
+    rank, step = dist.get_rank(), found.slot.shard.step
     back = {"weight": torch.zeros(1000 * (rank + 1))}
     assert own.load(found.slot, back) == {"step": step}
-    assert (back["weight"] == value(Piece(0, 0, step, rank, 2))).all()
-    put(own, *pieces(NEW, rank, step + 1))
-    assert {found.slot.piece.moment, (*NEW, step + 1)} <= {piece.moment for piece in own.whole()}
+    assert (back["weight"] == value(StateShard(0, 0, step, rank, 2))).all()
+    put(own, *shards(NEW, rank, step + 1))
+    assert {found.slot.shard.state_id, (*NEW, step + 1)} <= {shard.state_id for shard in own.complete()}
     return step, found.source, found.holder
 
 
@@ -117,15 +117,15 @@ def brought(memory: Callable[[], tuple[Snapshots, Snapshots]], least: int) -> tu
     (all_torn, -1, [None, None]),
     (restarted, -1, [(6, "neighbour", 1), (6, "own memory", 1)]),
 ], ids=["lost", "as new as the disk", "the disk is newer", "moved", "torn", "all torn", "only a copy is torn"])
-def test_each_rank_gets_its_piece(memory, least, expected):
+def test_each_rank_gets_its_shard(memory, least, expected):
     assert run_ranks(2, brought, memory, least) == expected
 
 
 def spoilt_on_the_way(holder: int) -> tuple[int, str, int] | None:
-    """What the other rank's seat has changes after it was said to be whole."""
-    own, kept = survivors()
+    """The other rank's copy changes after it was reported complete."""
+    own, replicas = survivors()
     if dist.get_rank() == holder:
-        newest = max(kept.whole().items())[1]
+        newest = max(replicas.complete().items())[1]
         image = newest.image
 
         def spoilt() -> tuple[bytes, memoryview]:
@@ -133,27 +133,27 @@ def spoilt_on_the_way(holder: int) -> tuple[int, str, int] | None:
             return image()
 
         newest.image = spoilt
-    return (found := bring(own, kept, -1)) and (found.slot.piece.step, found.source, found.holder)
+    return (found := fetch_shard(own, replicas, -1)) and (found.slot.shard.step, found.source, found.holder)
 
 
 def crowded(slots: int, moved: bool) -> int | None:
-    """The first has no empty slot for the newest, which comes torn; of the second's piece of the older state it may be
+    """The first has no empty slot for the newest, which comes torn; of the second's shard of the older state it may be
     the only holder. What it goes on from then."""
-    own, kept, rank = Snapshots(slots=slots), Snapshots(slots=2), dist.get_rank()
+    own, replicas, rank = Snapshots(slots=slots), Snapshots(slots=2), dist.get_rank()
     if rank == 0:
-        put(own, *pieces(OLD, int(moved), *range(5 - slots, 5)))
+        put(own, *shards(OLD, int(moved), *range(5 - slots, 5)))
         if moved:
-            put(kept, *pieces(OLD, 0, 4))
+            put(replicas, *shards(OLD, 0, 4))
     else:
         own = Snapshots()
-        put(own, *pieces(OLD, 1, *(() if moved else (3, 4)), 5))
-        put(kept, *pieces(OLD, 0, 5))
-        slot = kept.slots[0]
+        put(own, *shards(OLD, 1, *(() if moved else (3, 4)), 5))
+        put(replicas, *shards(OLD, 0, 5))
+        slot = replicas.slots[0]
         image = slot.image()
         slot.memory()[-1] ^= 0xFF
         slot.read = lambda: image  # as if it had changed since
-    found = bring(own, kept, -1)
-    return found and found.slot.piece.step
+    found = fetch_shard(own, replicas, -1)
+    return found and found.slot.shard.step
 
 
 @pytest.mark.parametrize(("slots", "moved", "step"), [(2, False, 4), (1, False, None), (1, True, None)],
@@ -163,12 +163,12 @@ def test_what_is_overwritten_on_the_way_counts_for_nothing(slots, moved, step):
 
 
 def long(parts: int) -> tuple[int, str, int] | None:
-    pieces_module._PART = 1000 // parts
+    restore_module._PART = 1000 // parts
     return brought(survivors, -1)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_pieces_travel_in_parts(parts):
+def test_shards_are_sent_in_parts(parts):
     assert run_ranks(2, long, parts) == [(5, "neighbour", 1), (5, "own memory", 1)]
 
 

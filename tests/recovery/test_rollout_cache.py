@@ -54,7 +54,7 @@ def test_a_process_that_is_killed_leaves_its_rows():
     assert rows.of(3) == {}
 
 
-def test_an_entry_that_is_not_whole_and_those_behind_it_are_left_out():
+def test_an_entry_that_is_torn_and_those_after_it_are_left_out():
     rows = RolloutCache()
     assert rows.of(0) == {}
     for key in "abc":

@@ -1,4 +1,4 @@
-"""Copies that outlive the process that made them, and are whole or not there."""
+"""Copies that outlive the process that made them, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from distflow.errors import CheckpointError
 from distflow.recovery import snapshots as module
-from distflow.recovery.snapshots import _UNUSED, Piece, Snapshots
+from distflow.recovery.snapshots import _UNUSED, Snapshots, StateShard
 
 
 def state(salt: float = 0.0, rows: int = 5) -> dict:
@@ -41,18 +41,18 @@ def equal(ours, theirs) -> bool:
     return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def save(copies: Snapshots, step: int, tree: dict, progress: dict) -> int:
-    size = copies.begin(Piece(0, 0, step, 0, 1), tree, progress)
-    copies.wait()
+def save(snapshots: Snapshots, step: int, tree: dict, progress: dict) -> int:
+    size = snapshots.begin(StateShard(0, 0, step, 0, 1), tree, progress)
+    snapshots.wait()
     return size
 
 
-def load(copies: Snapshots, step: int, tree: dict) -> dict:
-    return copies.load(copies.whole()[Piece(0, 0, step, 0, 1)], tree)
+def load(snapshots: Snapshots, step: int, tree: dict) -> dict:
+    return snapshots.load(snapshots.complete()[StateShard(0, 0, step, 0, 1)], tree)
 
 
-def steps(copies: Snapshots) -> list[int]:
-    return [piece.step for piece in copies.whole()]
+def steps(snapshots: Snapshots) -> list[int]:
+    return [shard.step for shard in snapshots.complete()]
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -69,94 +69,94 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def test_what_is_copied_comes_back():
-    copies, back = Snapshots(), zeros()
-    assert steps(copies) == []
-    save(copies, 3, state(1.0), {"step": 3, "source": {"position": 12}})
-    assert load(copies, 3, back) == {"step": 3, "source": {"position": 12}}
+    snapshots, back = Snapshots(), zeros()
+    assert steps(snapshots) == []
+    save(snapshots, 3, state(1.0), {"step": 3, "source": {"position": 12}})
+    assert load(snapshots, 3, back) == {"step": 3, "source": {"position": 12}}
     assert equal(back, state(1.0))
 
 
 def test_two_steps_are_kept_and_may_grow_and_shrink():
-    copies = Snapshots()
+    snapshots = Snapshots()
     for step, rows in ((1, 5), (2, 400), (3, 30_000), (4, 1)):
-        save(copies, step, state(step, rows), {"step": step})
-        assert steps(copies) == [each for each in (step - 1, step) if each]
+        save(snapshots, step, state(step, rows), {"step": step})
+        assert steps(snapshots) == [each for each in (step - 1, step) if each]
     for step, rows in ((3, 30_000), (4, 1)):
         back = zeros(rows)
-        load(copies, step, back)
+        load(snapshots, step, back)
         assert equal(back, state(step, rows))
 
 
 def test_memory_of_slots_that_were_needed_once_is_given_back():
-    copies = Snapshots()
-    save(copies, 1, state(1), {"step": 1})
-    copies.held.append(copies.newest)
+    snapshots = Snapshots()
+    save(snapshots, 1, state(1), {"step": 1})
+    snapshots.held.append(snapshots.newest)
     for step in range(2, 5):
-        save(copies, step, state(step), {"step": step})
-    assert steps(copies) == [1, 3, 4]
-    copies.held.clear()
+        save(snapshots, step, state(step), {"step": step})
+    assert steps(snapshots) == [1, 3, 4]
+    snapshots.held.clear()
     for step in range(5, 5 + _UNUSED):
-        save(copies, step, state(step), {"step": step})
-    assert steps(copies) == [step - 1, step]
-    assert sum(os.fstat(slot.file).st_size > 0 for slot in copies.slots) == 2
-    copies.clear()
-    assert steps(copies) == []
-    save(copies, step, state(step), {"step": step})
-    assert steps(copies) == [step]
+        save(snapshots, step, state(step), {"step": step})
+    assert steps(snapshots) == [step - 1, step]
+    assert sum(os.fstat(slot.file).st_size > 0 for slot in snapshots.slots) == 2
+    snapshots.clear()
+    assert steps(snapshots) == []
+    save(snapshots, step, state(step), {"step": step})
+    assert steps(snapshots) == [step]
 
 
 def test_a_process_leaves_its_copies_to_the_next():
-    """Also those that have grown since the seat last looked."""
-    copies = Snapshots()
+    """Also those that have grown since the supervisor last looked."""
+    snapshots = Snapshots()
     for step, rows in ((1, 5), (2, 5), (3, 4000)):
-        assert in_child(lambda step=step, rows=rows: save(copies, step, state(step, rows), {"step": step})) == 0
-        assert steps(copies) == [each for each in (step - 1, step) if each]
+        assert in_child(lambda step=step, rows=rows: save(snapshots, step, state(step, rows), {"step": step})) == 0
+        assert steps(snapshots) == [each for each in (step - 1, step) if each]
     back = zeros(4000)
-    assert in_child(lambda: (load(copies, 3, back), os._exit(7 if equal(back, state(3, 4000)) else 1))) == 7
+    assert in_child(lambda: (load(snapshots, 3, back), os._exit(7 if equal(back, state(3, 4000)) else 1))) == 7
 
 
-@pytest.mark.parametrize("torn", ["before the tensors", "before the sum"])
+@pytest.mark.parametrize("torn", ["before the tensors", "before the checksum"])
 def test_a_writer_that_is_killed_leaves_the_other_copy(torn, monkeypatch):
-    copies = Snapshots()
+    snapshots = Snapshots()
     for step in (1, 2):
-        save(copies, step, state(step), {"step": step})
+        save(snapshots, step, state(step), {"step": step})
 
     def killed(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work():
-        late = torn == "before the sum"
-        monkeypatch.setattr(*((module, "_sum") if late else (torch.Tensor, "copy_")), killed)
-        save(copies, 3, state(3), {"step": 3})
+        late = torn == "before the checksum"
+        monkeypatch.setattr(*((module, "_checksum") if late else (torch.Tensor, "copy_")), killed)
+        save(snapshots, 3, state(3), {"step": 3})
 
     assert in_child(work) == -signal.SIGKILL
-    assert steps(copies) == [2]
-    save(copies, 3, state(3), {"step": 3})
-    assert steps(copies) == [2, 3]
+    assert steps(snapshots) == [2]
+    save(snapshots, 3, state(3), {"step": 3})
+    assert steps(snapshots) == [2, 3]
 
 
 def test_any_byte_that_has_changed_is_seen():
-    copies = Snapshots()
-    save(copies, 1, state(1), {"step": 1})
-    memory = copies.slots[0].memory()
+    snapshots = Snapshots()
+    save(snapshots, 1, state(1), {"step": 1})
+    memory = snapshots.slots[0].memory()
     end = int.from_bytes(memory[8:16], "little")
     for place in range(0, end, 7):
         before = memory[place]
         memory[place] ^= 0x10
-        assert steps(copies) == [], place  # none is outside the sum
+        assert steps(snapshots) == [], place  # none is outside the sum
         memory[place] = before
-    assert steps(copies) == [1]
+    assert steps(snapshots) == [1]
 
 
 def test_the_newest_is_the_one_that_is_corrupted_to_order():
-    copies = Snapshots()
-    copies.corrupt()  # nothing to corrupt yet
+    snapshots = Snapshots()
+    snapshots.corrupt()  # nothing to corrupt yet
     for step in (1, 2):
-        save(copies, step, state(step), {"step": step})
-    copies.corrupt()
-    assert steps(copies) == [1]
-    save(copies, 2, state(2), {"step": 2})
-    assert steps(copies) == [1, 2]
+        save(snapshots, step, state(step), {"step": step})
+    snapshots.corrupt()
+    assert steps(snapshots) == [1]
+    save(snapshots, 2, state(2), {"step": 2})
+    assert steps(snapshots) == [1, 2]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -168,47 +168,47 @@ def test_the_newest_is_the_one_that_is_corrupted_to_order():
      r"actor.model.weight as torch.float32 \[5, 3\], the worker as torch.float32 \[3, 5\]"),
 ], ids=["less", "more", "dtype", "shape"])
 def test_another_model_is_refused_by_the_name_of_the_tensor(change, message):
-    copies, other = Snapshots(), zeros()
-    save(copies, 1, state(1), {"step": 1})
+    snapshots, other = Snapshots(), zeros()
+    save(snapshots, 1, state(1), {"step": 1})
     change(other)
     with pytest.raises(CheckpointError, match=message):
-        load(copies, 1, other)
+        load(snapshots, 1, other)
 
 
 def test_one_that_is_written_to_disk_stays_as_it_is():
-    copies, last = Snapshots(), state(5)
-    save(copies, 1, state(1), {"step": 1})
-    copies.held.append(copies.newest)
+    snapshots, last = Snapshots(), state(5)
+    save(snapshots, 1, state(1), {"step": 1})
+    snapshots.held.append(snapshots.newest)
     for step in range(2, 6):
-        save(copies, step, state(step), {"step": step})
-    assert steps(copies) == [1, 4, 5], "and the newest two are there beside it"
-    assert equal(copies.view(copies.held[0], last), state(1))
-    copies.held.clear()
-    save(copies, 6, state(6), {"step": 6})
-    assert {5, 6} <= set(steps(copies))
+        save(snapshots, step, state(step), {"step": step})
+    assert steps(snapshots) == [1, 4, 5], "and the newest two are there beside it"
+    assert equal(snapshots.view(snapshots.held[0], last), state(1))
+    snapshots.held.clear()
+    save(snapshots, 6, state(6), {"step": 6})
+    assert {5, 6} <= set(steps(snapshots))
 
 
-def test_memory_that_nobody_has_any_more_is_given_back():
+def test_memory_without_a_view_is_released():
     gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
-    copies = Snapshots()
+    snapshots = Snapshots()
     for step in (1, 2, 3):
-        save(copies, step, state(step), {"step": step})
+        save(snapshots, step, state(step), {"step": step})
     assert len(os.listdir("/proc/self/fd")) > before
-    del copies
+    del snapshots
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def shards() -> tuple[list[float], list[float], int]:
     """Three rows on two ranks, and on none; what comes back is this rank's own."""
-    mesh, copies = init_device_mesh("cpu", (2,)), Snapshots()
+    mesh, snapshots = init_device_mesh("cpu", (2,)), Snapshots()
     whole = torch.arange(9.0).view(3, 3)
     tree = {"split": distribute_tensor(whole, mesh, [Shard(0)]), "one": distribute_tensor(whole[:1], mesh, [Shard(0)]),
             "same": distribute_tensor(whole, mesh, [Replicate()])}
-    size = save(copies, 1, tree, {"step": 1})
+    size = save(snapshots, 1, tree, {"step": 1})
     back = _each(lambda each: each.clone().zero_() if each.numel() else each, tree)
-    load(copies, 1, back)
+    load(snapshots, 1, back)
     assert all(isinstance(each, DTensor) for each in back.values())
     return [back[name].full_tensor().flatten().tolist() for name in ("split", "one")], \
         back["same"].to_local().flatten().tolist(), size

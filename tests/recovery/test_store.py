@@ -1,4 +1,4 @@
-"""Ranks at one store: told, agreed, or told by name who differs or is missing."""
+"""Ranks at one store: values are broadcast and agreed on, and errors name the ranks that differ or are missing."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def scenarios(port: int) -> dict[str, str]:
-    board, rank = join(port, 60), dist.get_rank()
-    board.agree("plan", "abc", "Why.")
-    seen = {"told": board.tell("folder", "runs/größe-1" if rank == 0 else "elsewhere")}
-    seen["one differs"] = error_of(lambda: board.agree("version", "2" if rank == 1 else "1", "Update it."))
-    seen["two differ"] = error_of(lambda: board.agree("files", f"file {rank}", "Copy them."))
+    store, rank = join(port, 60), dist.get_rank()
+    store.agree("plan", "abc", "Why.")
+    seen = {"folder": store.broadcast("folder", "runs/größe-1" if rank == 0 else "elsewhere")}
+    seen["one differs"] = error_of(lambda: store.agree("version", "2" if rank == 1 else "1", "Update it."))
+    seen["two differ"] = error_of(lambda: store.agree("files", f"file {rank}", "Copy them."))
     hasty = join(port, 3.0)
     if rank != 1:
         seen["one missing"] = error_of(lambda: hasty.agree("late", "same", "Why."))
     if rank != 0:
-        seen["nobody told"] = error_of(lambda: hasty.tell("never"))
+        seen["timeout"] = error_of(lambda: hasty.broadcast("never"))
     dist.barrier()
     return seen
 
@@ -46,7 +46,7 @@ def scenarios(port: int) -> dict[str, str]:
 def test_three_ranks():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zero, one, two = run_ranks(3, scenarios, store.port)
-    assert [seen["told"] for seen in (zero, one, two)] == ["runs/größe-1"] * 3
+    assert [seen["folder"] for seen in (zero, one, two)] == ["runs/größe-1"] * 3
     for seen in (zero, one, two):
         assert seen["one differs"] == "the ranks do not have the same version: rank 1 has 2, rank 0 has 1. Update it."
         assert seen["two differ"] == ("the ranks do not have the same files: rank 1 has file 1, rank 2 has file 2, "
@@ -54,12 +54,12 @@ def test_three_ranks():
     for seen in (zero, two):
         assert seen["one missing"].startswith("waiting for the late: rank 1 did not come.")
     for seen in (one, two):
-        assert seen["nobody told"].startswith("waiting for the never: rank 0 did not come.")
+        assert seen["timeout"].startswith("waiting for the never: rank 0 did not come.")
 
 
 def test_a_store_that_is_not_there():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: no server answers there
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         with mock.patch.dict(os.environ, place):
             error = error_of(lambda: Store(0.5))
@@ -69,7 +69,7 @@ def test_a_store_that_is_not_there():
 def test_alone_without_torchrun():
     with mock.patch.dict(os.environ):
         os.environ.pop("RANK", None)
-        board = Store(10)
-    board.agree("plan", "abc", "Why.")
-    assert board.tell("folder", "runs/a") == "runs/a"
-    assert (board.rank, board.ranks) == (0, 1)
+        store = Store(10)
+    store.agree("plan", "abc", "Why.")
+    assert store.broadcast("folder", "runs/a") == "runs/a"
+    assert (store.rank, store.ranks) == (0, 1)

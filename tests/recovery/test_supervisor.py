@@ -1,4 +1,4 @@
-"""A real seat in a process of its own, with work that is a few lines long."""
+"""A real supervisor in a process of its own, with work that is a few lines long."""
 
 from __future__ import annotations
 
@@ -21,57 +21,58 @@ from pathlib import Path
 import torch.distributed as dist
 from distflow.recovery.restarts import RestartGroup
 from distflow.recovery.supervisor import Supervisor
-from distflow.recovery.snapshots import Piece
+from distflow.recovery.snapshots import StateShard
 from distflow.errors import DistflowError, InvalidInput, RankMissing
 from distflow.config.run import Robust
 
 folder = Path(sys.argv[1])
 
-class Board:
-    rank, store = int(os.environ.get("SEAT", 0)), None
+class RunStore:
+    rank, store = int(os.environ.get("RANK_OF_SUPERVISOR", 0)), None
 
-def told(name, text=""):
+def write(name, text=""):
     new = folder / f"{name}.of-{os.getpid()}"
     new.write_text(str(text))
     new.rename(folder / name)
 
-def lived(berth, steps=1):
+def lived(context, steps=1):
     """As a worker that has come so far."""
-    berth.pulse.enter("training")
-    berth.pulse.begin(steps)
+    context.heartbeat.enter("training")
+    context.heartbeat.begin(steps)
     for _ in range(steps):
-        berth.pulse.finish()
+        context.heartbeat.finish()
 '''
 TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
-Board.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-seat = Supervisor(Board, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder, settings, {},
-                  globals().get("needless", lambda: False), globals().get("wanted", lambda: True),
-                  hooks=globals().get("hooks"), leave_out=globals().get("leave_out", lambda: False))
+RunStore.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+supervisor = Supervisor(RunStore, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder,
+                        settings, {}, globals().get("is_obsolete", lambda: False),
+                        globals().get("should_run", lambda: True), hooks=globals().get("hooks"),
+                        leave_out=globals().get("leave_out", lambda: False))
 before = len(os.listdir("/proc/self/fd"))
-code = seat.run()
-told("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
+code = supervisor.run()
+write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
 sys.exit(code)
 '''
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a seat whose worker's life is `work(berth)` of the text."""
-    seats = []
+    """Start a supervisor whose workers do `work(context)` of the text."""
+    supervisors = []
 
     def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen:
         """`shell`: below another process, as below torchrun."""
-        script = tmp_path / f"seat{len(seats)}.py"
+        script = tmp_path / f"supervisor{len(supervisors)}.py"
         script.write_text(HEAD + text + TAIL)
         line = [sys.executable, str(script), str(tmp_path)]
         line = ["sh", "-c", '"$@"; exit $?', "sh", *line] if shell else line
-        seats.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True,
-                                      env={**environment(), "PYTHONPATH": str(ROOT), **more}))
-        return seats[-1]
+        supervisors.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True,
+                                            env={**environment(), "PYTHONPATH": str(ROOT), **more}))
+        return supervisors[-1]
 
     yield begin
-    for each in seats:
+    for each in supervisors:
         each.kill()
         each.wait()
         each.stderr.close()
@@ -82,9 +83,9 @@ def run(start):
     """The exit status and what was said."""
 
     def to_the_end(text: str) -> tuple[int, str]:
-        seat = start(text)
-        _, said = seat.communicate(timeout=120)
-        return seat.returncode, said
+        supervisor = start(text)
+        _, said = supervisor.communicate(timeout=120)
+        return supervisor.returncode, said
 
     return to_the_end
 
@@ -118,7 +119,7 @@ def events_of(folder: Path, kind: str) -> list[dict]:
 
 
 def test_done_is_done(run, tmp_path):
-    assert run("def work(berth):\n    lived(berth)\n") == (0, "")
+    assert run("def work(context):\n    lived(context)\n") == (0, "")
     assert (tmp_path / "left").read_text() == "0 1"
 
 
@@ -134,9 +135,9 @@ ENDS = {
 }
 
 
-def test_a_worker_that_dies_is_started_again_and_its_last_words_are_kept(run, tmp_path):
+def test_a_worker_that_dies_is_started_again_and_its_exit_report_is_kept(run, tmp_path):
     """One end after the other, in a step of its own each."""
-    code, said = run(f"def work(berth):\n    number = berth.life.number\n    lived(berth, number + 1)\n"
+    code, said = run(f"def work(context):\n    number = context.attempt.number\n    lived(context, number + 1)\n"
                      f"    if number < {len(ENDS)}:\n        exec({list(ENDS)!r}[number])\n")
     assert code == 0
     assert said.count("the run starts again: rank 0 failed in step ") == len(ENDS)
@@ -149,11 +150,12 @@ def test_a_worker_that_dies_is_started_again_and_its_last_words_are_kept(run, tm
 
 
 def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_path):
-    code, said = run("def work(berth):\n    lived(berth, 3)\n    raise ValueError(f'in life {berth.life.number}')\n")
+    code, said = run("def work(context):\n    lived(context, 3)\n"
+                     "    raise ValueError(f'in attempt {context.attempt.number}')\n")
     assert code == 1
     assert "Traceback" in said
     assert "the run is not started again: it failed twice in step 3." in said
-    assert "The first failure was that of rank 0 in step 3: ValueError: in life 0" in said
+    assert "The first failure was that of rank 0 in step 3: ValueError: in attempt 0" in said
     verdicts = [event["verdict"] for event in events_of(tmp_path, "failure")]
     assert verdicts == ["starts again", "it failed twice in step 3"]
 
@@ -164,18 +166,18 @@ def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_p
 ])
 def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sign, code, verdicts):
     """Three times in one step; a fault of its own ends the run at the second time."""
-    ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(berth):\n"
-                   "    berth.pulse.answer()\n    lived(berth, 3)\n    if berth.life.number < 3:\n"
+    ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
+                   "    context.heartbeat.answer()\n    lived(context, 3)\n    if context.attempt.number < 3:\n"
                    f"        os.kill(os.getpid(), signal.{sign})\n        time.sleep(600)\n")
     assert ended == code
     assert [event["verdict"] for event in events_of(tmp_path, "failure")] == verdicts
 
 
-def test_a_unit_without_which_the_run_goes_on_is_left_out(run, tmp_path):
-    """Its seat stays until the run is over, and ends well."""
-    code, said = run("def needless():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"
-                     "    threading.Timer(1.0, told, ('over',)).start()\n    return True\n\n"
-                     "def work(berth):\n    lived(berth, 3)\n    raise ValueError('a mistake')\n")
+def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):
+    """Its supervisor stays until the run is over, and ends well."""
+    code, said = run("def is_obsolete():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"
+                     "    threading.Timer(1.0, write, ('over',)).start()\n    return True\n\n"
+                     "def work(context):\n    lived(context, 3)\n    raise ValueError('a mistake')\n")
     assert code == 0
     assert "the run is left out, and others sample on" in said
     event, = events_of(tmp_path, "left out")
@@ -183,155 +185,158 @@ def test_a_unit_without_which_the_run_goes_on_is_left_out(run, tmp_path):
 
 
 def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
-    code, said = run("def work(berth):\n    lived(berth, 3)\n    raise InvalidInput('there is no such file')\n")
+    code, said = run("def work(context):\n    lived(context, 3)\n    raise InvalidInput('there is no such file')\n")
     assert (code, said) == (2, "there is no such file.\n")
     assert len(events_of(tmp_path, "worker started")) == 1
 
 
 def test_restarts_leave_nothing_behind(run, tmp_path):
-    """Thirty lives: descriptors, threads and processes of the seat are as many as before."""
-    code, _ = run("robust = {'restarts': 100}\n\ndef work(berth):\n    lived(berth, berth.life.number + 2)\n"
-                  "    berth.snapshots.begin(Piece(0, berth.life.number, 1, 0, 1), {}, {})\n"
-                  "    berth.snapshots.wait()\n"
-                  "    if berth.life.number < 30:\n"
+    """Thirty attempts: descriptors, threads and processes of the supervisor are as many as before."""
+    code, _ = run("robust = {'restarts': 100}\n\ndef work(context):\n    lived(context, context.attempt.number + 2)\n"
+                  "    context.snapshots.begin(StateShard(0, context.attempt.number, 1, 0, 1), {}, {})\n"
+                  "    context.snapshots.wait()\n"
+                  "    if context.attempt.number < 30:\n"
                   "        os.kill(os.getpid(), signal.SIGKILL)\n")
     assert code == 0
     assert (tmp_path / "left").read_text() == "0 1"
     assert all(ends(event["pid"]) for event in events_of(tmp_path, "worker started"))
 
 
-def test_a_full_disk_ends_no_seat(run):
+def test_a_full_disk_ends_no_supervisor(run):
     """Events cannot be written any more."""
-    code, said = run("def work(berth):\n    lived(berth)\n    if not berth.life.number:\n"
+    code, said = run("def work(context):\n    lived(context)\n    if not context.attempt.number:\n"
                      "        (folder / 'events.jsonl').unlink()\n        (folder / 'events.jsonl').mkdir()\n"
                      "        os._exit(9)\n")
     assert (code, said.count("starts again")) == (0, 1)
 
 
-def test_sigterm_ends_the_worker_and_the_seat(start, tmp_path):
+def test_sigterm_ends_the_worker_and_the_supervisor(start, tmp_path):
     """Which does not end its step in time."""
-    seat = start("robust = {'shutdown_timeout': 0.2}\n\ndef work(berth):\n"
-                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    supervisor = start("robust = {'shutdown_timeout': 0.2}\n\ndef work(context):\n"
+                       "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
-    seat.send_signal(signal.SIGTERM)
-    assert seat.wait(60) == 128 + signal.SIGTERM
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(60) == 128 + signal.SIGTERM
     assert ends(worker)
 
 
 STEPS = """
-def work(berth):
-    berth.pulse.enter('training')
-    berth.pulse.begin(7)
-    told('worker', os.getpid())
-    while not berth.pulse.page.stop:
+def work(context):
+    context.heartbeat.enter('training')
+    context.heartbeat.begin(7)
+    write('worker', os.getpid())
+    while not context.heartbeat.page.stop:
         time.sleep(0.01)
-    told('asked')
+    write('asked')
     while (folder / 'step').exists():
         time.sleep(0.01)
-    berth.pulse.page.stop = 2
+    context.heartbeat.page.stop = 2
 """
 
 
 def test_sigterm_lets_the_step_end(start, tmp_path):
     """Sent twice at once, as `timeout` does."""
     (tmp_path / "step").touch()
-    seat = start(STEPS)
+    supervisor = start(STEPS)
     eventually(tmp_path / "worker")
     for _ in range(2):
-        seat.send_signal(signal.SIGTERM)
+        supervisor.send_signal(signal.SIGTERM)
     eventually(tmp_path / "asked")
     (tmp_path / "step").unlink()
-    assert seat.wait(60) == 128 + signal.SIGTERM
+    assert supervisor.wait(60) == 128 + signal.SIGTERM
     assert events_of(tmp_path, "worker ended")[0]["status"] == 0
     assert events_of(tmp_path, "failure") == []
 
 
 def test_sigint_for_the_second_time_ends_at_once(start, tmp_path):
     (tmp_path / "step").touch()
-    seat = start(STEPS)
+    supervisor = start(STEPS)
     worker = int(eventually(tmp_path / "worker"))
-    seat.send_signal(signal.SIGINT)
+    supervisor.send_signal(signal.SIGINT)
     eventually(tmp_path / "asked")
     until = time.monotonic() + 60
-    while seat.poll() is None and time.monotonic() < until:
-        seat.send_signal(signal.SIGINT)  # within a second it counts as the first
+    while supervisor.poll() is None and time.monotonic() < until:
+        supervisor.send_signal(signal.SIGINT)  # within a second it counts as the first
         time.sleep(0.1)
-    assert seat.wait(60) == 128 + signal.SIGINT
+    assert supervisor.wait(60) == 128 + signal.SIGINT
     assert ends(worker)
 
 
 def test_a_worker_that_starts_may_tidy_up(start, tmp_path):
-    seat = start("def work(berth):\n    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n    try:\n"
-                 "        told('worker', os.getpid())\n        time.sleep(600)\n    finally:\n        told('tidy')\n")
+    supervisor = start("def work(context):\n    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n    try:\n"
+                 "        write('worker', os.getpid())\n        time.sleep(600)\n    finally:\n        write('tidy')\n")
     eventually(tmp_path / "worker")
-    seat.send_signal(signal.SIGTERM)
-    assert seat.wait(60) == 128 + signal.SIGTERM
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(60) == 128 + signal.SIGTERM
     assert (tmp_path / "tidy").exists()
 
 
 def test_what_a_worker_leaves_behind_ends_with_it(start, tmp_path):
     """Processes that a user's function has started; one of them holds the pipe of the last words, and has spoken."""
-    seat = start("def work(berth):\n    if berth.life.number:\n        return told('again')\n    lived(berth)\n"
-                 "    program = subprocess.Popen(['sleep', '600'])\n    child = os.fork()\n"
-                 "    if not child:\n        told('ready')\n        time.sleep(600)\n"
-                 "    while not (folder / 'ready').exists():\n        time.sleep(0.01)\n"
-                 "    told('left_behind', f'{child} {program.pid}')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    supervisor = start("def work(context):\n    if context.attempt.number:\n        return write('again')\n"
+                       "    lived(context)\n"
+                       "    program = subprocess.Popen(['sleep', '600'])\n    child = os.fork()\n"
+                       "    if not child:\n        write('ready')\n        time.sleep(600)\n"
+                       "    while not (folder / 'ready').exists():\n        time.sleep(0.01)\n"
+                       "    write('left_behind', f'{child} {program.pid}')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     left = [int(pid) for pid in eventually(tmp_path / "left_behind").split()]
     eventually(tmp_path / "again")
-    assert seat.wait(60) == 0
+    assert supervisor.wait(60) == 0
     assert all(ends(pid) for pid in left)
 
 
 def test_a_stopped_worker_is_ended(run, tmp_path):
-    code, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(berth):\n    berth.pulse.answer()\n"
-                  "    lived(berth)\n    if not berth.life.number:\n        os.kill(os.getpid(), signal.SIGSTOP)\n")
+    code, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
+                  "    context.heartbeat.answer()\n    lived(context)\n    if not context.attempt.number:\n"
+                  "        os.kill(os.getpid(), signal.SIGSTOP)\n")
     assert code == 0
     assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]
 
 
-def test_a_worker_whose_seat_is_killed_ends(start, tmp_path):
-    seat = start("from workers.worker import end_with\n\ndef work(berth):\n    end_with(berth.seat)\n"
-                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+def test_a_worker_whose_supervisor_is_killed_ends(start, tmp_path):
+    supervisor = start("from workers.worker import end_with\n\ndef work(context):\n"
+                       "    end_with(context.supervisor_pid)\n"
+                       "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
-    seat.kill()
+    supervisor.kill()
     assert ends(worker)
 
 
-def test_a_seat_without_a_board_ends(start, tmp_path):
+def test_a_supervisor_without_a_store_ends(start, tmp_path):
     """The machine that kept it is gone."""
     import torch.distributed as dist  # most tests here need no torch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seat = start(f"store = dist.TCPStore('127.0.0.1', {store.port}, is_master=False)\n\ndef work(berth):\n"
-                 "    lived(berth)\n    told('worker', os.getpid())\n    time.sleep(600)\n")
+    supervisor = start(f"store = dist.TCPStore('127.0.0.1', {store.port}, is_master=False)\n\ndef work(context):\n"
+                       "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
     del store
-    assert seat.wait(60) == 1
-    assert "the board does not answer" in seat.stderr.read()
+    assert supervisor.wait(60) == 1
+    assert "the board does not answer" in supervisor.stderr.read()
     assert ends(worker)
 
 
-ENDED = "\n\ndef work(berth):\n    continue_stopped(berth.seat, {seconds})\n    lived(berth)\n" \
-        "    told('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
+ENDED = "\n\ndef work(context):\n    continue_stopped(context.supervisor_pid, {seconds})\n    lived(context)\n" \
+        "    write('worker', os.getpid())\n    while not (folder / 'go').exists():\n        time.sleep(0.01)\n"
 
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-DOCK = "from distflow.dock.process import start\nchild = start(bytes(16))\ntold('dock', child.process.pid)\n"
+DOCK = "from distflow.dock.process import start\nchild = start(bytes(16))\nwrite('dock', child.process.pid)\n"
 
 
-@pytest.mark.parametrize(("which", "what"), [("seat", "the seat of a rank"), ("torchrun", "torchrun"),
-                                             ("dock", "a process beside a seat, such as the dock's,")])
-def test_a_process_that_nobody_else_watches_is_named_and_continued(start, tmp_path, which, what):
-    """By the worker, which lives on."""
+@pytest.mark.parametrize(("which", "what"), [("supervisor", "the supervisor of a rank"), ("torchrun", "torchrun"),
+                                             ("dock", "a helper process of a supervisor, such as the dock's,")])
+def test_a_process_that_nothing_else_monitors_is_named_and_continued(start, tmp_path, which, what):
+    """By the worker, which goes on."""
     text = DOCK + "from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=0.5)
     above = start(text, shell="yes", TORCHELASTIC_RUN_ID="none")
     worker = int(eventually(tmp_path / "worker"))
-    seat = parent(worker)
-    assert parent(seat) == above.pid
-    victim = {"seat": seat, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
+    supervisor = parent(worker)
+    assert parent(supervisor) == above.pid
+    victim = {"supervisor": supervisor, "torchrun": above.pid, "dock": int(eventually(tmp_path / "dock"))}[which]
     os.kill(victim, signal.SIGSTOP)
     said = above.stderr.readline()
     assert f"{what} (process {victim}) stood stopped for" in said
@@ -341,8 +346,8 @@ def test_a_process_that_nobody_else_watches_is_named_and_continued(start, tmp_pa
 
 def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_path):
     """The dock is continued before anybody misses it for long: else each following worker ends as this one does."""
-    above = start(DOCK + "from distflow.telemetry.processes import stopped\n\ndef work(berth):\n    lived(berth)\n"
-                  "    if berth.life.number:\n        told('still', stopped(child.process.pid))\n        return\n"
+    above = start(DOCK + "from distflow.telemetry.processes import stopped\n\ndef work(context):\n    lived(context)\n"
+                  "    if context.attempt.number:\n        write('still', stopped(child.process.pid))\n        return\n"
                   "    os.kill(child.process.pid, signal.SIGSTOP)\n"
                   "    while not stopped(child.process.pid):\n        time.sleep(0.01)\n"
                   "    raise DistflowError('the dock does not answer')\n", shell="yes", TORCHELASTIC_RUN_ID="none")
@@ -351,9 +356,9 @@ def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_
 
 
 def test_without_torchrun_a_users_own_processes_stay_stopped(start, tmp_path):
-    above = start("from distflow.recovery.stopped import continue_stopped\n\ndef work(berth):\n"
-                  "    continue_stopped(berth.seat, 0.1)\n    lived(berth)\n"
-                  "    told('threads', [each.name for each in threading.enumerate()])\n"
+    above = start("from distflow.recovery.stopped import continue_stopped\n\ndef work(context):\n"
+                  "    continue_stopped(context.supervisor_pid, 0.1)\n    lived(context)\n"
+                  "    write('threads', [each.name for each in threading.enumerate()])\n"
                   "    while not (folder / 'go').exists():\n        time.sleep(0.01)\n", shell="yes")
     assert "stopped" not in eventually(tmp_path / "threads")
     above.send_signal(signal.SIGSTOP)
@@ -366,145 +371,148 @@ def test_without_torchrun_a_users_own_processes_stay_stopped(start, tmp_path):
     assert above.wait(60) == 0
 
 
-def test_a_worker_that_ends_wakes_its_seat(start, tmp_path):
-    seat = start("from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=600))
+def test_a_worker_that_ends_wakes_its_supervisor(start, tmp_path):
+    supervisor = start("from distflow.recovery.stopped import continue_stopped" + ENDED.format(seconds=600))
     eventually(tmp_path / "worker")
-    seat.send_signal(signal.SIGSTOP)
-    while state_of(seat.pid) != "T":
+    supervisor.send_signal(signal.SIGSTOP)
+    while state_of(supervisor.pid) != "T":
         time.sleep(0.01)
     (tmp_path / "go").touch()
-    assert seat.wait(60) == 0
+    assert supervisor.wait(60) == 0
 
 
 def test_what_left_the_workers_group_and_stands_stopped_ends_with_it(start, tmp_path):
-    """As the guard of a reward does; what stands beside the seat stays."""
-    seat = start("from distflow.recovery.worker_process import start_beside\n\ndef work(berth):\n    lived(berth)\n"
-                 "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-                 "    guard.send_signal(signal.SIGSTOP)\n    told('left_behind', guard.pid)\n\n"
-                 "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef needless():\n    return False\n\n"
-                 "def wanted():\n    later or later.append(start_beside(lambda: time.sleep(600)))\n"
-                 "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
-                 "    told('stayed', f'{beside.poll()} {os.waitpid(later[0], os.WNOHANG)[0]}')\n"
-                 "    beside.kill()\n    os.kill(later[0], signal.SIGKILL)\n")
-    assert seat.wait(60) == 0
+    """As the guard of a reward does; what stands beside the supervisor stays."""
+    supervisor = start("from distflow.recovery.worker_process import start_helper\n\ndef work(context):\n"
+                       "    lived(context)\n"
+                       "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+                       "    guard.send_signal(signal.SIGSTOP)\n    write('left_behind', guard.pid)\n\n"
+                 "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef is_obsolete():\n    return False\n\n"
+                       "def should_run():\n    later or later.append(start_helper(lambda: time.sleep(600)))\n"
+                       "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
+                       "    write('stayed', f'{beside.poll()} {os.waitpid(later[0], os.WNOHANG)[0]}')\n"
+                       "    beside.kill()\n    os.kill(later[0], signal.SIGKILL)\n")
+    assert supervisor.wait(60) == 0
     assert ends(int(eventually(tmp_path / "left_behind")))
     assert eventually(tmp_path / "stayed") == "None 0"
 
 
-def test_one_that_nobody_needs_may_end_as_it_likes(run, tmp_path):
+def test_one_that_is_obsolete_may_end_as_it_likes(run, tmp_path):
     """A rollout whose trainer has done its last step."""
-    code, said = run("needless = lambda: (folder / 'over').exists()\n\ndef work(berth):\n    lived(berth)\n"
-                     "    told('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    code, said = run("is_obsolete = lambda: (folder / 'over').exists()\n\ndef work(context):\n    lived(context)\n"
+                     "    write('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     assert (code, said) == (0, "")
     assert len(events_of(tmp_path, "worker started")) == 1
 
 
-@pytest.mark.parametrize(("listens", "told"), [
+@pytest.mark.parametrize(("listens", "called"), [
     ("0", ["on_failure 1", "on_leave 2"]),
-    ("hooks_page()", []),
-    ("hook(when='on_leave')(print) and hooks_page()", ["on_leave 2"]),
+    ("registered_mask()", []),
+    ("hook(when='on_leave')(print) and registered_mask()", ["on_leave 2"]),
 ], ids=["not known", "none", "one of both"])
-def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, told):
+def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, called):
     """The worker has said which there are; one that failed before it could has left it open."""
-    code, said = run("from distflow.recovery.hooks import hook, page as hooks_page\n\ndef hooks(when, life):\n"
-                     "    told(f'{when} {life.number}')\n\ndef work(berth):\n    lived(berth, berth.life.number + 1)\n"
-                     f"    berth.pulse.page.hooks = {listens}\n    if berth.life.number == 1:\n        return False\n"
-                     "    if not berth.life.number:\n        os._exit(9)\n")
+    code, said = run("from distflow.recovery.hooks import hook, registered_mask\n\ndef hooks(when, attempt):\n"
+                     "    write(f'{when} {attempt.number}')\n\ndef work(context):\n"
+                     "    lived(context, context.attempt.number + 1)\n"
+                     f"    context.heartbeat.page.hooks = {listens}\n"
+                     "    if context.attempt.number == 1:\n        return False\n"
+                     "    if not context.attempt.number:\n        os._exit(9)\n")
     assert code == 0, said
     found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
-    assert found == {*told, *(["on_leave 1"] if "on_leave 2" in told else [])}
+    assert found == {*called, *(["on_leave 1"] if "on_leave 2" in called else [])}
     assert [event["life"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
     assert len(events_of(tmp_path, "failure")) == 1
 
 
 TWO = """
 from distflow.recovery import restarts
-restarts._SETTLE = 30.0  # for a cause to be told: this machine may be busy
+restarts._SETTLE = 30.0  # for a cause to be known: this machine may be busy
 store, ranks = dist.TCPStore('127.0.0.1', {port}, is_master=False), 2
 robust = {{'restarts': 100}}
 
-def work(berth):
-    lived(berth, berth.life.number + 2)
-    told(f'{{Board.rank}} in {{berth.life.number}}')
+def work(context):
+    lived(context, context.attempt.number + 2)
+    write(f'{{RunStore.rank}} in {{context.attempt.number}}')
     {body}
 """
 
 
-@pytest.mark.parametrize(("body", "lives"), [
+@pytest.mark.parametrize(("body", "restarts"), [
     # one is done, the other dies then: both do it again
-    ("""if Board.rank == 1 and not berth.life.number:
-        while not store.clone().check(['lives/the run/0/done/0']):
+    ("""if RunStore.rank == 1 and not context.attempt.number:
+        while not store.clone().check(['restarts/the run/0/done/0']):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)""", 2),
     # both die at once, many times
-    ("""other = folder / f'{1 - Board.rank} in {berth.life.number}'
-    while berth.life.number < 8 and not other.exists():
+    ("""other = folder / f'{1 - RunStore.rank} in {context.attempt.number}'
+    while context.attempt.number < 8 and not other.exists():
         time.sleep(0.001)
-    if berth.life.number < 8:
+    if context.attempt.number < 8:
         os.kill(os.getpid(), signal.SIGKILL)""", 9),
     # one only misses the other, and says so first
-    ("""if not berth.life.number:
-        if Board.rank == 0:
+    ("""if not context.attempt.number:
+        if RunStore.rank == 0:
             while not (folder / '1 in 0').exists():
                 time.sleep(0.01)
             raise RankMissing('rank 1 does not come')
-        while not store.clone().check(['lives/the run/0/failed/0']):
+        while not store.clone().check(['restarts/the run/0/failed/0']):
             time.sleep(0.01)
         raise ValueError('the cause')""", 2),
 ], ids=["done and dead", "both", "symptom"])
-def test_two_seats_live_the_same_lives(start, tmp_path, body, lives):
+def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts):
     import torch.distributed as dist  # most tests here need no torch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
-    said = [seat.communicate(timeout=120)[1] for seat in seats]
-    assert [seat.returncode for seat in seats] == [0, 0], said
+    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
+    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
+    assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     for rank in range(2):
         numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
-        assert numbers == list(range(lives))
+        assert numbers == list(range(restarts))
     verdicts = events_of(tmp_path, "failure")
-    assert [event["life"] + 1 for event in verdicts] == list(range(1, lives)), "one seat speaks for all"
+    assert [event["life"] + 1 for event in verdicts] == list(range(1, restarts)), "one supervisor speaks for all"
     if "the cause" in body:
         assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
-    assert os.path.exists(tmp_path / f"1 in {lives - 1}")
+    assert os.path.exists(tmp_path / f"1 in {restarts - 1}")
 
 
-def test_seats_whose_workers_give_way_begin_the_next_life_together(start, tmp_path):
+def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start, tmp_path):
     """One of them a moment later, when the other has begun already; nothing has failed."""
     import torch.distributed as dist  # most tests here need no torch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    body = "if berth.life.number < 3:\n        time.sleep(0.5 * (Board.rank == berth.life.number % 2))\n" \
+    body = "if context.attempt.number < 3:\n        time.sleep(0.5 * (RunStore.rank == context.attempt.number % 2))\n" \
            "        return False"
-    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
-    said = [seat.communicate(timeout=120)[1] for seat in seats]
-    assert [(seat.returncode, words) for seat, words in zip(seats, said)] == [(0, ""), (0, "")]
+    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
+    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
+    assert [(supervisor.returncode, words) for supervisor, words in zip(supervisors, said)] == [(0, ""), (0, "")]
     assert events_of(tmp_path, "failure") == []
     for rank in range(2):
         numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
         assert numbers == [0, 1, 2, 3]
 
 
-def test_a_seat_that_rests_is_not_missed_by_the_other(start, tmp_path):
-    """Its worker ends, and the other one's, which notices that, has not failed: both begin another life, once it is
-    wanted again."""
+def test_a_supervisor_that_rests_is_not_missed_by_the_other(start, tmp_path):
+    """Its worker ends, and the other one's, which notices that, has not failed: both begin another attempt, once it is
+    scaled up again."""
     import torch.distributed as dist  # most tests here need no torch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    body = """if berth.life.number == 0 and Board.rank == 0:
-        told('pid', os.getpid())
+    body = """if context.attempt.number == 0 and RunStore.rank == 0:
+        write('pid', os.getpid())
         signal.pause()
-    if berth.life.number == 0:
+    if context.attempt.number == 0:
         while not (folder / 'pid').exists() or Path('/proc', (folder / 'pid').read_text(), 'fd').exists():
             time.sleep(0.01)
         raise ValueError('the other rank has gone')
 
-def wanted():
-    return Board.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
+def should_run():
+    return RunStore.rank == 1 or not (folder / 'pid').exists() or (folder / '1 in 1').exists()
 """
-    seats = [start(TWO.format(port=store.port, body=body), SEAT=str(rank)) for rank in range(2)]
-    said = [seat.communicate(timeout=120)[1] for seat in seats]
-    assert [seat.returncode for seat in seats] == [0, 0], said
+    supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
+    said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
+    assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     assert events_of(tmp_path, "failure") == []
     assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
     for rank in range(2):

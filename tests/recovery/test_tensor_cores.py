@@ -1,5 +1,4 @@
-"""What a GPU's tensor cores tell a seat. NVML of no GPU can be asked here: its module is made up, but for the last
-test."""
+"""Whether tensor cores work, as a supervisor sees it. Without a GPU, NVML is a fake, but for the last test."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ def test_a_gpu_that_tells_nothing_any_more_is_not_seen_at_work(nvml, change):
     assert not worked()
 
 
-def test_nobody_can_tell(nvml, monkeypatch):
+def test_it_is_not_measured(nvml, monkeypatch):
     assert tensor_cores("GPU-other") is None
     nvml.supported = False
     assert tensor_cores("GPU-1") is None

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from distflow.dock import DockClient, DockError, Refused, StorageShardServer, Unreachable
+from distflow.dock import DockClient, StorageShardServer
 from distflow.rpc import connection as module
 from distflow.rpc.connection import Connection, connect
+from distflow.rpc.errors import Refused, RpcError, Unreachable
 
 LOG = "distflow.dock"
 
@@ -42,7 +43,7 @@ def test_a_wrong_token_is_refused_and_logged(service, caplog):
 def test_a_server_that_does_not_know_the_token_is_refused(token):
     """It could answer anything: so it must prove itself too."""
     impostor = StorageShardServer(b"y" * 32)
-    impostor.listener._meet = lambda sock, peer: (sock.sendall(bytes(32)), sock.recv(64), sock.sendall(bytes(32)))
+    impostor.server._handle = lambda sock, peer: (sock.sendall(bytes(32)), sock.recv(64), sock.sendall(bytes(32)))
     impostor.start()
     with pytest.raises(Refused, match="does not know this run's token"):
         connect(impostor.address, token, 5.0)
@@ -72,29 +73,29 @@ def test_silence_is_hung_up_on(service, monkeypatch, caplog):
 
 @pytest.mark.parametrize("head", [(b"DFD1", 0xFFFFFFFF, 0), (b"DFD1", 0, 1 << 63), (b"DFD2", 0, 0)])
 def test_lengths_are_checked_before_anything_is_allocated(service, token, head):
-    line = connect(service.address, token, 5.0)
-    line.send({"op": "hello", "who": "me", "session": "s"})
-    line.receive()
-    line.sock.sendall(struct.pack("<4sIQ", *head))
+    connection = connect(service.address, token, 5.0)
+    connection.send({"op": "hello", "who": "me", "session": "s"})
+    connection.receive()
+    connection.sock.sendall(struct.pack("<4sIQ", *head))
     with pytest.raises((module.ConnectionEnded, ConnectionResetError)):
-        line.receive()
-    line.close()
+        connection.receive()
+    connection.close()
 
 
 def test_a_request_that_makes_no_sense_is_answered(service, token):
-    line = connect(service.address, token, 5.0)
-    line.send({"op": "hello", "who": "me", "session": "s"})
-    line.receive()
+    connection = connect(service.address, token, 5.0)
+    connection.send({"op": "hello", "who": "me", "session": "s"})
+    connection.receive()
     for header, buffers in (({"op": "dance"}, [b"x" * 99]), ({}, []), ({"op": "lease", "consumer": 3}, [])):
-        line.send(header, buffers)
-        reply, size = line.receive()
+        connection.send(header, buffers)
+        reply, size = connection.receive()
         assert (reply["error"], size) == ("DockError", 0)
-    line.close()
+    connection.close()
 
 
 def test_a_token_that_could_be_guessed_is_refused(token):
     for make in (lambda: StorageShardServer(b"secret"), lambda: connect(("127.0.0.1", 1), b"secret", 1.0)):
-        with pytest.raises(DockError, match="at least 16"):
+        with pytest.raises(RpcError, match="at least 16"):
             make()
 
 
@@ -106,7 +107,7 @@ def test_nobody_there():
 
 
 def test_a_port_that_is_taken(service, token):
-    with pytest.raises(DockError, match="cannot listen at 127.0.0.1"):
+    with pytest.raises(RpcError, match="cannot listen at 127.0.0.1"):
         StorageShardServer(token, port=service.address[1])
 
 
@@ -120,5 +121,5 @@ def test_many_and_large_buffers_arrive_whole():
     ours.send({}, large)
     theirs.skip(theirs.receive()[1])
     assert ours.sent == theirs.received
-    for line in (ours, theirs):
-        line.close()
+    for connection in (ours, theirs):
+        connection.close()

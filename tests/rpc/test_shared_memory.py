@@ -20,25 +20,25 @@ from distflow.telemetry.metrics import Metrics
 
 
 def test_the_smallest_that_holds_it_is_chosen_unless_it_is_read():
-    shelves = (SharedSegment(0, -1, 100, True), SharedSegment(1, -1, 400, True), SharedSegment(2, -1, 200, False),
+    segments = (SharedSegment(0, -1, 100, True), SharedSegment(1, -1, 400, True), SharedSegment(2, -1, 200, False),
                SharedSegment(3, -1, 300, True))
-    stocks = [PoolNotice(1, shelves, ()), PoolNotice(2, (), ((0, 3),))]
-    assert choose(stocks, {0: 50}) == {0: 0}
-    assert choose(stocks, {0: 150}) == {0: 1}  # 2 is used by its owner, 3 by its neighbour
-    assert choose(stocks, {0: 500, 1: 0}) == {0: None, 1: -1}
+    notices = [PoolNotice(1, segments, ()), PoolNotice(2, (), ((0, 3),))]
+    assert choose(notices, {0: 50}) == {0: 0}
+    assert choose(notices, {0: 150}) == {0: 1}  # 2 is used by its owner, 3 by another rank
+    assert choose(notices, {0: 500, 1: 0}) == {0: None, 1: -1}
 
 
 def test_a_segment_is_free_when_its_last_view_is_gone():
-    warehouse = SharedMemoryPool(0)
-    warehouse.add(1000)
-    stock = warehouse.stock()
-    tensor = warehouse.lease(warehouse.open([stock], 0, 0), 0, 0, 800)
+    pool = SharedMemoryPool(0)
+    pool.add(1000)
+    notice = pool.notice()
+    tensor = pool.lease(pool.open([notice], 0, 0), 0, 0, 800)
     view = tensor.view(torch.int64)[3:5]
     del tensor
-    assert not warehouse.stock().shelves[0].free
+    assert not pool.notice().segments[0].free
     del view
     gc.collect()
-    assert warehouse.stock().shelves[0].free
+    assert pool.notice().segments[0].free
 
 
 def buffer_of(reader: Layout) -> tuple[Databuffer, Task]:
@@ -88,7 +88,7 @@ def grow() -> tuple[list[int], list[int]]:
         gc.collect()  # what earlier tests left in this process
         if number >= 14:
             descriptors.append(len(os.listdir("/proc/self/fd")))
-            sizes.append(len(buffer.redistributor.warehouse.stock().shelves))
+            sizes.append(len(buffer.redistributor.pool.notice().segments))
     return descriptors, sizes
 
 
@@ -100,13 +100,13 @@ def test_neither_descriptors_nor_segments_grow():
 
 
 def test_memory_without_a_name():
-    """A warehouse that shares nothing works for its own rank."""
+    """A pool that shares nothing works for its own rank."""
     os.environ["DISTFLOW_MACHINE"] = ""
     try:
-        warehouse = SharedMemoryPool(0)
-        warehouse.add(10)
+        pool = SharedMemoryPool(0)
+        pool.add(10)
     finally:
         del os.environ["DISTFLOW_MACHINE"]
-    memory = warehouse.open([warehouse.stock()], 0, 0)
+    memory = pool.open([pool.notice()], 0, 0)
     memory[:3] = np.arange(3)
-    assert warehouse.lease(memory, 0, 0, 3).tolist() == [0, 1, 2]
+    assert pool.lease(memory, 0, 0, 3).tolist() == [0, 1, 2]

@@ -7,9 +7,9 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient
-from distflow.dock.errors import Refused
 from distflow.dock.process import start
 from distflow.rpc import shared_payloads
+from distflow.rpc.errors import Refused
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 UPDATE = Consumer("update", ("tokens",))
@@ -26,22 +26,22 @@ def right(batch):
 
 
 def on_wire(dock):
-    """Bytes that went over the sockets of a client: what the kernel counted, headers and payloads that did not lie."""
+    """Return the bytes that the kernel counted on a client's sockets: headers, and payloads that were not in memory."""
     total = 0
-    for line in dock.reach.lines.values():
-        info = line.sock.getsockopt(6, 11, 232)  # TCP_INFO: bytes acked and received, at 120 and 128
+    for connection in dock.pool.connections.values():
+        info = connection.sock.getsockopt(6, 11, 232)  # TCP_INFO: bytes acked and received, at 120 and 128
         total += int.from_bytes(info[120:128], "little") + int.from_bytes(info[128:136], "little")
     return total
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_rows_between_processes(token, monkeypatch, shared):
-    """Through memory on one machine, over the line where the machines have different names; the same rows."""
+    """Through memory on one machine, over the socket where the machines have different names; the same rows."""
     child = start(token)
     if not shared:
         monkeypatch.setenv("DISTFLOW_MACHINE", "another")
     with DockClient([child.address], token, "test") as dock:
-        dock.meet((UPDATE,))
+        dock.configure((UPDATE,))
         kept = []
         for first in range(0, 20, 4):
             dock.put(tokens(range(first, first + 4)))
@@ -64,11 +64,11 @@ def test_memory_is_used_again_when_the_rows_are_gone(dock):
     at.put(tokens(range(4)))
     for _ in range(6):
         assert right(at.fetch(torch.arange(4), ["tokens"]))
-    line, = at.reach.lines.values()
-    assert line.memory.made <= 5
+    connection, = at.pool.connections.values()
+    assert connection.memory.made <= 5
 
 
-def test_an_answer_that_does_not_fit_comes_over_the_line(dock):
+def test_an_answer_that_does_not_fit_comes_over_the_socket(dock):
     at = dock(1, (UPDATE,))
     at.put(tokens(range(40)))
     for rows in (1, 40, 2, 40, 39):
@@ -77,38 +77,38 @@ def test_an_answer_that_does_not_fit_comes_over_the_line(dock):
 
 def claimed(token):
     segments = Segments()
-    return segments, segments.claim(token)
+    return segments, segments.offer(token)
 
 
 def test_the_token_must_stand_in_the_memory(token):
-    segments, claim = claimed(token)
-    assert MappedSegments.onto(claim, token) is not None
-    assert MappedSegments.onto(claim, b"x" * 32) is None
+    segments, offer = claimed(token)
+    assert MappedSegments.of_client(offer, token) is not None
+    assert MappedSegments.of_client(offer, b"x" * 32) is None
     segments.spare[0].bytes[0] ^= 1
-    assert MappedSegments.onto(claim, token) is None
+    assert MappedSegments.of_client(offer, token) is None
 
 
-@pytest.mark.parametrize("change", [{"machine": "another"}, {"process": 2**22}, {"place": [1, 10**6, 1 << 20]}])
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"process": 2**22}, {"address": [1, 10**6, 1 << 20]}])
 def test_who_is_elsewhere_shares_nothing(token, change):
-    segments, claim = claimed(token)
-    assert MappedSegments.onto(claim | change, token) is None
+    segments, offer = claimed(token)
+    assert MappedSegments.of_client(offer | change, token) is None
     assert segments.made == 1
 
 
 def test_other_files_and_memory_that_may_shrink_are_refused(token, tmp_path):
-    _, claim = claimed(token)
-    windows = MappedSegments.onto(claim, token)
-    opened = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.memfd_create("distflow-dock")]
-    for number, descriptor in enumerate(opened):
+    _, offer = claimed(token)
+    mapped = MappedSegments.of_client(offer, token)
+    segments = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.memfd_create("distflow-dock")]
+    for number, descriptor in enumerate(segments):
         os.ftruncate(descriptor, 1 << 20)
         with pytest.raises((Refused, OSError)):
-            windows.arrived({"lies": [[100 + number, descriptor, 1 << 20], 10]}, 0)
+            mapped.locate({"payload_at": [[100 + number, descriptor, 1 << 20], 10]}, 0)
         os.close(descriptor)
     with pytest.raises(Refused, match="not as large as it says"):
-        windows.arrived({"lies": [[200, claim["place"][1], 1 << 40], 10]}, 0)
+        mapped.locate({"payload_at": [[200, offer["address"][1], 1 << 40], 10]}, 0)
 
 
 def test_a_machine_that_shares_nothing_claims_nothing(token, monkeypatch):
     monkeypatch.setattr(shared_payloads, "machine_name", lambda: "")
-    assert Segments().claim(token) is None
-    assert MappedSegments.onto(None, token) is None
+    assert Segments().offer(token) is None
+    assert MappedSegments.of_client(None, token) is None

@@ -38,7 +38,7 @@ def test_while_the_trainer_starts_again_rollouts_count():
     assert found.ettr_between(4, 8) == pytest.approx(0.5), "#rollout / (#rollout + #trainer)"
     assert found.sliding(8) == pytest.approx([1 - 0.25, 1.0])
     each, = found.recoveries
-    assert (each.unit, each.rank, each.step, each.began, each.detect) == ("trainer", 1, 3, 4.0, 0.0)
+    assert (each.group, each.rank, each.step, each.began, each.detect) == ("trainer", 1, 3, 4.0, 0.0)
     assert (each.start, each.connect, each.load, each.first) == pytest.approx((0.5, 0.25, 1.5, 1.5))
 
 

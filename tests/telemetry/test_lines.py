@@ -1,4 +1,4 @@
-"""Lines that cannot be written: dropped whole, counted, and the file stays valid."""
+"""Lines that cannot be written: dropped as a whole, counted, and the file stays valid."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def paced() -> tuple[dict[str, float], list[dict[str, tuple[float, float]]]]:
     rank, metrics = dist.get_rank(), Metrics()
     metrics.add("sum", 1.0)
     if rank:
-        metrics.apart("training", 2.0 * rank, 8)
-        metrics.apart("training", 1.0, 8)
+        metrics.per_rank("training", 2.0 * rank, 8)
+        metrics.per_rank("training", 1.0, 8)
     found = metrics.collect(gather)
     return found, metrics.of_ranks
 
@@ -108,7 +108,7 @@ def test_what_travels_is_not_pickled():
         pickle.loads(sent[0])
 
 
-def test_nodes_that_run_one_function_are_told_apart():
+def test_nodes_that_run_one_function_are_distinguished():
     metrics = Metrics()
     for scope, value in (("first", 1.0), ("second", 3.0), ("", 5.0)):
         metrics.scope = scope

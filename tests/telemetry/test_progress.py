@@ -85,7 +85,7 @@ def _all_of(terminal: int) -> str:
     while True:
         try:
             part = os.read(terminal, 4096)
-        except OSError:  # how Linux says that nobody has the terminal open any more
+        except OSError:  # how Linux says that no process has the terminal open any more
             part = b""
         if not part:
             os.close(terminal)

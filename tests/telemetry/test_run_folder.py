@@ -192,7 +192,7 @@ def test_the_summary_counts_the_steps_before_a_resume_too(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['{"sea', "[]", '{"search": 3}', '{"torchrun": ""}'])
-def test_a_damaged_launch_file_is_nobody_s(tmp_path, text):
+def test_a_damaged_launch_file_names_no_torchrun(tmp_path, text):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/launch.json").write_text(text)
     assert read_launch(tmp_path / "torn") is None

@@ -67,7 +67,7 @@ def no_flock(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def test_a_second_job_is_refused_and_told_by_whom(tmp_path, hold, monkeypatch):
+def test_a_second_job_is_refused_and_learns_by_whom(tmp_path, hold, monkeypatch):
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
     holder = hold()
     with pytest.raises(InvalidInput, match=f"(?s)is in use: process {holder.pid} on {socket.gethostname()} trains it "
@@ -77,7 +77,7 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path, hold, monkeypatch):
 
 
 def test_a_holder_that_is_killed_has_it_no_more(tmp_path, hold):
-    """Though its child lives on."""
+    """Though its child goes on."""
     hold().kill()
     RunLock(tmp_path).hold()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
@@ -99,7 +99,7 @@ def test_another_process_of_the_same_job_goes_on(tmp_path, hold, monkeypatch):
 
 
 def test_a_job_whose_ranks_start_again_keeps_its_run(tmp_path, hold, monkeypatch):
-    """Nobody has the lock for a moment, but torchrun, which it names, lives."""
+    """The lock is free for a moment, but torchrun, which it names, goes on."""
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
     written = hold()
     text = (tmp_path / NAME).read_text()

@@ -38,7 +38,7 @@ def _step(step: int, rank: int, seconds: float, *nodes: str) -> StepTimings:
                        {node: NodeTiming(seconds, 2, 20, 5, 10, 6) for node in nodes or ("a", "b")})
 
 
-def test_the_usual_is_the_median_of_whole_steps_without_the_first() -> None:
+def test_the_usual_is_the_median_of_complete_steps_without_the_first() -> None:
     steps = [_step(step, rank, 100.0 if step < 3 else float(step)) for step in range(1, 8) for rank in range(2)]
     steps += [_step(8, 0, 1000.0)]  # of which the other rank has written nothing yet
     steps += [_step(9, rank, 1000.0, "b") for rank in range(2)]  # rows were taken over, not sampled

@@ -1,4 +1,4 @@
-"""A board, and processes that move weights by way of it."""
+"""A store, and processes that exchange weights by it."""
 
 from __future__ import annotations
 

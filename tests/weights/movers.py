@@ -1,4 +1,4 @@
-"""Processes that publish and pull, for tests: each is told what to do, and answers.
+"""Processes that publish and pull, for tests: each executes commands, and answers.
 
 They are forked from a server that has imported everything already: a process of its own costs milliseconds.
 """
@@ -26,19 +26,19 @@ class Mover:
     """A process of its own. `kind`: publisher or puller."""
 
     def __init__(self, kind: str, port: int, token: bytes, **settings: Any):
-        self.line, theirs = _server.Pipe()
+        self.connection, theirs = _server.Pipe()
         self.process = _server.Process(target=serve, args=(theirs, kind, port, token, settings), daemon=True)
         self.process.start()
         theirs.close()
 
     def send(self, do: str, **given: Any) -> Mover:
         """Have it do something; it may take its time until `answer`."""
-        self.line.send((do, given))
+        self.connection.send((do, given))
         return self
 
     def answer(self) -> dict[str, Any]:
-        assert self.line.poll(_LIMIT), f"no answer in {_LIMIT} s"
-        return self.line.recv()
+        assert self.connection.poll(_LIMIT), f"no answer in {_LIMIT} s"
+        return self.connection.recv()
 
     def ask(self, do: str, **given: Any) -> dict[str, Any]:
         return self.send(do, **given).answer()
@@ -46,7 +46,7 @@ class Mover:
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
-        self.line.close()
+        self.connection.close()
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -93,7 +93,7 @@ def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[s
 
 
 class Serving:
-    """What both kinds can be told about the chunks that they serve."""
+    """Commands of both kinds about the chunks that they serve."""
 
     source: Any
     buffers: Any
@@ -106,41 +106,41 @@ class Serving:
 
     def tire(self, seconds: float) -> dict[str, Any]:
         """From now on each chunk takes at least so long."""
-        give = self.source._give
+        give = self.source._send_chunks
 
         def slowly(client: Any, header: Any) -> None:
             time.sleep(seconds)
             give(client, header)
 
-        self.source._give = slowly
+        self.source._send_chunks = slowly
         return {"tired": True}
 
     def die_serving(self, chunks: int) -> None:
         """Serve so many chunks whole, and of the next one a half."""
-        give, left = self.source._give, [chunks]
+        give, left = self.source._send_chunks, [chunks]
 
         def serve(client: Any, header: Any) -> None:
-            holding, (part, first, count) = self.source.holdings[header["key"]], header["run"]
+            chunks, (part, first, count) = self.source.stores[header["key"]], header["run"]
             if left[0] < count:
-                head = msgpack.packb(self.source._have(client, holding))
-                place, chunk = holding.place((part, first, count)), holding.parts[part].chunk
-                client.line.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(place)) + head)
-                client.line.sock.sendall(memoryview(place)[: left[0] * chunk + chunk // 2])
+                head = msgpack.packb(self.source._have(client, chunks))
+                data, chunk = chunks.view((part, first, count)), chunks.parts[part].chunk
+                client.connection.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(data)) + head)
+                client.connection.sock.sendall(memoryview(data)[: left[0] * chunk + chunk // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= count
             give(client, header)
 
-        self.source._give = serve
+        self.source._send_chunks = serve
 
     def spoil(self, part: int, chunk: int) -> None:
-        """What is served of this chunk is not what was published."""
-        holding = list(self.source.holdings.values())[-1]
-        holding.place((part, chunk, 1))[100] ^= 255
+        """Serve this chunk corrupt."""
+        chunks = list(self.source.stores.values())[-1]
+        chunks.view((part, chunk, 1))[100] ^= 255
 
     def files(self) -> dict[str, Any]:
-        """In which files the parts of the newest version lie here."""
-        holding = list(self.source.holdings.values())[-1]
-        return {"files": [self.buffers.place(memory).number for memory in holding.memory.values()]}
+        """Return the files in which the parts of the newest version lie."""
+        chunks = list(self.source.stores.values())[-1]
+        return {"files": [self.buffers.address_of(memory).number for memory in chunks.memory.values()]}
 
 
 class Publishing(Serving):
@@ -163,8 +163,8 @@ class Publishing(Serving):
         self.publish(version, mib)
 
     def by_way_of(self, port: int) -> None:
-        """Be found there from now on."""
-        self.publisher.directory.tell(address=("127.0.0.1", port))
+        """Be found at this port from now on."""
+        self.publisher.directory.update(address=("127.0.0.1", port))
 
 
 class Pulling(Serving):
@@ -180,7 +180,7 @@ class Pulling(Serving):
         return {"version": weights.version, "right": good}
 
     def keep(self, version: int, mib: float) -> None:
-        """Of this version, no more than the tensors."""
+        """Keep only the tensors of this version."""
         self.kept = dict(self.puller.pull(version).tensors()), version, mib
 
     def kept_right(self) -> dict[str, Any]:
@@ -190,16 +190,16 @@ class Pulling(Serving):
         del self.kept
 
     def die_pulling(self, chunks: int) -> None:
-        """End when so many chunks have come."""
+        """End when so many chunks have been received."""
         from distflow.weights.chunk_store import ChunkStore
 
         verify, left = ChunkStore.verify, [chunks]
 
-        def count(holding: Any, chunk: Any, found: bytes) -> bool:
+        def count(chunks: Any, chunk: Any, found: bytes) -> bool:
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return verify(holding, chunk, found)
+            return verify(chunks, chunk, found)
 
         ChunkStore.verify = count
 

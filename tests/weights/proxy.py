@@ -14,8 +14,8 @@ class Proxy:
         self.target, self.left = port, 1 << 60
         self.cut, self.healthy = threading.Event(), threading.Event()
         self.healthy.set()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port = self.server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut_after(self, size: int) -> None:
@@ -23,7 +23,7 @@ class Proxy:
         self.left = size
 
     def heal(self) -> None:
-        """Connections that were cut stay so; what comes anew is forwarded."""
+        """Connections that were cut stay so; new ones are forwarded."""
         self.left = 1 << 60
         self.healthy.set()
 
@@ -31,13 +31,13 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.listener.close()
+        self.server.close()
         self.healthy.set()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self.listener.accept()
+                near, _ = self.server.accept()
                 far = socket.create_connection(("127.0.0.1", self.target))
                 for pair in ((near, far, False), (far, near, True)):
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Processes die, stand still or are cut off while weights move; every rollout that lives ends with a whole version."""
+"""Processes die, hang or are cut off while weights move; every living rollout ends with a complete version."""
 
 import random
 
@@ -39,8 +39,8 @@ def test_the_trainer_dies_while_relays_have_everything(mover, events):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_trainer_dies_and_nobody_has_everything(mover, events, seed):
-    """Rollouts wait for the next start of the trainer, whose ranks are others."""
+def test_the_trainer_dies_and_no_process_has_everything(mover, events, seed):
+    """Rollouts wait for the next attempt of the trainer, whose ranks are others."""
     after = random.Random(seed).randrange(WHOLE // CHUNK)
     trainer = mover("publisher", rank=0, ranks=1, transport="tcp")
     rollouts = [mover("puller", who=f"rollout-{number}") for number in range(2)]
@@ -78,14 +78,14 @@ def test_a_trainer_that_dies_publishing_leaves_the_version_before(mover, at):
 
 
 def test_the_puller_dies(mover):
-    """Its place at the source is free at once."""
+    """Its lease of the source is free at once."""
     trainer = mover("publisher", rank=0, ranks=1)
     trainer.ask("publish", version=1, mib=MIB)
     victim = mover("puller", who="victim")
     victim.ask("die_pulling", chunks=7)
     victim.send("pull", mib=MIB).process.join()
     assert mover("puller", who="a").ask("pull", mib=MIB) == {"version": 1, "right": True}
-    assert mover("puller", who="victim").ask("pull", mib=MIB) == {"version": 1, "right": True}, "started anew"
+    assert mover("puller", who="victim").ask("pull", mib=MIB) == {"version": 1, "right": True}, "restarted"
 
 
 def test_a_source_that_stands_still_is_left(mover, events):

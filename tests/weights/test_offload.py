@@ -1,4 +1,4 @@
-"""Tensors leave and come back as they were, with all that looks at their memory."""
+"""Offloaded tensors come back as they were, with all views of their memory."""
 
 import torch
 

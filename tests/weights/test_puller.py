@@ -34,7 +34,7 @@ def test_what_did_not_change_does_not_move(mover, events):
 
 
 def test_where_nothing_has_to_move_all_is_verified_and_nothing_copied(mover, events):
-    """In the memory of the source; what was there before is of no use."""
+    """In the memory of the source; the version before is of no use."""
     trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a", transport="memory")
     for version in (1, 2):
         trainer.ask("publish", version=version, mib=8, same=14)
@@ -43,7 +43,7 @@ def test_where_nothing_has_to_move_all_is_verified_and_nothing_copied(mover, eve
 
 
 def test_a_trainer_sends_once_however_many_pull(mover):
-    """Rollouts that pull together form a row; one that comes later is served by them."""
+    """Rollouts that pull together form a chain; one that comes later is served by them."""
     trainer = mover("publisher", rank=0, ranks=1)
     rollouts = [mover("puller", who=f"rollout-{number}") for number in range(4)]
     trainer.ask("tire", seconds=0.02)
@@ -87,4 +87,4 @@ def test_versions_count_upwards_and_old_ones_go(mover):
 
 def test_nothing_to_pull_is_an_error_after_the_limit(mover):
     said = mover("puller", who="a").ask("pull", mib=1, seconds=0.3)
-    assert (said["error"], "newest on the board is -1" in said["message"]) == ("WeightsLate", True)
+    assert (said["error"], "newest published is -1" in said["message"]) == ("WeightsLate", True)

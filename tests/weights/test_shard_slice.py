@@ -1,4 +1,4 @@
-"""Boxes of training layouts, moved by real ranks, give back the whole state, and every slice of it."""
+"""Slices of training layouts, moved by real ranks, give back the whole state, and every slice of it."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def move(kind, dtype, wanted):
         found = [(name, tensor.clone()) for name, tensor in weights.tensors()]
         puller.close()
     dist.barrier()
-    size = sum(content.box.nbytes for content in publisher.held[-1].parts[rank].contents)
+    size = sum(content.slice.nbytes for content in publisher.held[-1].parts[rank].contents)
     publisher.close()
     return found, size
 

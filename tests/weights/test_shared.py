@@ -1,4 +1,4 @@
-"""Weights that several processes of a machine have in one place: shared, and never changed under anybody's eyes."""
+"""Weights that several processes of a machine share: one copy, and never changed while it is used."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def files(mover) -> list[int]:
 
 
 def own_files(mover) -> int:
-    """How many files with weights the process has, however often it has each open."""
+    """Return the number of files with weights that the process has, each counted once."""
     found = set()
     for path in Path(f"/proc/{mover.process.pid}/fd").iterdir():
         if "memfd:distflow-weights" in os.readlink(path):
@@ -58,7 +58,7 @@ def test_rollouts_of_a_machine_have_one_copy(mover, events):
 
 
 def test_what_a_rollout_has_stays_and_its_buffer_is_used_again_afterwards(mover):
-    """The rollout stands still meanwhile, which holds nobody up."""
+    """The rollout hangs meanwhile, which delays no other process."""
     trainer, rollout = mover("publisher", rank=0, ranks=1), mover("puller", who="a")
     publish(trainer, 1)
     rollout.ask("keep", version=1, mib=MIB)
@@ -111,7 +111,7 @@ def test_relays_pass_memory_on_when_its_owner_is_dead(mover, events):
 
 
 def test_half_of_it_from_memory_and_the_rest_by_tcp(mover, events):
-    """A relay has a half, in memory that another rollout uses, and dies. Who has all is on another machine."""
+    """A relay with half a version, in memory that another rollout uses, dies. All of it is only on another machine."""
     trainer, source, late = (mover("publisher", rank=0, ranks=1), mover("puller", who="source", transport="tcp"),
                              mover("puller", who="late", transport="tcp"))
     half, rollout = mover("puller", who="half", deadline=0.5), mover("puller", who="a", deadline=20.0)
@@ -137,54 +137,54 @@ def supplied(store, token):
     """A trainer, and a puller's connection that has its lease of version 1."""
     publisher = Publisher(store, token, rank=0, ranks=1, patience=0.0)
     publisher.publish(1, tensors_of(1, MIB))
-    ways = transports("memory", HostBuffers(), token)
-    supplier = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],
-                            "a", token,
-                            ways, "memory", 3.0)
-    assert supplier.lease() == ""
-    yield publisher, supplier
-    supplier.close()
+    available = transports("memory", HostBuffers(), token)
+    client = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],
+                          "a", token,
+                          available, "memory", 3.0)
+    assert client.lease() == ""
+    yield publisher, client
+    client.close()
     publisher.close()
 
 
 def whole(publisher):
-    holding = publisher.held[0]
-    return holding, (0, 0, len(holding.parts[0]))
+    chunks = publisher.held[0]
+    return chunks, (0, 0, len(chunks.parts[0]))
 
 
 def test_memory_that_was_used_again_before_it_was_locked_is_not_taken(supplied):
-    """Where it lies was told, and is true no more: the lock comes too late, and the source says so."""
-    publisher, supplier = supplied
+    """The announced address is outdated: the lock comes too late, and the source reports it."""
+    publisher, client = supplied
     run = whole(publisher)[1]
     for version in (2, 3):
         publisher.publish(version, tensors_of(version, MIB))
-    stale = supplier.show(0)
+    stale = client.map(0)
     assert (stale == publisher.held[-1].memory[0]).all(), "it is version 3"
-    supplier.ask(run)
+    client.ask(run)
     with pytest.raises(SourceGone):
-        supplier.take(0, slice(0, WHOLE), stale, lambda _: None)
+        client.take(0, slice(0, WHOLE), stale, lambda _: None)
 
 
 def test_memory_that_was_locked_in_time_stays(supplied):
-    publisher, supplier = supplied
-    holding, run = whole(publisher)
-    memory = supplier.show(0)
-    supplier.ask(run)
-    supplier.take(0, slice(0, WHOLE), memory, lambda _: None)
+    publisher, client = supplied
+    chunks, run = whole(publisher)
+    memory = client.map(0)
+    client.ask(run)
+    client.take(0, slice(0, WHOLE), memory, lambda _: None)
     for version in (2, 3, 4, 5):
         publisher.publish(version, tensors_of(version, MIB))
-    mine = ChunkStore(1, holding.key)
-    mine.add(0, RankManifest.unpack(holding.packed[0]), holding.packed[0], memory)
+    mine = ChunkStore(1, chunks.key)
+    mine.add(0, RankManifest.unpack(chunks.packed[0]), chunks.packed[0], memory)
     bad = []
-    IncomingChunks(mine, run, bad.append).moved(WHOLE)
+    IncomingChunks(mine, run, bad.append).advance(WHOLE)
     assert bad == []
 
 
 def test_a_source_that_has_put_it_elsewhere_is_left(supplied):
-    publisher, supplier = supplied
-    holding, run = whole(publisher)
-    supplier.show(0)
-    holding.memory[0] = publisher.buffers.take(WHOLE)
-    supplier.ask(run)
+    publisher, client = supplied
+    chunks, run = whole(publisher)
+    client.map(0)
+    chunks.memory[0] = publisher.buffers.take(WHOLE)
+    client.ask(run)
     with pytest.raises(ConnectionError, match="elsewhere now"):
-        supplier.take(0, slice(0, WHOLE), supplier.show(0), lambda _: None)
+        client.take(0, slice(0, WHOLE), client.map(0), lambda _: None)

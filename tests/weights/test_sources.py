@@ -1,4 +1,4 @@
-"""From whom to pull, and what the board shows."""
+"""Order of sources, and entries of the directory."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.manifest import ManifestDigest, PublishedVersion
-from distflow.weights.sources import can_be_had, is_fed, ordered
+from distflow.weights.sources import is_available, is_supplied, order_sources
 
 KEY = "3.team"
 
@@ -20,7 +20,7 @@ def entries(*given):
 
 
 def order(*given, mine=0):
-    return [each.who for each in ordered(entries(*given), KEY, "me", mine, [0])]
+    return [each.who for each in order_sources(entries(*given), KEY, "me", mine, [0])]
 
 
 def test_relays_before_the_trainer_and_the_free_before_the_busy():
@@ -36,17 +36,17 @@ def test_a_relay_is_worth_asking_if_it_is_ahead_and_something_flows_to_it():
     assert order(entry("other part", rank=1)) == []
 
 
-def test_nobody_is_fed_by_us_or_by_a_ring():
+def test_neither_we_nor_a_ring_count_as_supply():
     below = entry("below", have=2, source="me")
     ring = entries(entry("a", have=1, source="b"), entry("b", have=1, source="a"), below,
                    entry("c", have=1, source="below"), entry("d", have=1, source="t"), entry("t", rank=0))
-    assert {who for who, each in ring.items() if is_fed(each, KEY, "me", ring)} == {"d", "t"}
+    assert {who for who, each in ring.items() if is_supplied(each, KEY, "me", ring)} == {"d", "t"}
 
 
 def test_whether_a_version_can_be_had():
-    assert can_be_had(entries(entry("full")), KEY, [0, 1])
-    assert can_be_had(entries(entry("t0", rank=0), entry("t1", rank=1)), KEY, [0, 1])
-    assert not can_be_had(entries(entry("t0", rank=0), entry("half", have=5)), KEY, [0, 1])
+    assert is_available(entries(entry("full")), KEY, [0, 1])
+    assert is_available(entries(entry("t0", rank=0), entry("t1", rank=1)), KEY, [0, 1])
+    assert not is_available(entries(entry("t0", rank=0), entry("half", have=5)), KEY, [0, 1])
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def pair(store):
 
 def test_who_shows_no_sign_of_life_disappears(pair):
     ours, theirs = pair
-    theirs.tell()
+    theirs.update()
     assert list(ours.holders()) == ["b"]
     end = time.monotonic() + 60
     while ours.holders():
         assert time.monotonic() < end
     assert ours.store.get("holder/b") == b""
-    theirs.tell(serving="a")
+    theirs.update(serving="a")
     assert ours.holders()["b"].serving == "a", "it was only slow"
 
 
@@ -76,6 +76,6 @@ def test_a_version_is_revealed_once(pair):
                                                                                                              1),))
     assert (ours.newest(), ours.heads()) == ("", [])
     assert ours.reveal(first, [])
-    assert not theirs.reveal(second, []), "somebody was faster"
+    assert not theirs.reveal(second, []), "another one was faster"
     assert theirs.reveal(second, theirs.heads())
     assert (ours.newest(), ours.heads()) == (second.key, [second, first])

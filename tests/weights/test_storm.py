@@ -9,7 +9,7 @@ MIB, CHUNK, RANKS, ROLLOUTS, MOVEMENTS = 4, 256 << 10, 2, 3, 50
 
 
 class Crowd:
-    """A trainer of two ranks and three rollouts; who is killed is started anew."""
+    """A trainer of two ranks and three rollouts; each that is killed is restarted."""
 
     def __init__(self, mover):
         self.mover = mover
@@ -24,7 +24,7 @@ class Crowd:
         return self.tired(self.mover("puller", who=f"rollout-{number}", deadline=0.5, transport=transport))
 
     def tired(self, mover):
-        """So that most kills hit something that is under way."""
+        """Slow sources, so that most kills hit a transfer under way."""
         return mover.send("tire", seconds=0.003)
 
     def publish(self, version):
@@ -32,14 +32,14 @@ class Crowd:
             trainer.send("publish", version=version, mib=MIB)
 
     def kill_one(self, chance):
-        """Returns who is to be started anew."""
+        """Return the processes to restart."""
         victims = [*enumerate(self.rollouts), *((-1, trainer) for trainer in self.trainers)]
         number, victim = chance.choice(victims)
         victim.kill()
         return number
 
     def restore(self, number):
-        """A trainer begins anew as a whole; a rollout alone."""
+        """A trainer restarts as a whole; a rollout alone."""
         if number >= 0:
             self.rollouts[number] = self.rollout(number)
             return

@@ -1,4 +1,4 @@
-"""Each transport moves the same bytes; one that is asked for and cannot be had is an error."""
+"""Each transport moves the same bytes; one that is requested and not available is an error."""
 
 import contextlib
 import importlib.util
@@ -36,7 +36,7 @@ def test_each_moves_weights_and_survives_its_source(mover, events, transport):
 
 @pytest.mark.parametrize("transport", ["memory", "tcp", pytest.param("ucx", marks=UCX)])
 def test_a_source_that_stands_still_may_wake_up_late(mover, events, transport):
-    """What it was sending must not come any more: its place is somebody else's by then."""
+    """Chunks under way must not arrive later: their memory has another use by then."""
     trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay")
     trainer.ask("publish", version=1, mib=8)
     relay.ask("pull", mib=8)
@@ -61,7 +61,7 @@ def sockets() -> set[str]:
 def test_ucx_stays_on_loopback_with_its_host():
     """It opens a port on each interface that it may use."""
     before = sockets()
-    inlet = transports("ucx", HostBuffers(), bytes(32))["ucx"].inlet({}, 1.0)
+    inlet = transports("ucx", HostBuffers(), bytes(32))["ucx"].puller_end({}, 1.0)
     facts = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     new = sockets() - before
     listening = {fact[1].partition(":")[0] for fact in facts if fact[3] == "0A" and f"socket:[{fact[9]}]" in new}
@@ -96,13 +96,13 @@ def test_what_is_not_here_is_an_error(monkeypatch):
 def test_a_machine_is_proved_not_believed(monkeypatch):
     memory = SharedMemoryTransport(HostBuffers(), b"a" * 32)
     offer = memory.offer()
-    assert memory.inlet(offer, 1.0) is not None
-    assert SharedMemoryTransport(HostBuffers(), b"b" * 32).inlet(offer, 1.0) is None, "the token is another"
-    assert memory.inlet(offer | {"place": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
-    assert memory.inlet(offer | {"machine": "elsewhere"}, 1.0) is None
+    assert memory.puller_end(offer, 1.0) is not None
+    assert SharedMemoryTransport(HostBuffers(), b"b" * 32).puller_end(offer, 1.0) is None, "the token is another"
+    assert memory.puller_end(offer | {"address": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
+    assert memory.puller_end(offer | {"machine": "elsewhere"}, 1.0) is None
 
 
-def test_buffers_are_used_again_when_nobody_looks_at_them():
+def test_buffers_are_reused_when_no_view_is_left():
     buffers = HostBuffers()
     first = buffers.take(5000)
     piece = first[1000:2000]

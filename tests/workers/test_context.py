@@ -1,4 +1,4 @@
-"""What ranks know of the settings that change while their job runs."""
+"""Settings that change while the job of these ranks runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Board:
         return dist.get_rank()
 
 
-def place(spec: Spec, folder: Path) -> RankContext:
-    return RankContext(spec, plan(spec, 2), Board(), folder, "cpu", False, None, "", known=0)
+def context(spec: Spec, folder: Path) -> RankContext:
+    return RankContext(spec, plan(spec, 2), Board(), folder, "cpu", False, None, "", known_change=0)
 
 
 def tokens_agreed(before: Path, folders: list[Path], knows: list[int]) -> int:
-    """This rank still has the settings of the job's beginning; it knows of `knows[rank]` changes."""
+    """Agree from the settings of the job's beginning, with `knows[rank]` changes known."""
     mine = dist.get_rank()
-    found = place(reload(before), folders[mine]).agreed(knows[mine])
+    found = context(reload(before), folders[mine]).agreed(knows[mine])
     return found.spec.run.roles["actor"].micro_batch_tokens
 
 

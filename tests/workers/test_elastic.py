@@ -1,4 +1,4 @@
-"""What machines that start apart must not divide."""
+"""Elastic machines must not divide a model that samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.elastic import _check_rollouts
 
 
 @pytest.mark.parametrize(("local", "divided"), [(2, ""), (4, ""), (3, "ranks 2 to 3"), (1, "ranks 0 to 1")])
-def test_ranks_that_train_and_share_a_model_are_on_one_machine(monkeypatch, local, divided):
+def test_ranks_that_share_a_model_are_on_one_machine(monkeypatch, local, divided):
     """Four of them train, by twos; four more are two rollouts."""
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")  # it is not started
     given = ["mode=semi_sync", "groups.rollout=4", "layouts.rollout.tp=2", "roles.actor.rollout=vllm"]

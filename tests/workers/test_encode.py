@@ -1,4 +1,4 @@
-"""Questions with images become prompts with as many places as the model will see."""
+"""Questions with images become prompts with a token for each patch of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distflow.config.run import Data
 from distflow.data.dataset import open_images
 from distflow.errors import InvalidInput
 from workers.encode import ImageEncoder
-from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE, IMAGE_ID, build_tokenizer
+from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE, IMAGE_ID, build_tokenizer
 
 DATA = Data(train="x", images="picture", max_prompt_tokens=30)
 
 
 @pytest.fixture
 def tokenizer():
-    made = build_tokenizer(["before after two of them"], sees=True)
+    made = build_tokenizer(["before after two of them"], with_images=True)
     assert made.convert_tokens_to_ids(IMAGE) == IMAGE_ID
     return made
 
@@ -32,7 +32,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def seen(tokenizer, question: str, value, folder: Path = Path()):
-    prompts, images = ImageEncoder(EMBEDDED_SIGHT, IMAGE_ID, folder).prompts(tokenizer, DATA,
+    prompts, images = ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, folder).prompts(tokenizer, DATA,
                                                                              [{"question": question, "picture": value}])
     return tokenizer.decode(prompts.values), images
 
@@ -40,7 +40,7 @@ def seen(tokenizer, question: str, value, folder: Path = Path()):
 @pytest.mark.parametrize(("question", "expected"), [
     ("after", "<|user|>" + IMAGE * 2 + IMAGE * 4 + "after<|assistant|>"),
     ("before <image> of <image>", "<|user|>before " + IMAGE * 2 + " of " + IMAGE * 4 + "<|assistant|>")])
-def test_images_stand_where_the_question_says(tokenizer, question, expected):
+def test_images_are_where_the_question_says(tokenizer, question, expected):
     text, images = seen(tokenizer, question, [png(32, 16), {"bytes": png(32, 32), "path": None}])
     assert text == expected
     assert images.lengths.tolist() == [2]
@@ -50,8 +50,8 @@ def test_images_stand_where_the_question_says(tokenizer, question, expected):
     assert images.values.values.values.dtype == torch.uint8
 
 
-def test_images_stand_where_messages_say(tokenizer):
-    """Without a word of it, before the first one of the user; parts stand as they are."""
+def test_images_are_where_messages_say(tokenizer):
+    """Images come before the first message of the user unless a message says where; lists of parts stay as they are."""
     asked = [{"role": "user", "content": "after"}, {"role": "assistant", "content": "two"},
              {"role": "user", "content": "of <image>"}]
     assert seen(tokenizer, asked, [png(32, 16)])[0] == \
@@ -75,7 +75,7 @@ def test_a_question_may_have_no_image(tokenizer):
     ("after", "none.png", "`none.png` cannot be read as an image"),
     ("after", b"text", "4 bytes cannot be read as an image"),
 ])
-def test_what_cannot_be_shown_is_refused(tokenizer, question, value, says):
+def test_bad_images_are_refused(tokenizer, question, value, says):
     with pytest.raises(InvalidInput, match=says):
         seen(tokenizer, question, value)
 
@@ -86,7 +86,7 @@ def test_a_template_without_places_is_refused(tokenizer):
         seen(tokenizer, "after", png(16, 16))
 
 
-def test_paths_begin_at_the_data(tokenizer, tmp_path):
+def test_paths_are_relative_to_the_data(tokenizer, tmp_path):
     (tmp_path / "some").mkdir()
     (tmp_path / "some/one.png").write_bytes(png(16, 16))
     for value in ("some/one.png", ["some/one.png"], {"bytes": None, "path": "some/one.png"}):

@@ -1,4 +1,4 @@
-"""Whose chat template makes the prompts, and whose random numbers sample."""
+"""The role whose chat template makes the prompts, and the random streams of sampling nodes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AGAIN = """
 
 
 def test_two_nodes_of_one_role_do_not_draw_the_same_samples(launch, workspace):
-    """Both sample each prompt as often, so that their rows have the same ids."""
+    """Both sample each prompt equally often, so that their rows have the same ids."""
     text = (workspace / "grpo.yaml").read_text()
     (workspace / "again.yaml").write_text(text.replace("  advantage:", f"{AGAIN.strip(chr(10))}\n  advantage:"))
     launch(1, "--dag", "again.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", "--name", "run")

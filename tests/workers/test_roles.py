@@ -73,7 +73,7 @@ def test_a_folder_with_a_head_gives_it_and_one_without_gives_zeros(tmp_path, mod
 
 @pytest.mark.parametrize(("head", "method"), [("lm", "values"), ("lm", "score"), ("value", "logprobs")])
 def test_a_role_has_only_what_its_head_gives(head, method):
-    """Found at validation for functions that say what they need; this is for those that say it wrongly."""
+    """Validation finds it for functions that declare what they need; this is for those that declare it wrongly."""
     role = RoleEngines.__new__(RoleEngines)
     role.name, role.head = "judge", head
     with pytest.raises(EngineError, match=f"`{method}` needs a role with  head: .* role `judge` has  head: {head}"):

@@ -1,4 +1,4 @@
-"""What a trainer takes from a real dock, and what one that has died there left."""
+"""The trainer's source on a real dock, and what a trainer that died has left there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def channel():
     channel = RolloutChannel(None, TOKEN, [address], "127.0.0.1", ROWS, PROMPTS, 2)
     step_of = {"whole_groups": {"size": ROWS}, "of_step": {"rows": ROWS * PROMPTS}}
     with channel.dock("trainer 0") as dock:
-        dock.meet([Consumer(TRAINER, (REPORT,), (), step_of, seconds=3600.0, recalls=True)])
+        dock.configure([Consumer(TRAINER, (REPORT,), (), step_of, seconds=3600.0, can_roll_back=True)])
         ids = channel.rows_of(torch.arange(3 * PROMPTS))
         dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // ROWS)
     yield channel
@@ -59,7 +59,7 @@ def channel():
 
 
 def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
-    """Or they would take it for lost at the moment when it says what is missing."""
+    """Otherwise they would take it for lost just when it reports what is missing."""
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
     fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, compute=None, spent={}), time.monotonic() + 0.4
     with channel.dock("trainer 0") as dock:
@@ -71,94 +71,97 @@ def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     assert time.monotonic() >= until
 
 
-def test_begun_rows_that_the_dock_refuses_are_told_and_the_others_handed_over(channel, tmp_path, monkeypatch):
+def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(channel, tmp_path, monkeypatch):
     events = Events()
     events.open(tmp_path / "events.jsonl", 0)
     monkeypatch.setattr("distflow.telemetry.events._current", events)
-    huge, small = (Batch(torch.tensor([row]), {"begun/tokens": torch.zeros(1, width, dtype=torch.uint8)})
+    huge, small = (Batch(torch.tensor([row]), {"partial/tokens": torch.zeros(1, width, dtype=torch.uint8)})
                    for row, width in ((99, 1000), (5, 10)))
-    begun = {number: (SimpleNamespace(begun=lambda rows=rows: rows), 0) for number, rows in enumerate((huge, small))}
+    partials = {number: (SimpleNamespace(partial_rows=lambda rows=rows: rows), 0)
+                for number, rows in enumerate((huge, small))}
+    rollout = SimpleNamespace(saves_partial=True, dedicated=False, failure=None, under_way=partials)
     with channel.dock("trainer 0") as dock:
-        RolloutLoop._hand_over(SimpleNamespace(shared=True, leads=False, failure=None, unfinished=begun), dock)
+        RolloutLoop._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["rows"]) == ("begun rows lost", 1)
-    assert "never fit into warehouse 0" in event["reason"]
+    assert "never fit into shard 0" in event["reason"]
 
 
-@pytest.mark.parametrize(("leads", "told", "over", "fails"), [
+@pytest.mark.parametrize(("dedicated", "stopped", "over", "fails"), [
     (True, True, False, False), (True, False, True, False), (True, False, False, True),
-    (False, True, False, True)])  # a rank that goes over to training is not done with what it sampled
-def test_errors_count_unless_the_run_is_over(leads, told, over, fails):
-    job, crew = Future(), SimpleNamespace(leads=leads, told=told, channel=SimpleNamespace(over=over), failure=None)
+    (False, True, False, True)])  # a rank that goes on to train still needs what it sampled
+def test_errors_count_unless_the_run_is_over(dedicated, stopped, over, fails):
+    job = Future()
+    rollout = SimpleNamespace(dedicated=dedicated, stopped=stopped, channel=SimpleNamespace(over=over), failure=None)
     job.set_exception(RewardsFailed("all of them"))
-    RolloutLoop._notice(crew, job)
-    assert (crew.failure is not None) == fails
+    RolloutLoop._notice(rollout, job)
+    assert (rollout.failure is not None) == fails
 
 
-def test_a_dock_that_fails_ends_what_is_sampled_at_once():
-    """Not only when all prompts under way have come to their ends."""
+def test_a_dock_that_fails_ends_sampling_at_once():
+    """Not only when all prompts under way are complete."""
     def fail(dock):
         raise DockError("it has gone")
 
-    crew = SimpleNamespace(most=1, over=False, ended=False, _renew_leases=fail)
+    rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail)
     with pytest.raises(DockError, match="it has gone"):
-        RolloutLoop._lease_prompts(crew, None, lambda dock: False)
-    assert crew.ended
+        RolloutLoop._lease_prompts(rollout, None, lambda dock: False)
+    assert rollout.ended
 
 
 @pytest.mark.parametrize(("leases", "ready", "silent", "busy", "enough"), [
     (1, 3, 0.0, False, False),  # of the draw before, which is in this step too
     (2, 0, 0.0, True, True), (1, 4, 0.0, True, True), (1, 3, 11.0, False, True), (1, 3, 11.0, True, False)])
-def test_when_a_rank_that_trains_samples_no_more(leases, ready, silent, busy, enough):
-    hybrid = ColocatedSource({}, None, None, enough=4, limit=10.0)
-    hybrid.draws, hybrid.ready, hybrid.changed = 1, 3, time.monotonic() - silent
-    hybrid.streams = {"actor": SimpleNamespace(was_busy=busy)}
-    status = [{"controllers": {TRAINER: {"leases": leases, "ready": ready}}}, {"controllers": {}}]
-    assert hybrid._have_enough(SimpleNamespace(status=lambda: status)) == enough
+def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough):
+    colocated = ColocatedSource({}, None, None, enough=4, limit=10.0)
+    colocated.draws, colocated.ready, colocated.changed = 1, 3, time.monotonic() - silent
+    colocated.engines = {"actor": SimpleNamespace(was_busy=busy)}
+    status = [{"indexes": {TRAINER: {"leases": leases, "ready": ready}}}, {"indexes": {}}]
+    assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
 
 
 def ready(dock: DockClient) -> int:
-    return sum(each["controllers"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["controllers"])
+    return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
 
 def trainer(channel: RolloutChannel, steps: int) -> AsyncSource:
     plan = SimpleNamespace(tasks=(), source=None, ranks=1)
-    return AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0, publish=lambda: None)
+    return AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0)
 
 
-def test_what_is_remembered_but_was_not_committed_leaves_the_dock(channel):
+def test_rows_of_a_snapshot_that_were_not_committed_leave_the_dock(channel):
     """A trainer died between the two: only the rows of steps to come are left."""
     with channel.dock("somebody") as dock:
         first = dock.lease(TRAINER, ROWS * PROMPTS, step=0)
         dock.commit(first)
         assert ready(dock) == 2 * ROWS * PROMPTS
         again = trainer(channel, steps=2)
-        again._reconcile()
+        again.reconcile()
         assert ready(dock) == ROWS * PROMPTS
-        again._reconcile()
+        again.reconcile()
         assert ready(dock) == ROWS * PROMPTS
         again.dock.close()
 
 
-def test_what_came_after_the_state_is_taken_back(channel):
+def test_commits_after_the_state_are_rolled_back(channel):
     """The trainer has lost its newest state; the rows of the steps since are trained on again."""
     first = trainer(channel, steps=0)
     count = ROWS * PROMPTS
     for step in range(3):
         first.dock.commit(first.dock.lease(TRAINER, count, step=step))
-    first.settle({"position": PROMPTS})
+    first.release_before({"position": PROMPTS})
     first.dock.close()
     again = trainer(channel, steps=1)
-    again._reconcile()
+    again.reconcile()
     assert ready(again.dock) == 2 * count
     again.dock.close()
 
 
 def test_a_dock_that_never_had_those_steps_is_left_alone(channel):
-    """That of a resumed run."""
+    """As the dock of a resumed run."""
     made = trainer(channel, steps=40)
-    made._reconcile()
+    made.reconcile()
     with channel.dock("somebody") as dock:
         assert ready(dock) == 3 * ROWS * PROMPTS
     made.dock.close()

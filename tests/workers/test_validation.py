@@ -64,7 +64,7 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     assert "data/prompts_cut" not in current().collect(lambda part: [part])
 
 
-def test_ranks_that_split_a_model_answer_alike_and_one_of_them_reports(spec, mesh, monkeypatch):
+def test_ranks_that_split_a_model_give_the_same_answers_and_one_reports(spec, mesh, monkeypatch):
     monkeypatch.setattr(validation.dist, "get_rank", lambda: 1)
     validator = Validator(spec, Echo(), Layout(1, tp=2))
     assert [len(share.prompts) for share in validator.shares.values()] == [2, 3]

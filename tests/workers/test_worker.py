@@ -1,4 +1,4 @@
-"""What a start leaves in the run's folder when it fails, and when a resume overrides something."""
+"""The run folder after a start that fails, and after a resume that overrides settings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_start_that_fails_on_one_rank_leaves_no_folder(launch, workspace):
 
 
 def test_gpus_are_counted_in_another_process(monkeypatch):
-    """Or the seat could not be forked into workers that use them."""
+    """Otherwise the supervisor could not be forked into workers that use them."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append("here") or 3)
     assert context._gpus() == 3

@@ -1,4 +1,4 @@
-"""The libraries that compute: each engine is one file, behind the interface of `trainer` or of `rollout`."""
+"""Engines: one file or folder per library, behind the interfaces `trainer.Trainer` and `rollout.Rollout`."""
 
 import importlib
 
@@ -6,6 +6,6 @@ from distflow.config.models import Engine
 
 
 def engine_class(engine: Engine) -> type:
-    """The class of an engine; its library is imported only now."""
+    """Import an engine's library and return its class."""
     module, _, name = engine.home.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft: small matrices are trained beside the layers of a model that stays as it is.
+"""LoRA adapters through peft: trains small matrices beside the frozen layers of a base model.
 
-The model's own weights, its base, lie once on a rank that also samples: training and sampling compute with the same
-tensors, and only the adapters are sharded, gathered and sent.
+A rank that trains and samples holds the base once: both engines use the same tensors, and only the adapters are
+sharded, gathered and sent.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
 
 _NAME = "default"
-"""What peft calls an adapter that has no name."""
+"""peft's name of the default adapter."""
 _PREFIX = "base_model.model."
-"""What peft's own model puts before the names of the parameters of the model that it wraps."""
+"""Prefix of parameter names in peft's wrapper."""
 
 _HEAD = "score"
-"""The value head's name, as Hugging Face's classifiers have it."""
+"""Name of the value head in Hugging Face's classifiers."""
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freeze `model` and give it adapters, drawn from `seed` alone; they add nothing until they are trained.
+    """Freeze `model` and add adapters drawn from `seed` alone, which are zero until trained.
 
     Raises:
-        EngineError: no layer of the model is meant; lists its linear layers.
+        EngineError: `lora.targets` matches no layer; lists the linear layers.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     with torch.random.fork_rng(devices=[]):
@@ -45,18 +45,18 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         except ValueError as error:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise EngineError(f"targets {lora.targets} of `lora`: {error} Its linear layers: {known}") from None
-    if _is_valued(model):
-        model.score.requires_grad_(True)  # a value head is new, so that it is trained whole
+    if _has_value_head(model):
+        model.score.requires_grad_(True)  # a value head is new, so it is trained in full
 
 
 def base(model: nn.Module) -> list[nn.Parameter]:
-    """The frozen parameters: all but those of the adapters, and of a value head."""
+    """Return the frozen parameters: all but the adapters and a value head."""
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model computes as its base alone."""
+    """Make the model compute as its base alone."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.set_scale(_NAME, 0.0)  # peft's own switch unsets requires_grad, which FSDP has already looked at
@@ -68,7 +68,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class BaseEngine:
-    """A frozen role whose model is the base of an adapted one: nothing of it is kept twice."""
+    """Engine of a frozen role that is the base of an adapted one; shares all its weights."""
 
     def __init__(self, engine: FSDPEngine):
         self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
@@ -82,10 +82,10 @@ class BaseEngine:
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
 
-    `weights` are the adapters' and the value head's, whole, by the names that they have after `attach`.
+    `weights` holds the whole adapters and value head by their names after `attach`.
 
     Raises:
-        EngineError: they are not the adapters that `lora` asks for.
+        EngineError: they do not match the adapters of `lora`.
     """
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
     missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
@@ -99,12 +99,12 @@ def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folde
 
 def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
-    kind = "SEQ_CLS" if _is_valued(model) else "CAUSAL_LM"  # of a classifier peft trains and saves the head too
+    kind = "SEQ_CLS" if _has_value_head(model) else "CAUSAL_LM"  # for a classifier peft saves the head too
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora,
                       task_type=kind)
 
 
-def _is_valued(model: PreTrainedModel) -> bool:
+def _has_value_head(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, _HEAD, None), nn.Linear)
 
 

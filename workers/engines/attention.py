@@ -1,4 +1,4 @@
-"""Attention of grouped queries on the CPU without copying keys and values for each query head."""
+"""Grouped-query attention on the CPU without copying keys and values for each query head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "distflow_cpu"
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            scaling: float | None = None, **settings) -> tuple[Tensor, None]:
-    """transformers' `sdpa` for masks and grouped queries: it repeats keys and values, which costs more than attending.
+    """Attend with a mask and grouped queries; transformers' `sdpa` repeats keys and values, which costs more than this.
 
     query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool.
     """
@@ -26,7 +26,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
                                               enable_gqa=query.shape[1] != key.shape[1])
         return output.transpose(1, 2).contiguous(), None
     rows, heads, _, size = query.shape
-    # The heads that share keys, as if they were positions: one matrix product serves them all.
+    # Heads that share keys are treated as positions: one matrix product serves them all.
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
     weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)

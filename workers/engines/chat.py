@@ -1,4 +1,4 @@
-"""The turns of a conversation as tokens, by the tokenizer's chat template."""
+"""Converts the turns of a conversation to tokens by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from distflow.data.problems import content_text
 from distflow.errors import InvalidInput
 
 _ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
-"""Texts that no template writes of its own."""
-encoding = threading.Lock()
-"""A tokenizer keeps how it is to treat special tokens from one call to the next: two threads would mix that up."""
+"""Markers that no template contains."""
+tokenizer_lock = threading.Lock()
+"""A tokenizer keeps its treatment of special tokens between calls, so threads must not interleave."""
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
                   tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
-    """Return the tokens of a question, text or chat messages, by the chat template; without one, as it is, each message
-    on a line of its own.
+    """Return the tokens of a question (text or chat messages) by the chat template, or line by line without one.
 
-    Messages that end with one of the assistant have it gone on with.
+    A final message of the assistant is continued.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    with encoding:
+    with tokenizer_lock:
         if not tokenizer.chat_template:
             return tokenizer("".join(f"{content_text(message.get('content'))}\n" for message in messages))["input_ids"]
         more = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        begun = messages[-1]["role"] == "assistant"
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=not begun,
-                                             continue_final_message=begun, return_dict=False, **more)
+        continues = messages[-1]["role"] == "assistant"
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=not continues,
+                                             continue_final_message=continues, return_dict=False, **more)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-    """
+    """Check that the chat template uses all settings of the data.
+
     Raises:
-        InvalidInput: the data has what the chat template knows no place for, so that the model would never see it.
+        InvalidInput: the template ignores a setting, so that the model would never see it.
     """
     template = str(tokenizer.chat_template or "")
     wanted = {"enable_thinking": data.enable_thinking is not None, "tools": data.tools is not None}
-    for name in (name for name, wished in wanted.items() if wished and name not in template):
+    for name in (name for name, is_set in wanted.items() if is_set and name not in template):
         lacks = f"does not know `{name}`" if template else "is missing"
         raise InvalidInput(f"`data.{name}` would change nothing: the tokenizer's chat template {lacks}. Take it out of "
                            "the run file, or give the role a model whose template has it")
 
 
 class Between:
-    """The tokens between a sampled answer and the next one: what the template writes around an observation.
+    """Tokens between a sampled answer and the next one: the template's text around an observation.
 
-    They are found once, from a conversation in which answer and observation are known texts; no sampled token is ever
-    decoded and encoded again. Special tokens that stand in an observation's text are mere text.
+    Derived once from a conversation with known texts, so that no sampled token is decoded and encoded again. Special
+    tokens in an observation's text are encoded as plain text.
 
     Args:
-        end_tokens: any of them ends an answer.
-        role: whose turn the observation is.
+        end_tokens: tokens that end an answer.
+        role: speaker of the observation.
 
     Raises:
-        InvalidInput: the template does not write such a conversation; proposes the other role.
+        InvalidInput: the template cannot render such a conversation; proposes the other role.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user"):
         self.tokenizer, self.end_tokens = tokenizer, set(end_tokens)
         before, after = _around(tokenizer, role) if tokenizer.chat_template else ("\n", "\n")
-        with encoding:
+        with tokenizer_lock:
             self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"]
                                        for text in (before, after))
         ends = [place for place, token in enumerate(self.before) if token in end_tokens]
         self._behind_end = self.before[ends[0] + 1 :] if ends else self.before
 
     def ended(self, answer: Tensor) -> bool:
-        """Whether an answer has its end token: not if it was cut off, or ended by a text of `generation.stop`."""
+        """Return whether an answer has its end token: not if it was cut off or ended by `generation.stop`."""
         return len(answer) > 0 and int(answer[-1]) in self.end_tokens
 
     def tokens(self, observation: str, ended: bool) -> list[int]:
-        """`ended`: the answer before has its end token; else the template's is put after it."""
-        with encoding:
+        """Return the tokens around `observation`; unless the answer has `ended`, they start with the end token."""
+        with tokenizer_lock:
             text = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*(self._behind_end if ended else self.before), *text, *self.after]
 

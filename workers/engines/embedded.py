@@ -1,6 +1,6 @@
-"""The embedded model: a tokenizer and a tiny random language model, both made on the spot, without a download.
+"""Embedded model: builds a tokenizer and a tiny random language model without a download.
 
-They are ordinary transformers objects: `save_pretrained` writes a checkpoint that every engine here can load.
+Both are ordinary transformers objects: `save_pretrained` writes a checkpoint that every engine can load.
 """
 from collections.abc import Iterable
 
@@ -33,10 +33,11 @@ ARCHITECTURES = {
 }
 PAD, BOS, EOS, USER, ASSISTANT = "<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"
 IMAGE = "<|image_pad|>"
-"""Stands for each token of an image, as in Qwen's vocabularies; only a model that sees knows it."""
+"""Placeholder of an image token, as in Qwen's vocabularies; only in vocabularies of vision-language models."""
 IMAGE_ID = 5
-"""Its number: it follows the other special tokens."""
-EMBEDDED_SIGHT = ImageProcessor(patch=8, merge=2, smallest=16 * 16, largest=64 * 64, mean=(0.5,) * 3, std=(0.5,) * 3)
+"""Id of `IMAGE`, the first after the other special tokens."""
+EMBEDDED_IMAGE_PROCESSOR = ImageProcessor(patch=8, merge=2, min_pixels=16 * 16, max_pixels=64 * 64, mean=(0.5,) * 3,
+                                          std=(0.5,) * 3)
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -48,30 +49,31 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )
-# A digit is a piece of its own. A word or sign takes the space before it, and the space after it when a digit follows:
-# a number then costs as many tokens as it has digits.
-PIECES = r"\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
-SMALLEST_HEAD = 32  # vLLM's attention on CPU crashes below it
-# Narrow layers want wider draws than the usual 0.02, made for thousands of units: the embedded task is then learned in
-# about two thirds of the steps.
+# Each digit is a pre-token. A word or sign takes the space before it, and the space after it if a digit follows: a
+# number then costs as many tokens as it has digits.
+PRETOKENS = r"\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
+MIN_HEAD_DIM = 32  # vLLM's attention on CPU crashes below it
+# Narrow layers need larger initial weights than the usual 0.02: the embedded task then takes about two thirds of the
+# steps.
 INITIAL_DEVIATION = 0.06
 
 
-def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512, sees: bool = False) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512,
+                    with_images: bool = False) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts` (any strings); the same texts give the same tokenizer.
 
-    All 256 bytes are in the vocabulary, so that any string survives encoding and decoding. Words merge to single
-    tokens, digits never do. `vocab_size` is an upper bound (few texts hold fewer merges) and at least 261: the bytes
-    and five special tokens (six with `sees`: one that stands for images). Raises ValueError below that.
+    All 256 bytes are in the vocabulary, so any string round-trips. Words merge to single tokens, digits never do.
+    `vocab_size` is an upper bound (few texts hold fewer merges) of at least 261: the bytes and five special tokens (six
+    `with_images`). Raises ValueError below that.
     """
-    special = [PAD, BOS, EOS, USER, ASSISTANT, *([IMAGE] if sees else [])]
+    special = [PAD, BOS, EOS, USER, ASSISTANT, *([IMAGE] if with_images else [])]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
         raise ValueError(f"vocab_size={vocab_size} cannot hold {len(alphabet)} bytes, {len(special)} special tokens; "
                          f"take {len(special) + len(alphabet)} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+        pre_tokenizers.Split(Regex(PRETOKENS), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,14 +105,14 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone.
 
-    `intermediate`: the width of the feed-forward layers (default: 3 x `hidden`); `mixture`: experts of a layer in their
-    place, and how many of them a token has; `max_positions`: tokens of prompt and response together. The global random
-    state stays. Raises ValueError for an unknown architecture, heads that kv_heads does not divide, or too small ones.
+    `intermediate`: width of the feed-forward layers (default: 3 x `hidden`); `mixture`: (experts of a layer, experts of
+    a token) in their place; `max_positions`: longest prompt and response together. The global random state is kept.
+    Raises ValueError for an unknown architecture, heads that kv_heads does not divide, or too small ones.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
-    if head_dim < SMALLEST_HEAD:
-        raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {SMALLEST_HEAD} or more")
+    if head_dim < MIN_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {MIN_HEAD_DIM} or more")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each of those serves equally many")
     ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
@@ -119,15 +121,15 @@ def build_model(
              "head_dim": head_dim, "max_position_embeddings": max_positions, **mixture_of(hidden, mixture),
              "initializer_range": INITIAL_DEVIATION}
     config_class, model_class = ARCHITECTURES[architecture]
-    sees = config_class is Qwen3VLConfig
-    config = _seeing(sizes, ids) if sees else config_class(**sizes, **ids, tie_word_embeddings=True)
+    with_images = config_class is Qwen3VLConfig
+    config = _vision_config(sizes, ids) if with_images else config_class(**sizes, **ids, tie_word_embeddings=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return attach_images(model_class(config).float(), EMBEDDED_SIGHT if sees else None)
+        return attach_images(model_class(config).float(), EMBEDDED_IMAGE_PROCESSOR if with_images else None)
 
 
-def _seeing(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:
-    """Rotary frequencies are shared out between time, rows and columns."""
+def _vision_config(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:
+    """Divide rotary frequencies between time, rows and columns."""
     third, half = sizes["head_dim"] // 6, sizes["head_dim"] // 2
     sections = [half - 2 * third, third, third]
     vision = {**embedded_vision(sizes["hidden_size"]), "initializer_range": INITIAL_DEVIATION}

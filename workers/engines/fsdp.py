@@ -1,8 +1,7 @@
-"""Training and inference by PyTorch FSDP2: weights, gradients and optimizer state are divided between the ranks.
+"""Training and inference by PyTorch FSDP2: weights, gradients and optimizer state are sharded over the ranks.
 
-The norm of gradients that lie on several meshes, and clipping by it.
-
-What is done to each layer before it is sharded: activations made anew in the backward pass, and compilation.
+Also gradient clipping over several meshes, and what happens to each layer before sharding: activation checkpointing and
+compilation.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
-from workers.engines.context_parallel import Context, has_windows
+from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.meshes import dimension, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
-from workers.engines.vision import alike, shown, with_dummy_image
+from workers.engines.vision import image_inputs, same_as_previous, with_dummy_image
 
 
 @torch.no_grad()
 def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
-    """Scale the gradients so that their norm is at most `most`; returns the norm before. Collective over `mesh`.
+    """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`.
 
-    torch's own function refuses parameters of different meshes, as FSDP makes them beside tensor parallelism. Here each
-    rank adds up the squares of its parts, those that several ranks have by their share, and one number is reduced.
+    torch's own function refuses parameters of different meshes, as FSDP with tensor parallelism has them. Each rank
+    sums the squares of its parts, replicated ones divided by their copies, and one number is reduced.
     """
     parts: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -62,7 +61,7 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
 
 
 def _pieces(gradient: Tensor) -> int:
-    """Into how many different parts it is cut."""
+    """Return the number of distinct parts that a gradient is cut into."""
     if not isinstance(gradient, DTensor):
         return 1
     return math.prod(gradient.device_mesh.size(dimension) for dimension, placement in enumerate(gradient.placements)
@@ -70,31 +69,31 @@ def _pieces(gradient: Tensor) -> int:
 
 
 def recompute(layer: nn.Module) -> None:
-    """Keep only what enters the layer; the rest is computed again when its gradient is (Chen et al. 2016).
+    """Checkpoint the layer's activations: keep its input alone and recompute the rest (Chen et al. 2016).
 
-    transformers' own way gives up the cache, and with it the prompt that responses share.
+    transformers' own checkpointing disables the cache, and with it the shared prompt.
     """
-    layer.forward = functools.partial(_recomputed, layer.forward, layer.self_attn.layer_idx)
+    layer.forward = functools.partial(_checkpoint, layer.forward, layer.self_attn.layer_idx)
 
 
-def _recomputed(forward: Callable, number: int, *inputs: Any, past_key_values: Cache | None = None, **more: Any) -> Any:
+def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: Cache | None = None, **more: Any) -> Any:
     past = getattr(past_key_values, "layers", None)
     before = dict(vars(past[number])) if past else {}
 
-    def from_the_beginning(*inputs: Any, **more: Any) -> Any:
-        if past:  # the first time has added this layer's keys and values to it
+    def from_start(*inputs: Any, **more: Any) -> Any:
+        if past:  # the first pass has appended this layer's keys and values
             vars(past[number]).clear()
             vars(past[number]).update(before)
         return forward(*inputs, past_key_values=past_key_values, **more)
 
-    return checkpoint(from_the_beginning, *inputs, use_reentrant=False, **more)
+    return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
 def compiled(layer: nn.Module) -> None:
-    """What the layer has beside attention, by torch.compile, for inputs of any length.
+    """Compile the layer except attention and experts, for inputs of any length.
 
-    Attention adds to a cache by the number of its layer, so that each layer would be compiled anew; it is one kernel
-    already. The rest is the same code in all of them. Experts stay too: which tokens they get is not known beforehand.
+    Attention indexes the cache by its layer, so every layer would be compiled again, and it is one kernel already.
+    Experts get a different number of tokens at each call.
     """
     for name, part in layer.named_children():
         if name != "self_attn" and not hasattr(part, "experts"):
@@ -102,14 +101,13 @@ def compiled(layer: nn.Module) -> None:
 
 
 _SMALL = 64_000_000
-"""Parameters up to which a model is one unit: gathering layer by layer saves no memory worth its messages."""
+"""Parameters up to which a model is gathered at once: gathering by layer saves too little memory for its messages."""
 
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
 class FSDPEngine(Trainer):
-    """One role's model over all ranks of `mesh`: sharded over `dp` and `cp`, cut within the layers by `tp`, and
-    its rows along their tokens by `cp`.
+    """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`.
 
     An unnamed mesh of one dimension is `dp` alone.
 
@@ -119,7 +117,7 @@ class FSDPEngine(Trainer):
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
-        """`whole`: frozen parameters that stay whole on each rank, where they are."""
+        """`whole` are frozen parameters that are not sharded."""
         for size, count in {"pp": dimension(mesh, "pp"), "ep": ep}.items():
             if count > 1:
                 raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
@@ -127,7 +125,7 @@ class FSDPEngine(Trainer):
         self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
             else torch.device("cpu")
-        self.shares = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
+        self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
@@ -149,7 +147,7 @@ class FSDPEngine(Trainer):
             recompute(layer)
         for layer in () if small else layers:
             fully_shard(layer, **rule)
-        context = Context(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
+        context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         policy = head(model, chunks=4 if small else 1, context=context)
         fully_shard(policy, **rule)
         return policy
@@ -162,7 +160,7 @@ class FSDPEngine(Trainer):
         if tp > 1 and self.settings.compile:
             raise EngineError(f"tp: {tp} and `compile` cannot be had together: torch does not compile layers that are "
                               "cut over ranks reliably. Set  compile: false")
-        if cp > 1 and getattr(model, "sight", None):
+        if cp > 1 and getattr(model, "image_processor", None):
             raise EngineError(f"cp: {cp} cannot divide rows with images, whose tokens stand at rows and columns. "
                               "Set  cp: 1")
         if cp > 1 and has_windows(model.config.get_text_config()):
@@ -178,13 +176,13 @@ class FSDPEngine(Trainer):
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter that training changes, by the model's own names."""
+        """Return this rank's shard of each trained parameter, by the model's own names."""
         return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         shards = self.shards()
-        if self.settings.offload:  # collectives need them where the mesh is
+        if self.settings.offload:  # collectives need them on the mesh's device
             shards = {name: shard.to(self.device) for name, shard in shards.items()}
         return gathered(shards, dtype, into)
 
@@ -207,12 +205,12 @@ class FSDPEngine(Trainer):
     @torch.no_grad()
     def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
                images: Ragged | None = None) -> list[Tensor]:
-        """What the head gives, on the CPU; that of placeholders comes last."""
+        """Return the head's outputs on the CPU; those of placeholders come last."""
         columns = {"prompts": prompts, "responses": responses, "images": images}
         batch = Batch(torch.arange(len(prompts)), {name: column for name, column in columns.items()
                                                    if column is not None})
         pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
-        self.policy.reshard()  # the root stays whole after a forward without backward
+        self.policy.reshard()  # the root stays gathered after a forward pass alone
         return [torch.cat(parts) for parts in zip(*pieces)]
 
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
@@ -224,7 +222,7 @@ class FSDPEngine(Trainer):
             self.policy.set_requires_gradient_sync(index == len(micros) - 1)
             outputs = self._forward(micro, temperature)
             loss = sum(output.sum() for output in outputs) * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
-            (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; ours are to be summed
+            (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
         norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
@@ -239,19 +237,19 @@ class FSDPEngine(Trainer):
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         heartbeat.current().tick()
         images = micro.columns.get("images")
-        same = True if images is None else alike(images)
+        same = True if images is None else same_as_previous(images)
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
         if images is None:
             return self.policy(*inputs, temperature=temperature)
         first = torch.unique_consecutive(inputs[2].cpu(), return_counts=True)[1].cumsum(0) - 1
-        pixels = shown(self.policy.model, images.select(first))
+        pixels = image_inputs(self.policy.model, images.select(first))
         if not pixels:
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
         return self.policy(*inputs, temperature=temperature, images=pixels)
 
     def _set_rate(self, step: int) -> float:
-        """What the settings say of the optimizer, though they may have been others when it was saved."""
+        """Apply the run's optimizer settings, which may differ from those in the checkpoint."""
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         for group in self.optimizer.param_groups:
             group.update(lr=rate, betas=tuple(self.settings.betas),
@@ -263,7 +261,7 @@ class FSDPEngine(Trainer):
         return {"model": shards, "optimizer": {name: self._state_of(shard) for name, shard in self.shards().items()}}
 
     def _state_of(self, shard: Tensor) -> dict[str, Tensor]:
-        """By parameter and not by group: groups depend on the layout."""
+        """Return the optimizer state of one parameter; groups would depend on the layout."""
         return self.optimizer.state[shard] or {
             "step": torch.zeros((), device=shard.device), "exp_avg": torch.zeros_like(shard).detach(),
             "exp_avg_sq": torch.zeros_like(shard).detach()}

@@ -1,33 +1,49 @@
-"""Generation by a transformers model: prompts are read once for all their samples, rows join and leave at any time."""
+"""Generation by a transformers model, with continuous batching.
+
+    HFRollout   the engine: model, settings, weights that are replaced in place
+    Decoding    its session: rows join the batch at any time, leave it when they end, and may come back with more to
+    read
+
+A prompt is read once for all its samples. Keys and values lie in `workers.engines.kv_slots`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from distflow.config.run import Generation, RoleRun
+from distflow.data.batch import Ragged
 from distflow.errors import EngineError
-from workers.engines.decoding import Decoding
+from distflow.telemetry import heartbeat
+from workers.engines.kv_slots import Past, Slots, prefixes
 from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Rollout, misplaced
+from workers.engines.rollout import Rollout, SampledRow, Session, weight_mismatch
+from workers.engines.sampling import pick, uniform
+from workers.engines.vision import image_inputs, position_inputs
+
+_FRACTION = 8
+"""The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled for an eighth of the
+slots at a time."""
 
 
 class HFRollout(Rollout):
     """A plain transformers model that samples.
 
     Raises:
-        EngineError: a layer keeps something else than keys and values, so that rows could not come and go.
+        EngineError: a layer caches something other than keys and values, which rows could not join and leave.
     """
 
     def __init__(self, model: PreTrainedModel, generation: Generation, pad_token: int, end_tokens: list[int],
                  shared: Iterable[nn.Parameter] = ()):
-        """`shared`: parameters of the model that another engine computes with too."""
+        """`shared`: parameters of the model that another engine uses too."""
         self.model = model.eval().requires_grad_(False)
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
@@ -49,18 +65,18 @@ class HFRollout(Rollout):
         engine.version = 0
         return engine
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Decoding:
-        return Decoding(self, key, self.generation.temperature if temperature is None else temperature, keeps)
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Decoding:
+        return Decoding(self, key, self.generation.temperature if temperature is None else temperature, keep_cache)
 
-    def places(self) -> dict[str, Tensor]:
+    def weight_buffers(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        own, size = self.places(), 0
+        own, size = self.weight_buffers(), 0
         shapes = {name: weight.shape for name, weight in own.items()}
         for name, whole in weights:
-            if wrong := misplaced(name, whole, shapes):
+            if wrong := weight_mismatch(name, whole, shapes):
                 raise EngineError(wrong)
             if own[name].data_ptr() != whole.data_ptr():
                 own[name].copy_(whole)
@@ -83,3 +99,269 @@ class HFRollout(Rollout):
     def check_health(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Decoding(Session):
+    """Session of a transformers model: `step` samples one token for each row in a slot."""
+
+    def __init__(self, engine: HFRollout, key: int, temperature: float, keep_cache: bool = False):
+        self.engine, self.model, self.key = engine, engine.model, key
+        self.temperature, self.keep_cache = temperature, keep_cache
+        self.device = self.model.device
+        self.unread: deque[list[SampledRow]] = deque()
+        """Lists of rows that share their whole sequence; to be prefilled."""
+        self.ready: deque[tuple[SampledRow, Past]] = deque()
+        self.parked: dict[SampledRow, None] = {}
+        """Rows with a past that are in no slot, longest parked first."""
+        self.returning: set[SampledRow] = set()
+        """Ended rows that may get another turn."""
+        self.rows: list[SampledRow | None] = []
+        """Row of each slot."""
+        self.live = 0
+        """Number of occupied slots."""
+        self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live or self.unread or self.ready)
+
+    def add(self, rows: list[SampledRow]) -> None:
+        self.unread.append(rows)
+
+    def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
+        row.extend(observation, limit)
+        self.unread.appendleft([row])
+        self.returning.discard(row)
+
+    def forget(self, row: SampledRow) -> None:
+        self._drop(row)
+        self.returning.discard(row)
+
+    @torch.inference_mode()
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
+        waiting = [row for together in self.unread for row in together] + [row for row, _ in self.ready]
+        wanted = {*waiting, *filter(None, self.rows)}.intersection(self.rows + waiting if rows is None else rows)
+        self.unread = deque(filter(None, ([row for row in each if row not in wanted] for each in self.unread)))
+        self.ready = deque((row, past) for row, past in self.ready if row not in wanted)
+        left = [row for row in waiting if row in wanted]
+        for row in left:
+            row.end(row.tokens[:0], row.logprobs[:0], row.versions[:0], finished=False)
+        slots = [slot for slot, row in enumerate(self.rows) if row in wanted]
+        if slots:
+            left += self._leave(torch.tensor(slots, device=self.device), [False] * len(slots))
+        return left
+
+    def _drop(self, row: SampledRow) -> None:
+        self.parked.pop(row, None)
+        row.past = None
+
+    @torch.inference_mode()
+    def step(self) -> list[SampledRow]:
+        """Sample one token for each row in a slot; return the rows whose turn ended with it."""
+        if self.engine.paused:
+            return []
+        self._fill()
+        if not self.rows:
+            return []
+        if self.version != self.engine.version:
+            self._adopt_version()
+        heartbeat.current().tick()
+        state, slot = self.state, torch.arange(len(self.rows), device=self.device)
+        settings = self.engine.generation
+        chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
+                                settings.top_k, settings.top_p)
+        state["tokens"][slot, state["count"]] = chosen
+        state["logprobs"][slot, state["count"]] = logprobs
+        state["count"] += state["live"]
+        end = self._is_end(chosen) | self._is_stopped() if self.engine.stop else self._is_end(chosen)
+        gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
+        left = self._leave(gone, end[gone].tolist()) if len(gone) else []
+        if self.live:
+            self._advance(chosen)
+        return left
+
+    def _adopt_version(self) -> None:
+        """Attribute all coming tokens to the new weights."""
+        self.version, versions = self.engine.version, self.state["versions"]
+        to_come = torch.arange(versions.shape[1], device=self.device) >= self.state["count"][:, None]
+        versions.masked_fill_(to_come, self.version)
+
+    def _is_end(self, tokens: Tensor) -> Tensor:
+        return (tokens[:, None] == self.engine.end_tokens).any(-1)
+
+    def _is_stopped(self) -> Tensor:
+        """Return [slots] whether the newest token of a row completes a stop text."""
+        stop, stopped = self.engine.stop, torch.zeros_like(self.state["live"])
+        live = self.state["live"].nonzero().squeeze(1)
+        last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
+        ends = [stop.reached(self.rows[slot], tokens) for slot, tokens in zip(live.tolist(), last)]
+        stopped[live] = torch.tensor(ends, device=self.device)
+        return stopped
+
+    def _advance(self, chosen: Tensor) -> None:
+        """Run the model on the chosen tokens."""
+        if not self.unread and not self.ready and (len(self.rows) - self.live) * _FRACTION >= len(self.rows):
+            chosen = self._compact(chosen)
+        self.slots.grow()
+        width, length = self.slots.width + 1, self.state["length"]
+        mask = torch.arange(width, device=self.device) >= width - 1 - length[:, None]
+        output = self.model(chosen[:, None], attention_mask=mask, position_ids=(length + self.state["shift"])[:, None],
+                            past_key_values=self.slots, use_cache=True)
+        self.state["logits"] = output.logits[:, -1]
+        length += 1
+
+    def _compact(self, chosen: Tensor) -> Tensor:
+        kept = self.state["live"].nonzero().squeeze(1)
+        self.rows = [row for row in self.rows if row is not None]
+        self.slots.keep(kept, len(kept), self.slots.width)
+        self.state = {name: value[kept] for name, value in self.state.items()}
+        return chosen[kept]
+
+    def _leave(self, gone: Tensor, finished: list[bool]) -> list[SampledRow]:
+        """Take rows out of their slots and end their turns."""
+        state, slots = self.state, gone.tolist()
+        rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
+                                 state["length"][gone].tolist())
+        tokens, logprobs, versions = (state[name][gone].cpu() for name in ("tokens", "logprobs", "versions"))
+        for index, (row, count) in enumerate(zip(rows, counts)):
+            row.end(tokens[index, :count], logprobs[index, :count], versions[index, :count], finished[index])
+        if self.keep_cache:
+            batch = self.slots.take(gone, max(lengths))
+            for index, (row, length) in enumerate(zip(rows, lengths)):
+                row.past = Past(batch, index, length)
+                self.parked[row] = None
+            self.returning.update(rows)
+        state["live"][gone], state["count"][gone] = False, 0
+        for slot in slots:
+            self.rows[slot] = None
+        self.live -= len(slots)
+        if self.live:
+            self.slots.show(int(state["length"][state["live"]].max()))
+        return rows
+
+    def _fill(self) -> None:
+        """Move waiting rows into free slots."""
+        free = self.engine.generation.batch_rows - self.live
+        enough = not self.live or sum(map(len, self.unread)) * _FRACTION >= self.live + len(self.returning)
+        while enough and self.unread and free > len(self.ready):
+            self._read_next(max(free - len(self.ready), self.engine.generation.batch_rows // _FRACTION))
+        coming = [self.ready.popleft() for _ in range(min(free, len(self.ready)))]
+        if coming:
+            self._join([row for row, _ in coming], [past for _, past in coming])
+        while self.parked and self.live + len(self.parked) > self.engine.generation.batch_rows:
+            self._drop(next(iter(self.parked)))  # a dropped row is prefilled from its beginning when it returns
+
+    def _read_next(self, wanted: int) -> None:
+        """Prefill at least `wanted` rows, if as many wait."""
+        chosen: list[list[SampledRow]] = []
+        while self.unread and sum(map(len, chosen)) < wanted:
+            chosen.append(self.unread.popleft())
+        for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
+            self.ready.extend((row, past) for row in rows)
+            self._drop(rows[0])
+
+    def _read(self, rows: list[SampledRow]) -> list[Past]:
+        """Prefill what the model has not read of these rows.
+
+        Every row reads as many tokens as the row with most unread ones, some of them again instead of padding: the
+        columns of a row then have no gap.
+        """
+        lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
+        # The last token is always read, for its logits; an image cannot be read from its middle on.
+        read = torch.tensor([min(row.past.length, len(row.sequence) - 1) if row.past and not row.images else 0
+                             for row in rows], device=self.device)
+        longest = int((lengths - read).max())
+        before = (lengths - longest).clamp(min=0)
+        cache: Cache = DynamicCache()
+        for keys, values in prefixes([row.past for row in rows], before) if bool(before.any()) else ():
+            cache.layers.append(DynamicLayer())
+            cache.layers[-1].update(keys, values)
+        tokens = torch.full((len(rows), longest), self.engine.pad_token)
+        for index, row in enumerate(rows):
+            tail = row.sequence[-longest:]
+            tokens[index, longest - len(tail) :] = tail
+        width = longest + int(before.max())
+        mask = torch.arange(width, device=self.device) >= width - lengths[:, None]
+        positions = (lengths[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)
+        inputs, shifts = self._position_inputs(rows, tokens.to(self.device), positions)
+        output = self.model(tokens.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True,
+                            logits_to_keep=1, **inputs)
+        batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+        return [Past(batch, index, length, logits, shift) for index, (length, logits, shift) in enumerate(zip(
+            lengths.tolist(), output.logits[:, -1], shifts))]
+
+    def _position_inputs(self, rows: list[SampledRow], tokens: Tensor,
+                         positions: Tensor) -> tuple[dict[str, Tensor], list[int]]:
+        """Return the model's inputs for positions and images, and how many more positions than tokens each row has."""
+        with_images, shifts = [index for index, row in enumerate(rows) if row.images], [0] * len(rows)
+        if not with_images:
+            return {"position_ids": positions}, shifts
+        lengths = torch.tensor([len(rows[index].sequence) for index in with_images], device=self.device)
+        mask = torch.arange(tokens.shape[1], device=self.device) >= tokens.shape[1] - lengths[:, None]
+        images = image_inputs(self.model, Ragged.from_rows([rows[index].images for index in with_images]))
+        images = {name: values.to(self.device) for name, values in images.items()}
+        inputs, following = position_inputs(self.model, tokens[with_images], mask.long(), images)
+        for index, shift in zip(with_images, (following - lengths).tolist()):
+            shifts[index] = shift
+        every = positions.expand(3, *positions.shape).clone()
+        every[:, with_images] = inputs["position_ids"]
+        return {**inputs, "position_ids": every}, shifts
+
+    def _join(self, rows: list[SampledRow], pasts: list[Past]) -> None:
+        """Put rows into empty slots first, then into new ones."""
+        empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
+        old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
+        taken = [*empty, *range(old, count)]
+        self.rows += [None] * (count - old)
+        slots = torch.tensor(taken, device=self.device)
+        width = max(Slots.width_of(pasts), self.slots.width if self.live else 0)
+        if count > old or width > self.slots.width:
+            self.slots.keep(None, count, width)
+        self.slots.put(slots, pasts)
+        self.slots.show(width)
+        for slot, row in zip(taken, rows):
+            self.rows[slot] = row
+        self.live += len(rows)
+        self._start(rows, pasts, slots, count)
+
+    def _start(self, rows: list[SampledRow], pasts: list[Past], slots: Tensor, count: int) -> None:
+        """Resize the state to `count` slots and initialise those of the given rows."""
+        limits = torch.tensor([row.limit for row in rows], device=self.device)
+        first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
+        ids = torch.tensor([row.id for row in rows], device=self.device)
+        table = max(int(limits.max()), self.state["tokens"].shape[1])
+        keys = torch.tensor([self.key_of(row) for row in rows], device=self.device)
+        noise = uniform(keys[:, None], ids[:, None], first[:, None] + torch.arange(table, device=self.device))
+        logits = torch.stack([past.logits for past in pasts])
+        fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
+                 "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
+                 "shift": torch.tensor([past.shift for past in pasts], device=self.device),
+                 "logits": logits, "noise": noise,
+                 "versions": torch.full_like(noise, self.version, dtype=torch.int32)}
+        for name, old in self.state.items():
+            new = fresh.get(name)
+            shape = (count, table) if new is None else (count, *new.shape[1:])
+            if old.shape != shape:
+                grown = (old if new is None else new).new_zeros(shape)
+                grown[: len(old), *(slice(0, size) for size in old.shape[1:])] = old
+                self.state[name] = old = grown
+            if new is not None:
+                old[slots] = new
+
+
+def _no_slots(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of zero slots: tables [slots, tokens of a turn], next-token logits [slots, V] and counts."""
+    kinds = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int32, "noise": torch.float64}
+    numbers = {"limit": torch.int64, "length": torch.int64, "shift": torch.int64, "count": torch.int64,
+               "live": torch.bool}
+    return {**{name: torch.zeros(0, 0, dtype=kind, device=device) for name, kind in kinds.items()},
+            **{name: torch.zeros(0, dtype=kind, device=device) for name, kind in numbers.items()},
+            "logits": torch.zeros(0, 0, device=device)}
+
+
+def last_tokens(tokens: Tensor, counts: Tensor, slots: Tensor, window: int) -> list[list[int]]:
+    """Return the last `window` of the `counts` tokens of each slot; only these leave the device."""
+    counts = counts[slots]
+    columns = counts[:, None] - window + torch.arange(window, device=tokens.device)
+    last = tokens[slots[:, None], columns.clamp(min=0)].tolist()
+    return [row[max(0, window - count) :] for row, count in zip(last, counts.tolist())]

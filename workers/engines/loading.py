@@ -1,4 +1,4 @@
-"""Models and tokenizers from Hugging Face folders, or made on the spot."""
+"""Loads models and tokenizers from Hugging Face folders, or builds embedded ones."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from workers.engines.vision import ImageProcessor, attach_images
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In float32 on the CPU; a tiny architecture gets random weights by the run's seed and a tokenizer of its data.
+    """Load a model, float32 on the CPU, and its tokenizer; an embedded one is built from the run's seed and data.
 
-    With `head` value, a folder that holds a classifier gives its trained head, any other a new one.
+    `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other model.
     """
     if model.path:
         folder = find(model.path, "models", spec.folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _require_end(tokenizer, folder)
         return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
-    tokenizer = _tokenizer_of(spec, model.sees)
+    tokenizer = _tokenizer_of(spec, model.takes_images)
     sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
@@ -49,24 +49,24 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
 
 
 def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
-    """A classifier of tokens is as good a value model as one of sequences; some libraries write critics so."""
+    """Load a model; token classifiers count as value models too, since some libraries save critics as such."""
     kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
         return classifier.from_pretrained(folder, dtype=torch.float32)
-    seeing = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    vision = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32)
     return with_value_head(model) if head == "value" else model
 
 
 def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a tokenizer without an end: the targets could teach none, and padding would have no token.
+    """Refuse a tokenizer without an end token: targets would teach none, and padding would have no token.
 
     Raises:
-        InvalidInput: proposes the end that the model's configuration names. It is not taken in silence, since the
-            tokenizer's chat template may end a turn with another.
+        InvalidInput: proposes the end token of the model's configuration, which is not used silently since the chat
+            template may end a turn with another.
     """
     if tokenizer.eos_token_id is not None:
         return
@@ -81,11 +81,11 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     raise InvalidInput(Diagnostic(what, Location(shown(folder / "tokenizer_config.json")), hint))
 
 
-def _tokenizer_of(spec: Spec, sees: bool) -> PreTrainedTokenizerBase:
-    """Trained on the first records of the training data, so that every rank builds the same."""
+def _tokenizer_of(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
+    """Train a tokenizer on the first records of the training data, so that every rank builds the same."""
     data = spec.run.data
     records, fields = open_records(spec.data_path(data.train)), fields_of(data, data.columns)
     first = (record for record in records.get(range(min(len(records), 2000))) if not fields.empty(record))
     texts = ("\n".join(content_text(message.get("content")) for message in messages_of(record, data)) +
              f" {answer_text(record[data.answer])}" for record in first)
-    return build_tokenizer(texts, sees=sees)
+    return build_tokenizer(texts, with_images=with_images)

@@ -1,4 +1,4 @@
-"""Which ranks talk to which: the process groups of a layout, made once for all roles that have it."""
+"""Device meshes of layouts: process groups, created once for all roles with the same layout."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
-"""The dimensions of a layout's mesh: neighbours split a layer's matrices, the furthest apart are other shares."""
+"""Dimensions of a layout's mesh: adjacent ranks are in one tp group, the farthest apart in one dp group."""
 
 
 @functools.lru_cache
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
-    """Collective: every rank asks for the meshes in the same order."""
+    """Return a layout's mesh. Collective: every rank requests the meshes in the same order."""
     return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
 
 
 def dimension(mesh: DeviceMesh, name: str) -> int:
-    """How many ranks the mesh has along a dimension; 1 if it has none of that name."""
+    """Return the mesh's size along a dimension; 1 if it has none of that name."""
     return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
 
 def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
-    """The ranks between which FSDP divides each parameter: those of dp, and of cp too, which need the same ones.
-
-    With `replicas` it has two dimensions: so many times, and over how many ranks. Collective.
+    """Return the mesh over which FSDP shards parameters: dp and cp, or (replica, shard) with `replicas`. Collective.
 
     Raises:
-        EngineError: the ranks cannot be divided so.
+        EngineError: `replicas` does not divide the ranks.
     """
     ranks = mesh["dp"] if mesh.mesh_dim_names else mesh
     if dimension(mesh, "cp") > 1:

@@ -1,8 +1,7 @@
-"""What a causal language model says of responses, the prompt read once for all its responses.
+"""Log-probabilities of responses by a causal language model that reads each prompt once for all its responses.
 
-The responses of a group share their prompt. Its keys and values are computed once and lent to each response,
-gradients flowing back through them: with G responses of R tokens after a prompt of P tokens, P + G·R tokens pass
-through the model instead of G·(P + R).
+The prompt's keys and values are computed once and shared by its responses, with gradients: for G responses of R tokens
+to a prompt of P tokens, P + G·R tokens pass through the model instead of G·(P + R).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
-from workers.engines.context_parallel import Context, read_rows
-from workers.engines.vision import places_of
+from workers.engines.context_parallel import ContextParallelCache
+from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import score, scored
 
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -23,60 +22,62 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 
 
 class SharedPrompt(nn.Module):
-    """Wraps a transformers model so that one forward answers what training and inference ask. Its heads derive from it.
+    """Base of the heads: a transformers model with one forward pass for training and inference.
 
-    `chunks`: responses are computed in up to so many pieces of similar length, so that short ones are not padded to
-    the longest. It must be 1 where the model's layers communicate when called: ranks would call them unequally often.
-    `context`: the ranks that have the columns of these rows with this one.
+    `chunks`: responses are computed in up to `chunks` pieces of similar length, which saves padding. It must be 1 where
+    layers communicate when called, since ranks would call them unequally often. `context`: set with context
+    parallelism.
     """
 
-    beyond = 0
-    """1 for a head that is also read after the last token of each response."""
+    after_last = 0
+    """1 for a head that is also applied after the last token of each response."""
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()
         self.model, self.chunks, self.context = model, chunks, context
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
-        """What the head is made from at each token [B, L, D] (at the last one [B, 1, D]), and the keys and values."""
+        """Return the head's input at each token [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
         raise NotImplementedError
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """The head's numbers [N] of `outputs` [N, D]; `tokens` [N] are those that follow (any token after the last)."""
+        """Return the head's values [N] for `outputs` [N, D] and the next `tokens` [N] (any token after the last)."""
         raise NotImplementedError
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
                 ) -> tuple[Tensor, ...]:
-        """
+        """Compute the head for all responses.
+
         Args:
             prompts: [P, L] tokens, padded on the left; prompt_lengths: [P].
-            prompt_of: [B] the prompt of each response.
+            prompt_of: [B] index of each response's prompt.
             responses: [B, R] tokens, R at least 2, padded on the right; response_lengths: [B].
             temperature: divides the logits.
-            images: what the prompts show (see `vision.shown`).
+            images: see `vision.image_inputs`.
 
         Returns:
-            what `read` returns, for all places of each response back to back: before each of its T tokens, and with
-            `beyond` after the last one too.
+            the values of `read` for all responses back to back: before each token, and with `after_last` after the
+            last one too.
         """
         if self.context:
-            return read_rows(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, temperature)
+            return _forward_split_rows(self, prompts, prompt_lengths, prompt_of, responses, response_lengths,
+                                       temperature)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
-        places, following = places_of(self.model, prompts, mask, images or {})
+        places, following = position_inputs(self.model, prompts, mask, images or {})
         first, cache = self.run(prompts, only_last=True, attention_mask=mask, **places)
-        counts = response_lengths + self.beyond
+        counts = response_lengths + self.after_last
         starts = counts.cumsum(0) - counts
         order = torch.argsort(response_lengths, stable=True)
         order_of, pieces = [], []
         for rows in order.chunk(min(self.chunks, len(order))):
             prompt, tokens = prompt_of[rows], responses[rows, : max(int(response_lengths[rows].max()), 2)]
             outputs = self._after_prompt(tokens, response_lengths[rows], following[prompt], mask[prompt],
-                                         first[prompt], _lend(cache, prompt))
+                                         first[prompt], _expand(cache, prompt))
             steps = torch.arange(outputs.shape[1], device=tokens.device)
             valid = steps < counts[rows, None]
-            next_tokens = nn.functional.pad(tokens, (0, self.beyond))
+            next_tokens = nn.functional.pad(tokens, (0, self.after_last))
             pieces.append(self.read(outputs[valid], next_tokens[valid], temperature))
             order_of.append((starts[rows, None] + steps)[valid])
         back = torch.argsort(torch.cat(order_of))
@@ -84,8 +85,8 @@ class SharedPrompt(nn.Module):
 
     def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
                       cache: Cache) -> Tensor:
-        """[B, R + beyond, D]: what the prompt's end says, then each token; the last only if it is read beyond it."""
-        seen_tokens = tokens[:, : tokens.shape[1] - 1 + self.beyond]
+        """Return [B, R + after_last, D]: the outputs at the prompt's end and at each token, the last one if needed."""
+        seen_tokens = tokens[:, : tokens.shape[1] - 1 + self.after_last]
         steps = torch.arange(seen_tokens.shape[1], device=tokens.device)
         seen = torch.cat([mask, (steps < lengths[:, None]).long()], 1)
         rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
@@ -93,37 +94,61 @@ class SharedPrompt(nn.Module):
         return torch.cat([first, rest], 1)
 
 
-class Policy(SharedPrompt):
-    """The vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
+def _forward_split_rows(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,
+                        responses: Tensor,
+                        response_lengths: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Compute `SharedPrompt.forward` with context parallelism; each rank runs model and head on its own columns."""
+    context = policy.context
+    tokens, begins = torch.cat([prompts[prompt_of], responses], 1), prompts.shape[1] - prompt_lengths[prompt_of]
+    ends = prompts.shape[1] + response_lengths
+    tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % (2 * context.group.size())))
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    own = context.pieces(tokens.shape[1])[context.group.rank()].to(tokens.device)
+    there = (columns >= begins[:, None]) & (columns < ends[:, None])
+    earlier, itself = columns <= own[:, None], columns == own[:, None]  # padding attends to itself
+    mask = (earlier & there[:, None]) | itself
+    last = prompts.shape[1] - 1
+    wanted = (columns >= last) & (columns < ends[:, None] - 1 + policy.after_last)
+    here = wanted[:, own]
+    states, _ = policy.run(tokens[:, own], attention_mask=mask[:, None], past_key_values=context,
+                           position_ids=(own - begins[:, None]).clamp(min=0))
+    following = torch.roll(tokens, -1, 1)[:, own]
+    numbers = policy.read(states[here], following[here], temperature)
+    empty = torch.zeros(here.shape, device=here.device)
+    return tuple(context.join(empty.masked_scatter(here, part))[wanted] for part in numbers)
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
+
+class Policy(SharedPrompt):
+    """Vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
+
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)
         head = model.get_output_embeddings()
         scaled = any(getattr(model.config.get_text_config(), name, None) for name in _SCALES)
-        self.by_itself = type(head) is nn.Linear and head.bias is None and not scaled
-        """Whether the head may be called without the model, for some tokens at a time."""
+        self.head_alone = type(head) is nn.Linear and head.bias is None and not scaled
+        """Whether the head is a plain matrix, applied to some tokens at a time to save memory."""
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
-        if self.by_itself:
+        if self.head_alone:
             return last_states(self.model, tokens, only_last, **places)
         output = self.model(tokens, use_cache=True, logits_to_keep=int(only_last), **places)
         return output.logits, output.past_key_values
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.by_itself:
+        if self.head_alone:
             return score(outputs, self.model.get_output_embeddings(), tokens, temperature or 1.0)
         return scored(outputs.float() / (temperature or 1.0), tokens)
 
 
 def last_states(model: PreTrainedModel, tokens: Tensor, only_last: bool, **places) -> tuple[Tensor, Cache]:
-    """What the last layer says of each token [B, L, D], or of the last one [B, 1, D]; and the keys and values."""
+    """Return the last hidden states [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
     output = model.base_model(tokens, use_cache=True, **places)
     states = output.last_hidden_state
     return states[:, -1:] if only_last else states, output.past_key_values
 
 
-def _lend(cache: Cache, prompt_of: Tensor) -> Cache:
-    """The cache with a row for each response; the one that is lent stays as it is."""
+def _expand(cache: Cache, prompt_of: Tensor) -> Cache:
+    """Return a copy of the cache with a row for each response."""
     lent = copy.copy(cache)
     lent.layers = [copy.copy(layer) for layer in cache.layers]
     lent.batch_select_indices(prompt_of)
@@ -132,9 +157,9 @@ def _lend(cache: Cache, prompt_of: Tensor) -> Cache:
 
 def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.device,
               alike: Tensor | bool = True) -> tuple[Tensor, ...]:
-    """The tensors that `Policy.forward` takes; equal prompts that follow each other become one.
+    """Return the tensors for `Policy.forward`; consecutive equal prompts become one.
 
-    `alike` [B - 1]: whether a row is like the one before it in all but tokens.
+    `alike` [B - 1]: whether a row equals the one before it in everything but tokens.
     """
     starts = torch.ones(len(prompts), dtype=torch.bool)
     padded = prompts.padded(pad_token, side="left")

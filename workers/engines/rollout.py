@@ -1,4 +1,9 @@
-"""What every engine that samples offers, whichever library computes."""
+"""Interface of engines that sample, whichever library computes.
+
+    Rollout      an engine with weights that are replaced in place; a Sampler
+    Session      rows sampled together; `step` returns those whose turn has ended
+    SampledRow   one row over its turns: WAITING (added) → SAMPLED → ended (returned), then extended or forgotten
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,67 +22,88 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 
-if TYPE_CHECKING:
-    from workers.engines.stopping import StopStrings
-
 
 @dataclass(eq=False)
 class SampledRow:
     """A row that is sampled in one or more turns.
 
-    With the session's key `id` and the position behind the prompt decide the randomness. `tokens`, `logprobs` and
-    `versions` (of the weights) are those of the last turn; `finished` says whether it came to an end of its own.
+    The session's key, `id` and the position after the prompt decide the randomness. `tokens`, `logprobs` and `versions`
+    (of the weights) belong to the last turn; `finished` is False where it was cut off by the limit or aborted.
     """
 
     id: int
     sequence: Tensor
-    """Every token before the turn, the prompt included; on the CPU."""
+    """All tokens before the turn, the prompt included; on the CPU."""
     prompt: int
-    """How many of them are the prompt's."""
+    """Number of prompt tokens."""
     limit: int
-    """Tokens that the turn may have."""
+    """Longest turn in tokens."""
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     finished: bool = False
     images: Ragged | None = None
-    """What the prompt shows, as one row of the column."""
+    """Images of the prompt: one row of the column."""
     key: int | None = None
-    """Instead of the session's."""
+    """Replaces the session's key."""
     past: Any = None
-    """What its engine keeps of it between turns."""
-    begun: tuple[Tensor, Tensor, Tensor] | None = None
-    """Tokens of the turn that another engine has sampled, their log-probabilities and versions."""
-    over: bool = False
-    """That other engine has ended the turn."""
+    """Whatever the engine keeps of the row between turns."""
+    partial: tuple[Tensor, Tensor, Tensor] | None = None
+    """Tokens of this turn that another engine has sampled, with log-probabilities and versions."""
+    done: bool = False
+    """The other engine has ended the turn."""
 
     def resume(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
-        """It goes on, in this turn, behind these tokens [1 or more], that another engine has sampled."""
-        self.over = finished or len(tokens) >= self.limit
-        if self.over:
+        """Continue the turn after `tokens` [1 or more] that another engine has sampled."""
+        self.done = finished or len(tokens) >= self.limit
+        if self.done:
             self.end(tokens, logprobs, versions, finished)
         else:
             self.sequence, self.limit = torch.cat([self.sequence, tokens]), self.limit - len(tokens)
-            self.begun = tokens, logprobs, versions
+            self.partial = tokens, logprobs, versions
 
     def extend(self, observation: Tensor, limit: int) -> None:
-        """It gets another turn, after `observation`."""
+        """Start another turn after `observation`."""
         self.sequence, self.limit = torch.cat([self.sequence, self.tokens, observation]), limit
 
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
-        """Its turn is over: what it got in it."""
-        if self.begun is not None:
-            before = len(self.begun[0])
+        """End the turn with what was sampled in it."""
+        if self.partial is not None:
+            before = len(self.partial[0])
             self.sequence, self.limit = self.sequence[: len(self.sequence) - before], self.limit + before
-            tokens, logprobs, versions = map(torch.cat, zip(self.begun, (tokens, logprobs, versions)))
-            self.begun = None
+            tokens, logprobs, versions = map(torch.cat, zip(self.partial, (tokens, logprobs, versions)))
+            self.partial = None
         self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
+
+
+_EXTRA_TOKENS = 4
+"""Additional tokens to decode: the first of a list may decode differently than within the text."""
+
+
+class StopStrings:
+    """Texts that end a turn (`generation.stop`), with the token that completes one of them.
+
+    Every sampled token stays, with its log-probability, so that what is trained is what was sampled.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
+        self.tokenizer, self.texts = tokenizer, tuple(texts)
+        self.window = max(len(text.encode()) for text in self.texts) + _EXTRA_TOKENS
+        """Last tokens of a turn that are decoded: a token has at least one byte."""
+
+    def reached(self, row: SampledRow, tokens: Sequence[int]) -> bool:
+        """Return whether the last of `tokens`, sampled here after `row.partial`, completes a text."""
+        last = list(tokens[-self.window :])
+        if row.partial is not None and len(last) < self.window:
+            last = row.partial[0][len(last) - self.window :].tolist() + last
+        decoded = self.tokenizer.decode(last)
+        return any(text in decoded for text in self.texts)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What generation returns, row by row: `tokens` with their `logprobs` and the `versions` (int32) of the weights
-    that sampled them, and whether each row came to its end [B]."""
+    """Result of generation: `tokens` with `logprobs` and weight `versions` (int32), and `finished` [B], False where a
+    row was cut off."""
 
     tokens: Ragged
     logprobs: Ragged
@@ -86,7 +112,7 @@ class Samples:
 
     @staticmethod
     def of(rows: list[SampledRow]) -> Samples:
-        """The last turn of each row."""
+        """Collect the last turn of each row."""
         tokens = Ragged.from_rows([row.tokens for row in rows])
         values = {"logprobs": torch.empty(0), "versions": torch.empty(0, dtype=torch.int32)}
         values = {name: torch.cat([getattr(row, name) for row in rows]) if rows else empty
@@ -96,14 +122,14 @@ class Samples:
 
 
 class Session(ABC):
-    """Rows that are sampled under one key: they come and go at any time, and each ends by itself.
+    """Rows sampled under one key: they join at any time, and each ends on its own.
 
-    It goes on with new weights when they are loaded: each token's version says whose it is.
+    Loading new weights does not end a session: each token records the version that sampled it.
     """
 
     key: int
     shared = False
-    """Whether the engine samples for others meanwhile; `step` then only waits."""
+    """Whether the engine serves other callers too; `step` then only waits."""
 
     def key_of(self, row: SampledRow) -> int:
         return self.key if row.key is None else row.key
@@ -111,75 +137,77 @@ class Session(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether any row is sampled or waits for it."""
+        """Whether any row is being sampled or waits for it."""
 
     @abstractmethod
     def add(self, rows: list[SampledRow]) -> None:
-        """Samples of one prompt, which is read once for all of them."""
+        """Add samples of one prompt, which is read once for all of them."""
 
     def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
-        """Go on with a row whose turn ended: its own tokens stay as they are, `observation` [any length] follows."""
+        """Start another turn of a row after `observation` [any length]; the tokens sampled so far stay as they are."""
         row.extend(observation, limit)
         self.add([row])
 
     def forget(self, row: SampledRow) -> None:
-        """The row has had its last turn: nothing that was kept of it is needed."""
+        """Free what is kept of a row that has had its last turn."""
         row.past = None
 
     @abstractmethod
     def step(self) -> list[SampledRow]:
-        """Go on for a moment: the rows whose turn ended meanwhile. None while the engine is paused."""
+        """Sample for a moment; return the rows whose turn has ended. Does nothing while the engine is paused."""
 
     def wake(self) -> None:  # noqa: B027 - most compute, and wait for nothing
-        """Have a `step` that only waits return, or the next one. From any thread."""
+        """Make a waiting `step`, or the next one, return at once. Thread-safe."""
 
     @abstractmethod
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
-        """End the turns of these rows (None: of all) now. Those that were under way or waited: each has the tokens that
-        it got so far, perhaps none, and is not finished; it may be extended like any other."""
+        """End the turns of these rows (None: of all) now; return those that were under way or waiting.
+
+        Each has the tokens sampled so far, perhaps none, is not finished, and may be extended.
+        """
 
 
 class Sampler(ABC):
-    """Something to sample with."""
+    """Anything that opens sessions: an engine, or a view of one."""
 
     generation: Generation
     end_tokens: Tensor
-    """Any of these [E] ends a row."""
+    """End-of-sequence tokens [E]."""
 
     @abstractmethod
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
-        """A new session. With row ids and positions, `key` decides the randomness.
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
+        """Open a session. `key`, row ids and positions decide the randomness.
 
         Args:
-            temperature: instead of the role's own; 0 takes the likeliest tokens.
-            keeps: what was read of a row that has ended stays, so that it may go on without being read again.
+            temperature: replaces the role's own; 0 takes the likeliest tokens.
+            keep_cache: keep the KV cache of ended rows, so that their next turn need not read them again.
         """
 
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
                  max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
-        """`repeats` samples for each prompt.
+        """Sample `repeats` responses to each prompt.
 
         Args:
             prompts: [P] rows of tokens.
-            ids: [P * repeats] row ids; with `key` they decide the randomness.
-            temperature, max_new_tokens: instead of the role's own; temperature 0 is greedy.
-            images: [P] what each prompt shows.
+            ids: [P * repeats] row ids.
+            temperature, max_new_tokens: replace the role's own; temperature 0 is greedy.
+            images: [P] images of each prompt.
         """
         session = self.session(key, temperature)
         rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
         self.take_over(rows)
-        for _, together in groupby((row for row in rows if not row.over), key=lambda row: id(row.sequence)):
+        for _, together in groupby((row for row in rows if not row.done), key=lambda row: id(row.sequence)):
             session.add(list(together))
         while session.busy:
             session.step()
         return Samples.of(rows)
 
-    def take_over(self, rows: list[SampledRow]) -> None:  # noqa: B027 - most begin what they end
-        """Have rows go on where others have left them."""
+    def take_over(self, rows: list[SampledRow]) -> None:  # noqa: B027 - most start every row afresh
+        """Resume partial rollouts that other engines have left."""
 
     def rows(self, prompts: Ragged, repeats: int, ids: Tensor, max_new_tokens: int | None = None,
              images: Ragged | None = None) -> list[SampledRow]:
-        """`repeats` rows for each prompt, which they share."""
+        """Return `repeats` rows for each prompt; they share its tensor."""
         limit = self.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
         shown = images.rows if images is not None else [None] * len(prompts)
         return [SampledRow(id, prompt, len(prompt), limit, images=image) for prompt, image, ids_of_prompt in zip(
@@ -187,29 +215,29 @@ class Sampler(ABC):
 
 
 class Rollout(Sampler):
-    """An engine that samples. Its weights are replaced in place, never reloaded.
+    """Engine that samples; its weights are replaced in place.
 
-    Where one model is spread over several ranks, those call everything alike, with the same rows, and all get the same
-    tokens. Raises EngineError, whatever the library raises.
+    The ranks of a split model make the same calls with the same rows, and get the same tokens. All methods raise
+    EngineError, whatever the library raises.
     """
 
     dtype: torch.dtype
-    """In which it computes, and in which weights should come."""
+    """Type of the computation and of the weights to load."""
     version = -1
-    """Of the weights, by their trainer's count; -1 as long as nobody says."""
+    """Version of the weights; -1 if unknown."""
     paused = False
     stop: StopStrings | None = None
-    """Texts that end a row too."""
+    """Texts that end a turn, besides `end_tokens`."""
 
     @classmethod
     @abstractmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
-        """An engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
+        """Build an engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
 
         Args:
-            mesh: that of its layout, see `workers.engines.meshes`.
-            shared: parameters that another engine computes with too, on the mesh's kind of device.
+            mesh: the layout's mesh, see `workers.engines.meshes`.
+            shared: parameters that another engine uses too, on the mesh's kind of device.
 
         Raises:
             EngineError: the library cannot run this model.
@@ -217,60 +245,60 @@ class Rollout(Sampler):
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Put whole tensors, by their Hugging Face names, in the place of the ones in use: the bytes that were put.
+        """Replace weights by whole tensors under their Hugging Face names; return the number of bytes.
 
-        A tensor may be overwritten as soon as the next one is asked for. Names that do not come keep what they have.
+        A tensor may be overwritten once the next one is requested. Weights that are not named stay as they are.
 
         Raises:
             EngineError: a name or a shape is not the model's.
         """
 
     def candidates(self, key: str) -> set[str]:
-        """The weights that could be loaded now: those with `key`, which are here, and those that have come to other
-        ranks of the engine, which load at the same time. Empty: none have come."""
+        """Return the keys of the weights that have arrived: `key` here, and those of the engine's other ranks, which
+        load at the same time ("": none)."""
         return {key}
 
-    def part(self) -> None:  # noqa: B027 - most have nobody who follows them
-        """Nothing is sampled any more."""
+    def release_followers(self) -> None:  # noqa: B027 - most have no followers
+        """End the follower ranks of the engine."""
 
-    def places(self) -> dict[str, Tensor]:
-        """Whole weights in use, by name, that may be overwritten directly instead of being copied by `load`."""
+    def weight_buffers(self) -> dict[str, Tensor]:
+        """Return the whole weights in use, by name, that may be overwritten in place of a copy by `load`."""
         return {}
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory of weights and caches back, as far as the engine can; no row may be under way."""
+        """Free the memory of weights and caches, as far as the engine can; no row may be under way."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Have them again. The weights mean nothing until they are loaded, and `version` is -1."""
+        """Allocate the memory again. The weights are undefined until `load`, and `version` is -1."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raises EngineError if it cannot sample any more, with the cause as far as it is known."""
+        """Raise EngineError, with the cause if known, if the engine cannot sample any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """End its processes and give back what it holds; it may be called twice."""
+        """End the engine's processes and free its memory; may be called twice."""
 
     def pause(self) -> None:
-        """All sessions stand still from now on; what was sampled stays."""
+        """Halt all sessions; what was sampled stays."""
         self.paused = True
 
     def resume(self) -> None:
-        """Sessions go on where they stood."""
+        """Continue all sessions."""
         self.paused = False
 
 
 class SeparateWeights(Rollout):
-    """An engine that keeps weights in a form of its own: it starts without any, and gets the first like later ones."""
+    """Engine with its own weight format: it starts without weights and loads the first version like all later ones."""
 
     library: str
-    """Its name, for people."""
+    """Display name."""
 
     @abstractmethod
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        """`model` says what the library has to know of it."""
+        """`model` gives the configuration."""
 
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
@@ -284,8 +312,8 @@ class SeparateWeights(Rollout):
         return engine
 
 
-def misplaced(name: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> str:
-    """What is wrong with a weight that comes for a model of these shapes; empty if nothing is."""
+def weight_mismatch(name: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> str:
+    """Return what is wrong with a weight for a model of these shapes; "" if nothing is."""
     if shapes.get(name) == weight.shape:
         return ""
     return (f"weight `{name}` {list(weight.shape)} has no place in the generating model; there it is "

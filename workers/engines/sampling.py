@@ -1,7 +1,6 @@
-"""Sampling whose randomness is a function of (seed, step, row id, position) and of nothing else.
+"""Samples tokens with randomness that depends on (seed, step, row id, position) alone.
 
-No generator carries state from row to row, so the same rows draw the same tokens on any number of ranks, in any
-order and after any restart.
+Without generator state the same rows draw the same tokens on any number of ranks, in any order and after any restart.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """A number modulo 2**64 as int64 holds it."""
+    """Wrap a number to int64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -21,7 +20,7 @@ _POSITION = _signed(0xD1B54A32D192ED03)
 
 
 def uniform(key: int | Tensor, ids: Tensor, position: int | Tensor) -> Tensor:
-    """float64 in [0, 1) for rows `ids` [B] at `position`, under `key`; all three broadcast.
+    """Return float64 in [0, 1) for rows `ids` [B] at `position` under `key`; all three broadcast.
 
     SplitMix64 (Steele et al. 2014) as a counter-based generator.
     """
@@ -31,7 +30,7 @@ def uniform(key: int | Tensor, ids: Tensor, position: int | Tensor) -> Tensor:
 
 
 def key_of(*parts: int) -> int:
-    """One signed 64-bit key from several numbers."""
+    """Combine several numbers into one signed 64-bit key."""
     key = torch.zeros((), dtype=torch.int64)
     for part in parts:
         key = _mix(key + part + 1)
@@ -75,7 +74,7 @@ def _restricted(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; int64's own is arithmetic."""
+    """Shift right logically; int64's own shift is arithmetic."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

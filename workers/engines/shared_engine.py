@@ -1,7 +1,7 @@
-"""One engine that samples for many callers at a time, so that a row that ends leaves its place to any of them.
+"""Shares one sampling engine between many threads, so that the slot of an ended row goes to any of them.
 
-Each caller is a thread of its own and sees sessions as an engine would give it; the engine itself is used by one
-thread, which runs `drive`.
+    SharedEngine   owns the engine; the thread that runs `drive` is the only one that touches it
+    EngineCaller   the session of one thread: submits calls and waits for its rows
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session
 
 _MOMENT = 0.05
-"""Seconds that the engine waits for a caller, and one that aborts for the engine, before they look what else there
-is."""
+"""Seconds between checks of an idle engine, and of a caller that waits for an abort."""
 
 
 class EngineStopped(EngineError):
-    """The stream has come to an end, or its engine has failed, which whoever drives it says."""
+    """The shared engine has stopped or failed; the driving thread raises the cause."""
 
 
 class SharedEngine(Sampler):
-    """`renew` is called between two tokens, with the engine to itself; it may replace the weights.
+    """Engine with many callers. `renew` runs between two tokens in the driving thread and may replace the weights.
 
-    Raises, in all callers: EngineError, if the engine fails.
+    Every call of every caller raises EngineError once the engine has failed.
     """
 
-    def __init__(self, rollout: Rollout, renew: Callable[[SharedEngine], None] = lambda stream: None):
+    def __init__(self, rollout: Rollout, renew: Callable[[SharedEngine], None] = lambda engine: None):
         self.rollout, self.renew = rollout, renew
         self.generation, self.end_tokens = rollout.generation, rollout.end_tokens
         self.sessions: dict[tuple[float | None, bool], Session] = {}
         self.owners: dict[SampledRow, EngineCaller] = {}
-        self.asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.failure: DistflowError | None = None
         self.changed = threading.Condition()
         self.callers: weakref.WeakSet[EngineCaller] = weakref.WeakSet()
         self.version = rollout.version
         self.was_busy = False
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> EngineCaller:
-        caller = EngineCaller(self, key, (temperature, keeps))
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> EngineCaller:
+        caller = EngineCaller(self, key, (temperature, keep_cache))
         with self.changed:
             self.callers.add(caller)
         return caller
 
-    def drive(self, over: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
-        """Sample whatever callers ask for, until `over`. Rows under way have what they got by then, unless something
-        has `failed`: an engine that suffers from it would hide by an error of its own what it was."""
+    def drive(self, stopped: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
+        """Sample what callers submit until `stopped`, then abort the rows under way.
+
+        They are not aborted if something has `failed`: an error of the engine could hide the cause.
+        """
         try:
-            while not over():
-                self._obey()
+            while not stopped():
+                self._run_actions()
                 self.renew(self)
-                self._see_version()
+                self._announce_version()
                 self._show()
                 for session in self.sessions.values():
                     for row in session.step():
@@ -74,14 +75,14 @@ class SharedEngine(Sampler):
             self._fail(EngineError("nothing is sampled any more"))
 
     def _show(self) -> None:
-        """Having nothing to sample is no silence."""
+        """Report an idle engine as waiting, since it samples no tokens."""
         busy = any(session.busy for session in self.sessions.values())
         if busy != self.was_busy:
             self.was_busy = busy
             heartbeat.current().enter("generating" if busy else "waiting")
 
     def wait(self, version: int) -> None:
-        """Until the engine has at least these weights."""
+        """Block until the engine has at least this version of the weights."""
         with self.changed:
             self.changed.wait_for(lambda: self.version >= version or self.failure)
         self.check()
@@ -91,7 +92,7 @@ class SharedEngine(Sampler):
             raise EngineStopped(str(self.failure)) from self.failure
 
     def restart(self) -> None:
-        """All turns under way begin anew. In the thread that drives."""
+        """Restart all turns under way. For the driving thread."""
         for session in self.sessions.values():
             together: dict[int, list[SampledRow]] = defaultdict(list)
             for row in session.abort():
@@ -99,23 +100,23 @@ class SharedEngine(Sampler):
             for rows in together.values():
                 session.add(rows)
 
-    def tell(self, action: Callable[[], None]) -> None:
-        """Have the driving thread do it before the next token."""
+    def submit(self, action: Callable[[], None]) -> None:
+        """Run an action in the driving thread before the next token."""
         with self.changed:
             self.check()
-            self.asked.put(action)
+            self.actions.put(action)
 
-    def _obey(self) -> None:
-        """Do what callers ask. Without anything to sample, wait a moment for it."""
+    def _run_actions(self) -> None:
+        """Run what callers have submitted; with nothing to sample, wait for it for a moment."""
         idle = not any(session.busy for session in self.sessions.values())
         try:
-            self.asked.get(timeout=_MOMENT)() if idle else self.asked.get_nowait()()
+            self.actions.get(timeout=_MOMENT)() if idle else self.actions.get_nowait()()
             while True:
-                self.asked.get_nowait()()
+                self.actions.get_nowait()()
         except queue.Empty:
             return
 
-    def _see_version(self) -> None:
+    def _announce_version(self) -> None:
         if self.version != self.rollout.version:
             with self.changed:
                 self.version = self.rollout.version
@@ -128,19 +129,19 @@ class SharedEngine(Sampler):
             for caller in self.callers:
                 caller.wake()
 
-    def _real(self, kind: tuple[float | None, bool]) -> Session:
+    def _session(self, kind: tuple[float | None, bool]) -> Session:
         if kind not in self.sessions:
             self.sessions[kind] = self.rollout.session(0, *kind)
         return self.sessions[kind]
 
 
 class EngineCaller(Session):
-    """One caller's rows among all that the engine samples. For one thread."""
+    """Session of one caller of a shared engine. Not thread-safe."""
 
     shared = True
 
-    def __init__(self, stream: SharedEngine, key: int, kind: tuple[float | None, bool]):
-        self.stream, self.key, self.kind = stream, key, kind
+    def __init__(self, engine: SharedEngine, key: int, kind: tuple[float | None, bool]):
+        self.engine, self.key, self.kind = engine, key, kind
         self.ended: queue.SimpleQueue[SampledRow | None] = queue.SimpleQueue()
         self.open = 0
 
@@ -155,13 +156,13 @@ class EngineCaller(Session):
         self._ask("extend", [row], row, observation, limit)
 
     def forget(self, row: SampledRow) -> None:
-        self.stream.tell(lambda: self.stream._real(self.kind).forget(row))
+        self.engine.submit(lambda: self.engine._session(self.kind).forget(row))
 
     def step(self) -> list[SampledRow]:
-        """The rows whose turn ended; waits for the first one, or for `wake`."""
-        # Without a time limit: to look around now and then, some hundred threads would use half a processor.
+        """Return the rows whose turn has ended; wait for the first one, or for `wake`."""
+        # No time limit: some hundred threads that poll would use half a processor.
         if self.busy and self.ended.empty():
-            self.stream.check()  # what would wake it may have been taken together with a row
+            self.engine.check()  # the wake-up may have been taken together with a row
         ended = [self.ended.get()] if self.busy else []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -169,7 +170,7 @@ class EngineCaller(Session):
         found = [row for row in ended if row is not None]
         self.open -= len(found)
         if not found:
-            self.stream.check()
+            self.engine.check()
         return found
 
     def wake(self) -> None:
@@ -179,20 +180,20 @@ class EngineCaller(Session):
         done: queue.SimpleQueue[list[SampledRow]] = queue.SimpleQueue()
 
         def act() -> None:
-            mine = [row for row, owner in self.stream.owners.items() if owner is self and (rows is None or row in rows)]
-            left = self.stream._real(self.kind).abort(mine)
+            mine = [row for row, owner in self.engine.owners.items() if owner is self and (rows is None or row in rows)]
+            left = self.engine._session(self.kind).abort(mine)
             for row in left:
-                del self.stream.owners[row]
+                del self.engine.owners[row]
             done.put(left)
 
-        self.stream.tell(act)
+        self.engine.submit(act)
         while True:
             try:
                 left = done.get(timeout=_MOMENT)
                 self.open -= len(left)
                 return left
             except queue.Empty:
-                self.stream.check()
+                self.engine.check()
 
     def _ask(self, method: str, rows: list[SampledRow], *arguments: Any) -> None:
         self.open += len(rows)
@@ -200,7 +201,7 @@ class EngineCaller(Session):
         def act() -> None:
             for row in rows:
                 row.key = self.key
-                self.stream.owners[row] = self
-            getattr(self.stream._real(self.kind), method)(*arguments)
+                self.engine.owners[row] = self
+            getattr(self.engine._session(self.kind), method)(*arguments)
 
-        self.stream.tell(act)
+        self.engine.submit(act)

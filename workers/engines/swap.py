@@ -1,4 +1,4 @@
-"""Between the two engines of a role that share a device: weights one way, memory both ways (MindSpeed RL §3.2)."""
+"""Swaps the training and the sampling engine of a role that share a device (MindSpeed RL §3.2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workers.engines.trainer import Trainer
 class EngineSwap:
     """Lets the rollout sample with the trainer's newest weights.
 
-    With `swap` only one of the two has its memory at a time, except while weights are handed over: then there are the
-    shards, a bucket, and the rollout's weights. The optimizer's state leaves for host memory before that, the shards
-    after it; when the rollout is done it sleeps and both come back, while other roles may compute.
+    With `swap` only one engine has its memory on the device at a time. The optimizer state moves to host memory, the
+    weights are copied (shards, one bucket and the rollout's weights coexist), then the shards move too. When the
+    rollout is done it sleeps and both come back while other roles compute.
     """
 
     def __init__(self, trainer: Trainer, rollout: Rollout, swap: bool):
@@ -29,8 +29,8 @@ class EngineSwap:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[Rollout]:
-        """The rollout, awake and with the newest weights. Collective to enter; whatever happens inside, the trainer has
-        its memory again afterwards."""
+        """Yield the rollout, awake and with the newest weights, and restore the trainer's memory in any case
+        afterwards. Entering is collective."""
         if not self.swap:
             self._load()
             yield self.rollout
@@ -55,11 +55,11 @@ class EngineSwap:
         self.asleep = True
 
     def ready(self) -> None:
-        """The trainer may compute from here on."""
+        """Wait until the trainer's memory is back."""
         self.everything.ready()
         self.optimizer.ready()
 
     def _load(self) -> None:
         if self.rollout.version != self.trainer.version:  # always so when it has slept
-            weights = self.trainer.export(self.rollout.dtype, self.rollout.places())
+            weights = self.trainer.export(self.rollout.dtype, self.rollout.weight_buffers())
             current().maximum("weights/bytes", self.rollout.load(weights, self.trainer.version))

@@ -1,8 +1,8 @@
-"""Tensor parallelism by DTensor plans: each rank has some heads and some of the feed-forward units of every layer.
+"""Tensor parallelism by DTensor plans: each rank has some heads and feed-forward units of every layer.
 
-As in Megatron-LM (Shoeybi et al. 2019, §3): the first matrices of attention and of the feed-forward part are cut by
-columns, the second ones by rows, so that each part costs one all-reduce forward and one backward. Vectors that all
-ranks have whole get equal gradients, since what enters and what leaves a part is whole.
+As in Megatron-LM (Shoeybi et al. 2019, §3): the first matrices of attention and feed-forward are split by columns, the
+second by rows, which costs one all-reduce forward and one backward each. Replicated vectors get equal gradients, since
+the inputs and outputs of each part are replicated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from distflow.errors import EngineError
 
 Plan = dict[str, ParallelStyle]
-"""How each module of a layer is cut, by its name within the layer."""
+"""Parallel style of each module, by its name within the layer."""
 
 _ATTENTION: Plan = {"self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
                     "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
 _FEED_FORWARD: Plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
                        "mlp.down_proj": RowwiseParallel()}
-# A norm of each head sees only this rank's heads [B, L, heads, D]: cut there, its gradient is summed over the ranks.
+# A per-head norm sees only this rank's heads [B, L, heads, D]; this style sums its gradient over the ranks.
 _PER_HEAD: Plan = {"self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
                    "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True)}
 
@@ -41,15 +41,15 @@ PLANS: dict[str, Plan] = {
     "qwen3": {**_ATTENTION, **_FEED_FORWARD, **_PER_HEAD},
     "qwen3_moe": {**_ATTENTION, **_PER_HEAD},  # the experts stay whole on each rank
 }
-"""By `model_type` of the text's configuration. A family whose layers are named and divide as one of these may have its
-plan:  PLANS["my_family"] = PLANS["llama"]"""
+"""Plan by `model_type` of the text configuration. A family with the same layer names may reuse one:
+PLANS["my_family"] = PLANS["llama"]"""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut the model, of which every rank has the same whole weights, over the 1-D `mesh`.
+    """Split the model, whose whole weights are equal on every rank, over the 1-D `mesh`.
 
-    Vocabularies that the mesh divides are cut too, embeddings and head (which may be one tensor); the head is then
-    called by `workers.engines.vocabulary` alone. Others stay whole.
+    Embeddings and head (perhaps tied) are split too if the mesh divides the vocabulary; the head must then be called
+    through `workers.engines.vocabulary`.
 
     Raises:
         EngineError: the family has no plan, or the mesh does not divide its heads or feed-forward units.

@@ -1,4 +1,4 @@
-"""What torchrun tells a worker, and what an engine that the worker starts must not take for its own."""
+"""torchrun's environment variables, which the processes of an engine must not inherit."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _BEGINNINGS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TO
 
 
 def torchrun_says() -> dict[str, str]:
-    """The variables of the environment that make a process a part of torchrun's group."""
+    """Return the environment variables that make a process a member of torchrun's group."""
     return {name: value for name, value in os.environ.items() if name.startswith(_BEGINNINGS)}

@@ -1,8 +1,11 @@
-"""One engine over several ranks that sample for others: the first of them decides, and the others do the same.
+"""Leader and followers of an engine that is split over several ranks.
 
-An engine whose model is split must be called alike on all of its ranks. Where all of them run one chain together, they
-do so by themselves. A rollout takes prompts when there is room and weights when they have come, which no two processes
-see alike: so only the first rank does, and tells the others each call before it makes it itself.
+All ranks of a split model must make the same calls. Ranks that run one chain do so anyway; a rollout takes prompts when
+there is room and weights when they arrive, which no two processes see alike. So the leader alone decides, and
+broadcasts each call before it makes it.
+
+    TPLeader           engine of the first rank, with sessions that broadcast their calls
+    TPFollowerEngine   loop of every other rank: receives a call and makes it
 """
 
 from __future__ import annotations
@@ -23,79 +26,78 @@ from distflow.weights.chunk_store import Weights
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.weight_updates import WeightUpdates
 
-_BEAT = 1.0
-"""Seconds after which the others hear something, if only that there is nothing to do: they wait no longer than the
-run's wait limit."""
+_KEEPALIVE = 1.0
+"""Longest time between two broadcasts: followers time out after the run's wait limit."""
 
 
 class TPLeader(Rollout):
-    """The engine of a share's first rank. Everything that samples or changes weights is done on all ranks.
+    """Engine of the first rank; every call that samples or changes weights is made on all ranks.
 
-    `candidates` says which weights they have: each rank pulls them by itself, while it samples. `share`: the group of
-    these ranks; None: all that this process has a group with.
+    `candidates` returns the weights that the ranks have, each of which pulls its own while it samples. `group` holds
+    the ranks; None: the default group.
 
     Raises:
-        RankMissing: in any call; one of the others has ended, or did not come.
+        RankMissing: in any call; a follower has ended, or timed out.
     """
 
-    def __init__(self, engine: Rollout, share: dist.ProcessGroup | None = None):
-        self.share, self.engine, self.generation, self.end_tokens = share, engine, engine.generation, engine.end_tokens
-        self.dtype, self.sessions, self.told_at = engine.dtype, itertools.count(), time.monotonic()
+    def __init__(self, engine: Rollout, group: dist.ProcessGroup | None = None):
+        self.group, self.engine, self.generation, self.end_tokens = group, engine, engine.generation, engine.end_tokens
+        self.dtype, self.sessions, self.last_broadcast = engine.dtype, itertools.count(), time.monotonic()
 
     @classmethod
     def build(cls, *given: Any, **more: Any) -> Rollout:
-        raise TypeError("it leads an engine that is there")
+        raise TypeError("TPLeader wraps an engine that is already built")
 
     @property
     def version(self) -> int:
         return self.engine.version
 
     def candidates(self, key: str) -> set[str]:
-        if not key and time.monotonic() - self.told_at < _BEAT:
+        if not key and time.monotonic() - self.last_broadcast < _KEEPALIVE:
             return {key}
-        return {key, *self.tell(key)}
+        return {key, *self.broadcast(key)}
 
-    def tell(self, key: str, *call: Any) -> list[str]:
+    def broadcast(self, key: str, *call: Any) -> list[str]:
         """Have the others make a call; the keys of the weights that have come to them. Collective over the share."""
-        self.told_at, page = time.monotonic(), heartbeat.current().read()
-        said = msgpack.packb([key, page.step, page.finished, call])
-        return [heard.decode() for heard in gather(said, self.share)[1:]]
+        self.last_broadcast, state = time.monotonic(), heartbeat.current().read()
+        message = msgpack.packb([key, state.step, state.finished, call])
+        return [reply.decode() for reply in gather(message, self.group)[1:]]
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> Session:
-        self.tell("", "session", key, temperature, keeps)
-        return _LeaderSession(self, next(self.sessions), self.engine.session(key, temperature, keeps), keeps)
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
+        self.broadcast("", "session", key, temperature, keep_cache)
+        return _LeaderSession(self, next(self.sessions), self.engine.session(key, temperature, keep_cache), keep_cache)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        self.tell("", "load")
+        self.broadcast("", "load")
         return self.engine.load(weights, version)
 
     def sleep(self) -> None:
-        self.tell("", "sleep")
+        self.broadcast("", "sleep")
         self.engine.sleep()
 
     def wake(self) -> None:
-        self.tell("", "wake")
+        self.broadcast("", "wake")
         self.engine.wake()
 
     def check_health(self) -> None:
-        self.tell("", "check_health")
+        self.broadcast("", "check_health")
         self.engine.check_health()
 
-    def part(self) -> None:
-        """Nothing is sampled any more: the others may go."""
-        self.tell("", "part")
+    def release_followers(self) -> None:
+        self.broadcast("", "release")
 
     def close(self) -> None:
         self.engine.close()
 
 
 class _LeaderSession(Session):
-    """A session that all ranks have, each with rows of its own."""
+    """Session of the leader, mirrored on every follower."""
 
-    def __init__(self, leading: TPLeader, number: int, session: Session, keeps: bool):
-        self.leading, self.number, self.session, self.keeps, self.key = leading, number, session, keeps, session.key
+    def __init__(self, leader: TPLeader, number: int, session: Session, keep_cache: bool):
+        self.leader, self.number, self.session = leader, number, session
+        self.key, self.keep_cache = session.key, keep_cache
         self.numbers: dict[SampledRow, int] = {}
-        """Rows as the others know them."""
+        """Number of each row in the broadcasts."""
         self.count = itertools.count()
 
     @property
@@ -104,69 +106,69 @@ class _LeaderSession(Session):
 
     def add(self, rows: list[SampledRow]) -> None:
         described = [[self._number(row), row.id, row.prompt, row.limit, self.session.key_of(row)] for row in rows]
-        self._tell("add", _packed(rows[0].sequence), described)
+        self._call("add", _pack(rows[0].sequence), described)
         self.session.add(rows)
 
     def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
-        self._tell("extend", self.numbers[row], _packed(observation), limit)
+        self._call("extend", self.numbers[row], _pack(observation), limit)
         self.session.extend(row, observation, limit)
 
     def forget(self, row: SampledRow) -> None:
-        self._tell("forget", self.numbers.pop(row))
+        self._call("forget", self.numbers.pop(row))
         self.session.forget(row)
 
     def step(self) -> list[SampledRow]:
-        if self.leading.paused or not self.busy:
+        if self.leader.paused or not self.busy:
             return []
-        self._tell("step")
-        return self._over(self.session.step())
+        self._call("step")
+        return self._drop_ended(self.session.step())
 
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
-        self._tell("abort", None if rows is None else [self.numbers[row] for row in rows])
-        return self._over(self.session.abort(rows))
+        self._call("abort", None if rows is None else [self.numbers[row] for row in rows])
+        return self._drop_ended(self.session.abort(rows))
 
     def _number(self, row: SampledRow) -> int:
         if row not in self.numbers:
             self.numbers[row] = next(self.count)
         return self.numbers[row]
 
-    def _over(self, rows: list[SampledRow]) -> list[SampledRow]:
-        for row in () if self.keeps else rows:
+    def _drop_ended(self, rows: list[SampledRow]) -> list[SampledRow]:
+        for row in () if self.keep_cache else rows:
             del self.numbers[row]
         return rows
 
-    def _tell(self, *call: Any) -> None:
-        self.leading.tell("", "of_session", self.number, *call)
+    def _call(self, *call: Any) -> None:
+        self.leader.broadcast("", "of_session", self.number, *call)
 
 
 class TPFollowerEngine:
-    """The engine of one of the other ranks.
+    """Engine of a follower rank.
 
     Args:
-        updates: pulls the weights that `load` takes; None where they stay as they are.
+        updates: pulls the weights that `load` takes; None if they never change.
         share: as `TPLeader` has it.
     """
 
-    def __init__(self, engine: Rollout, updates: WeightUpdates | None, share: dist.ProcessGroup | None = None):
-        self.engine, self.updates, self.share = engine, updates, share
+    def __init__(self, engine: Rollout, updates: WeightUpdates | None, group: dist.ProcessGroup | None = None):
+        self.engine, self.updates, self.group = engine, updates, group
         self.sessions: list[_FollowerSession] = []
 
     def run(self) -> None:
-        """Do what the first rank does, until it parts.
+        """Make the leader's calls until it releases this rank.
 
         Raises:
-            RankMissing: it has ended, or says nothing any more.
+            RankMissing: the leader has ended, or is silent for too long.
         """
-        parted = False
-        while not parted:
+        released = False
+        while not released:
             weights = self.updates.arrived() if self.updates else None
             mine = weights.key if weights else ""
-            first, step, finished, call = msgpack.unpackb(gather(mine.encode(), self.share)[0])
+            first, step, finished, call = msgpack.unpackb(gather(mine.encode(), self.group)[0])
             if first and mine and first != mine:
                 self.updates.drop()
-            self._keep_up(step, finished)
-            parted = call == ["part"]
-            if call and not parted:
+            self._mirror_heartbeat(step, finished)
+            released = call == ["release"]
+            if call and not released:
                 self._make(weights, *call)
 
     def _make(self, weights: Weights | None, name: str, *given: Any) -> None:
@@ -174,60 +176,60 @@ class TPFollowerEngine:
             self.engine.load(weights.tensors(), weights.version)
             self.updates.loaded()
         elif name == "session":
-            self.sessions.append(_FollowerSession(self.engine.session(*given), keeps=given[-1]))
+            self.sessions.append(_FollowerSession(self.engine.session(*given), keep_cache=given[-1]))
         elif name == "of_session":
             number, call, *values = given
             getattr(self.sessions[number], call)(*values)
         else:
             getattr(self.engine, name)()
 
-    def _keep_up(self, step: int, finished: int) -> None:
-        """This rank is where the first one is; its seat, too, is to know that."""
-        page = heartbeat.current()
-        if page.read().step != step:
-            page.begin(step)
-        for _ in range(finished - page.read().finished):
-            page.finish()
+    def _mirror_heartbeat(self, step: int, finished: int) -> None:
+        """Report the leader's step and progress to this rank's own supervisor."""
+        own = heartbeat.current()
+        if own.read().step != step:
+            own.begin(step)
+        for _ in range(finished - own.read().finished):
+            own.finish()
         phase = "generating" if any(each.session.busy for each in self.sessions) else "waiting"
-        if page.read().phase != phase:
-            page.enter(phase)
+        if own.read().phase != phase:
+            own.enter(phase)
 
 
 class _FollowerSession:
-    """A session with rows that are those of the first rank, by their numbers."""
+    """Mirror of a leader's session, with rows by number."""
 
-    def __init__(self, session: Session, keeps: bool):
-        self.session, self.keeps = session, keeps
+    def __init__(self, session: Session, keep_cache: bool):
+        self.session, self.keep_cache = session, keep_cache
         self.rows: dict[int, SampledRow] = {}
 
     def add(self, sequence: bytes, described: list[list[int]]) -> None:
-        tokens = _unpacked(sequence)  # one tensor, which the engine reads once
+        tokens = _unpack(sequence)  # one tensor, which the engine reads once
         for number, id, prompt, limit, key in described:
             row = self.rows.setdefault(number, SampledRow(id, tokens, prompt, limit, key=key))
             row.sequence, row.limit = tokens, limit
         self.session.add([self.rows[number] for number, *_ in described])
 
     def extend(self, number: int, observation: bytes, limit: int) -> None:
-        self.session.extend(self.rows[number], _unpacked(observation), limit)
+        self.session.extend(self.rows[number], _unpack(observation), limit)
 
     def forget(self, number: int) -> None:
         self.session.forget(self.rows.pop(number))
 
     def step(self) -> None:
-        self._over(self.session.step())
+        self._drop_ended(self.session.step())
 
     def abort(self, numbers: list[int] | None) -> None:
-        self._over(self.session.abort(None if numbers is None else [self.rows[number] for number in numbers]))
+        self._drop_ended(self.session.abort(None if numbers is None else [self.rows[number] for number in numbers]))
 
-    def _over(self, rows: list[SampledRow]) -> None:
-        if rows and not self.keeps:
+    def _drop_ended(self, rows: list[SampledRow]) -> None:
+        if rows and not self.keep_cache:
             self.rows = {number: row for number, row in self.rows.items() if row not in rows}
 
 
-def _packed(tokens: Tensor) -> bytes:
+def _pack(tokens: Tensor) -> bytes:
     return tokens.to(torch.int32).numpy().tobytes()
 
 
-def _unpacked(tokens: bytes) -> Tensor:
+def _unpack(tokens: bytes) -> Tensor:
     values = torch.frombuffer(bytearray(tokens), dtype=torch.int32) if tokens else torch.empty(0)
     return values.to(torch.int64)

@@ -1,4 +1,4 @@
-"""What every engine that trains and infers offers, whichever library computes."""
+"""Interface of engines that train and infer, whichever library computes; micro-batches and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
-"""What the head gives and the micro-batch's rows → the sum of weighted losses. A vocabulary gives log-probabilities [T]
-and entropies [T], a value head the values [T] before each token and the scores [B] of whole responses."""
+"""(outputs of the head, micro-batch) → sum of weighted losses. A vocabulary head gives log-probabilities [T] and
+entropies [T]; a value head the values [T] before each token and the scores [B] of whole responses."""
 
 
 class Trainer(ABC):
     """One role's model, spread over the ranks of its layout.
 
-    Its methods are collective: every rank calls them, with the rows of its share. Ranks of one share (those that split
-    the model between them) bring the same rows and get the same results.
+    Methods are collective: every rank calls them with the rows of its data-parallel share. Ranks that split one copy of
+    the model pass the same rows and get the same results.
     """
 
     settings: RoleRun
@@ -35,36 +35,36 @@ class Trainer(ABC):
     pad_token: int
     steps: int
     version: int
-    """Of the weights: how often they have changed since this engine was made, by optimizer steps and restores."""
-    shares: dist.ProcessGroup
-    """The ranks that have one row each between them: one of each share, this one among them."""
+    """Number of optimizer steps and restores since the engine was created."""
+    dp_group: dist.ProcessGroup
+    """This rank and its peers in the other data-parallel shares: together they hold each row once."""
 
     @abstractmethod
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
-        """The log-probability of each response token, float32, in the form of `responses`."""
+        """Return the log-probability of each response token, float32, shaped like `responses`."""
 
     @abstractmethod
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        """The value before each response token, float32, in the form of `responses`."""
+        """Return the value before each response token, float32, shaped like `responses`."""
 
     @abstractmethod
     def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
-        """[B] float32: the value at the end of each response."""
+        """Return [B] float32, the value at the end of each response."""
 
     @abstractmethod
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
                together: bool = False) -> dict[str, float]:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
-            batch: this rank's rows; `prompts`, `responses`, perhaps `images`, and whatever `loss_of` needs.
-            loss_of: called for each micro-batch; its results are summed over micro-batches and shares, so that
-                the gradient does not depend on how the rows are divided.
+            batch: this rank's rows: `prompts`, `responses`, optionally `images`, and what `loss_of` needs.
+            loss_of: called for each micro-batch; losses are summed over micro-batches and shares, so that the gradient
+                does not depend on how rows are divided.
             step: for the learning-rate schedule.
-            together: rows of one id, which follow each other, stay in one micro-batch: their losses are not apart.
+            together: keep consecutive rows of one id in one micro-batch, since their losses are coupled.
 
         Returns:
-            gradient norm before clipping, and learning rate.
+            `grad_norm` before clipping and `learning_rate`.
 
         Raises:
             EngineError: the gradient is not finite; the weights are left as they were.
@@ -73,35 +73,34 @@ class Trainer(ABC):
     @abstractmethod
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """What training changes, as whole tensors by their Hugging Face names: see `distflow.weights.reshard.gathered`.
-        """
+        """Yield the trained weights as whole tensors by Hugging Face name; see `distflow.weights.reshard.gathered`."""
 
     def shards(self) -> Mapping[str, Tensor]:
-        """What this rank gives to those that pull the weights: its part of what training changes, as DTensors, or whole
-        tensors that no other rank gives. Collective."""
+        """Return this rank's part of the trained weights, which it publishes: DTensors, or whole tensors that no other
+        rank publishes. Collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        return {name: whole.clone() for place, (name, whole) in enumerate(self.export()) if place % ranks == rank}
+        return {name: whole.clone() for index, (name, whole) in enumerate(self.export()) if index % ranks == rank}
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Sharded state for torch.distributed.checkpoint, of what training changes."""
+        """Return the sharded training state for torch.distributed.checkpoint."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave, perhaps on other ranks."""
+        """Restore the result of `state_dict`, possibly of another layout."""
 
     @abstractmethod
     def resident(self, weights: bool = True) -> Iterable[Tensor]:
-        """This rank's tensors between two steps: optimizer state, and `weights`; those that another engine shares
-        excepted."""
+        """Yield this rank's tensors between two steps: optimizer state and, with `weights`, its shards; without tensors
+        shared with another engine."""
 
     def scratch(self) -> Iterable[Tensor]:
-        """This rank's tensors that it keeps between two steps, though nothing of what is in them is needed."""
+        """Yield tensors that stay allocated between two steps though their contents are not needed."""
         return ()
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank reports for its share: the last stage of a pipeline is the one that sees losses."""
+    def reports(self) -> bool:
+        """Whether this rank reports for its share; only the last pipeline stage has losses."""
         mesh = self.mesh
         if not mesh.mesh_dim_names:
             return True
@@ -109,43 +108,43 @@ class Trainer(ABC):
         return at.get("tp", 0) == at.get("cp", 0) == 0 and at.get("pp", 0) == mesh["pp"].size() - 1
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all shares, on the CPU."""
+        """Sum over all data-parallel shares; the result is on the CPU."""
         values = values.to(self.device)
-        dist.all_reduce(values, group=self.shares)
+        dist.all_reduce(values, group=self.dp_group)
         return values.cpu()
 
     def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
-        """Rows cut by the token budget, and as many pieces on every rank, since forward and backward are collective. A
-        rank's pieces are as even as can be: one with fewer rows than others holds them up in none."""
+        """Cut rows by the token budget, into equally many pieces on every rank, since forward and backward are
+        collective. The pieces are as even as possible, so that no rank delays the others."""
         tokens = batch["prompts"].lengths + batch["responses"].lengths
         sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
         needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens).tolist()
         budget = self.settings.micro_batch_tokens
         count = torch.tensor(max(len(cuts(needed, budget)), 1), device=self.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.shares)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.dp_group)
         rows = [0, *sizes.cumsum(0).tolist()]
         pieces = [batch.slice(rows[start], rows[stop]) for start, stop in even_cuts(needed, budget, int(count))]
         return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
 
 
 def cuts(needed: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Neighbours that need at most `cap` together, from one to before another; what needs more is alone."""
+    """Cut a sequence into (start, stop) pieces of at most `cap` in sum; a larger item stands alone."""
     edges, used = [0], 0
-    for place, more in enumerate(needed):
+    for index, more in enumerate(needed):
         if used and used + more > cap:
-            edges.append(place)
+            edges.append(index)
             used = 0
         used += more
     return list(pairwise([*edges, len(needed)])) if needed else []
 
 
 def even_cuts(needed: Sequence[int], cap: int, count: int) -> list[tuple[int, int]]:
-    """`cuts` by the smallest cap that gives at most `count` of them, as `cap` does."""
+    """Return `cuts` by the smallest cap that gives at most `count` pieces."""
     return cuts(needed, bisect_left(range(cap), True, key=lambda less: len(cuts(needed, less)) <= count))
 
 
 def schedule(settings: RoleRun, step: int, steps: int) -> float:
-    """The factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0."""
+    """Return the learning rate's factor at `step` (from 0) of `steps`: linear warm-up, then decay to 0."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
@@ -154,13 +153,13 @@ def schedule(settings: RoleRun, step: int, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
 
 
-def _placeholder(pad_token: int, sees: bool) -> Batch:
-    """A row that counts for nothing, for a rank that has fewer micro-batches than others."""
+def _placeholder(pad_token: int, with_images: bool) -> Batch:
+    """Return a micro-batch without a loss, for a rank that has fewer rows than others."""
     one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
-    none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if sees else {}
+    none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if with_images else {}
     return Batch(torch.tensor([-1]), {"prompts": one, "responses": one, **none})
 
 
 def is_placeholder(micro: Batch) -> bool:
-    """Whether the losses of a micro-batch count for nothing."""
+    """Return whether a micro-batch is a placeholder."""
     return bool(micro.ids[0] < 0)

@@ -1,7 +1,7 @@
-"""A language model with one number for each token instead of a vocabulary: critics and reward models.
+"""Value head: a language model with one number per token, for critics and reward models.
 
-In Hugging Face's form it is a sequence classifier of one label (`AutoModelForSequenceClassification`), which is how
-reward models are published; its head is the linear layer `score`.
+Hugging Face's form is a sequence classifier of one label (`AutoModelForSequenceClassification`), in which
+reward models are published; the head is the linear layer `score`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
 
 from distflow.errors import EngineError
-from workers.engines.context_parallel import Context
+from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.policy import SharedPrompt, last_states
 
 
 class ValueModel(SharedPrompt):
-    """The value head: `values` [T], of each response token the value of all that stands before it; and `scores` [B],
-    the value of each response as a whole. Both are float32.
+    """Value head: `values` [T], the value before each response token, and `scores` [B], the value of each whole
+    response; both float32.
 
-    V(s_t) of a critic is thus read where token t is predicted, as in PPO (Schulman et al. 2017), and the score of a
-    reward model at the last token (Ouyang et al. 2022, section 3.5). The one multiplication of the head is done in
-    float32 whatever the model computes in: bfloat16 would round values to two or three digits.
+    V(s_t) of a critic is read where token t is predicted, as in PPO (Schulman et al. 2017), the score of a reward
+    model at the last token (Ouyang et al. 2022, §3.5). The head computes in float32 in any case: bfloat16 would round
+    values to two or three digits.
     """
 
-    beyond = 1
+    after_last = 1
 
-    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: Context | None = None):
+    def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)
         if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
             raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
@@ -42,7 +42,7 @@ class ValueModel(SharedPrompt):
 
     def forward(self, *inputs: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
                 ) -> tuple[Tensor, Tensor]:
-        """See `SharedPrompt.forward`; a temperature says nothing here."""
+        """See `SharedPrompt.forward`; `temperature` is ignored."""
         (all_values,) = super().forward(*inputs, images=images)
         ends = (inputs[-1] + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
@@ -52,11 +52,10 @@ class ValueModel(SharedPrompt):
 
 @torch.no_grad()
 def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
-    """The causal language model `model` with its vocabulary head replaced; it shares the other weights.
+    """Replace the vocabulary head of a causal language model by a value head; the other weights are shared.
 
-    The new head is all zeros. One linear output has no symmetry that random weights would have to break, so nothing
-    is lost and no seed is needed. A critic starts without a baseline instead of with a random one, a reward model
-    with a loss of ln 2. The first step moves the head alone, later ones the whole model.
+    The new head is zero: one linear output has no symmetry to break, so no seed is needed. A critic starts without a
+    baseline, a reward model with a loss of ln 2. The first step moves the head alone, later ones the whole model.
 
     Raises:
         EngineError: transformers has no sequence classifier of this architecture.

@@ -1,7 +1,7 @@
 """Images for models of the Qwen-VL family (Wang et al. 2024; Bai et al. 2025): pixels, patches, tokens and positions.
 
-An image travels as the pixels that the model will see, resized and in whole numbers: one byte for each colour of each,
-an eighth of the normalised patches in float32 that the model takes. Those are made where the model is.
+An image is stored and moved as resized uint8 pixels, an eighth of the size of its normalised float32 patches, which are
+computed next to the model.
 """
 
 from __future__ import annotations
@@ -25,71 +25,71 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How a model wants its images: the part of Hugging Face's `preprocessor_config.json` that Qwen's models use."""
+    """Image processor: the part of Hugging Face's `preprocessor_config.json` that Qwen's models use."""
 
     patch: int
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     merge: int
-    """Patches of the side of what becomes one token."""
+    """Side of a token in patches."""
     frames: int = 2
-    """A patch spans so many frames; a still image is repeated."""
-    smallest: int = 56 * 56
-    largest: int = 28 * 28 * 1280
-    """Pixels that an image is resized to have at least and at most."""
+    """Frames of a patch; a still image is repeated."""
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    """Bounds on the pixels of a resized image."""
     mean: tuple[float, float, float] = _CLIP_MEAN
     std: tuple[float, float, float] = _CLIP_STD
 
     @classmethod
     def read(cls, folder: Path) -> ImageProcessor | None:
-        """From a model folder; None if the model there takes no images."""
+        """Read from a model folder; return None if the model takes no images."""
         for name in _FILES:
             if (folder / name).is_file():
-                said = json.loads((folder / name).read_text(encoding="utf-8"))
-                said = said.get("image_processor", said)
-                if "patch_size" in said and "merge_size" in said:
-                    return cls._from(said)
+                config = json.loads((folder / name).read_text(encoding="utf-8"))
+                config = config.get("image_processor", config)
+                if "patch_size" in config and "merge_size" in config:
+                    return cls._from(config)
         return None
 
     @classmethod
-    def _from(cls, said: dict) -> ImageProcessor:
-        size = said.get("size") or {}
-        return cls(said["patch_size"], said["merge_size"], said.get("temporal_patch_size", 2),
-                   size.get("shortest_edge") or said.get("min_pixels", cls.smallest),
-                   size.get("longest_edge") or said.get("max_pixels", cls.largest),
-                   tuple(said.get("image_mean", _CLIP_MEAN)), tuple(said.get("image_std", _CLIP_STD)))
+    def _from(cls, config: dict) -> ImageProcessor:
+        size = config.get("size") or {}
+        return cls(config["patch_size"], config["merge_size"], config.get("temporal_patch_size", 2),
+                   size.get("shortest_edge") or config.get("min_pixels", cls.min_pixels),
+                   size.get("longest_edge") or config.get("max_pixels", cls.max_pixels),
+                   tuple(config.get("image_mean", _CLIP_MEAN)), tuple(config.get("image_std", _CLIP_STD)))
 
     def save(self, folder: Path) -> None:
-        """As transformers reads it."""
-        said = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": self.patch, "merge_size": self.merge,
-                "temporal_patch_size": self.frames, "image_mean": self.mean, "image_std": self.std,
-                "size": {"shortest_edge": self.smallest, "longest_edge": self.largest}}
-        (folder / _FILES[0]).write_text(json.dumps(said, indent=2) + "\n")
+        """Write to a model folder, in transformers' format."""
+        config = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": self.patch, "merge_size": self.merge,
+                  "temporal_patch_size": self.frames, "image_mean": self.mean, "image_std": self.std,
+                  "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
+        (folder / _FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width after resizing: whole tokens, within the bounds, the ratio as near as can be."""
+        """Return height and width after resizing: whole tokens, within the bounds, with the closest aspect ratio."""
         unit = self.patch * self.merge
         rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > self.largest:
-            shrink = math.sqrt(height * width / self.largest)
+        if rows * columns * unit**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
             rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
-        elif rows * columns * unit**2 < self.smallest:
-            grow = math.sqrt(self.smallest / (height * width))
+        elif rows * columns * unit**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
             rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
         return rows * unit, columns * unit
 
     def pixels(self, image: Image.Image) -> Ragged:
-        """The resized image: its lines, each a row of pixels [width, 3] uint8."""
+        """Resize an image; return its lines, each a row of pixels [width, 3] uint8."""
         height, width = self.size(image.height, image.width)
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         values = torch.from_numpy(numpy.array(resized)).reshape(-1, 3)
         return Ragged(values, torch.full((height,), width))
 
     def tokens(self, image: Ragged) -> int:
-        """How many tokens an image becomes."""
+        """Return the number of tokens of an image."""
         return len(image.values) // (self.patch * self.merge) ** 2
 
     def patches(self, image: Ragged) -> tuple[Tensor, tuple[int, int, int]]:
-        """Patches [N, 3 · frames · patch²] float32, those of a token together, and the grid (1, rows, columns)."""
+        """Return patches [N, 3 · frames · patch²] float32, ordered by token, and the grid (1, rows, columns)."""
         height, side, merge = len(image), self.patch, self.merge
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         pixels = (image.values.float() / 255 - mean) / std
@@ -99,8 +99,8 @@ class ImageProcessor:
         return cut.expand(-1, -1, self.frames, -1).reshape(rows * columns, -1), (1, rows, columns)
 
 
-def alike(images: Ragged) -> Tensor:
-    """[B - 1]: whether the images of a row are those of the row before."""
+def same_as_previous(images: Ragged) -> Tensor:
+    """Return [B - 1] whether a row has the same images as the row before."""
     rows = [(row.lengths, row.values.lengths, row.values.values) if len(row) else None for row in images.rows]
     return torch.tensor([_equal(one, other) for one, other in zip(rows, rows[1:])], dtype=torch.bool)
 
@@ -111,39 +111,40 @@ def _equal(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> 
     return all(torch.equal(left, right) for left, right in zip(one, other))
 
 
-def shown(model: nn.Module, images: Ragged) -> dict[str, Tensor]:
-    """What the model takes for the images of some prompts, in their order; nothing if they have none."""
+def image_inputs(model: nn.Module, images: Ragged) -> dict[str, Tensor]:
+    """Return the model's inputs for the images of some prompts, in order; {} if they have none."""
     if not len(images.values):
         return {}
-    patches, grids = zip(*(model.sight.patches(image) for image in images.values.rows))
+    patches, grids = zip(*(model.image_processor.patches(image) for image in images.values.rows))
     return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
 
 
 def with_dummy_image(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Another prompt, of one dark token, to which no response belongs.
+    """Append a prompt with one black image token and no response.
 
-    Every rank must make gradients for the same weights, those that see included, though only some have images.
+    Every rank must compute gradients of the vision weights, though only some ranks have images.
     """
     prompts, lengths, *rest = inputs
-    sight = model.sight
-    side = sight.patch * sight.merge
+    image_processor = model.image_processor
+    side = image_processor.patch * image_processor.merge
     dark = Ragged(torch.zeros(side * side, 3, dtype=torch.uint8), torch.full((side,), side))
-    glance = prompts.new_zeros(1, prompts.shape[1])
-    glance[0, -1] = model.config.image_token_id
+    dummy_prompt = prompts.new_zeros(1, prompts.shape[1])
+    dummy_prompt[0, -1] = model.config.image_token_id
     column = Ragged(Ragged(dark, torch.tensor([side])), torch.tensor([1]))
-    return (torch.cat([prompts, glance]), torch.cat([lengths, lengths.new_ones(1)]), *rest), shown(model, column)
+    with_dummy = (torch.cat([prompts, dummy_prompt]), torch.cat([lengths, lengths.new_ones(1)]), *rest)
+    return with_dummy, image_inputs(model, column)
 
 
-def places_of(model: nn.Module, tokens: Tensor, mask: Tensor,
-              images: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """What goes with prompts: their positions and what they show; and the position [P] of the token after each.
+def position_inputs(model: nn.Module, tokens: Tensor, mask: Tensor,
+                    images: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the model's inputs for positions and images of prompts, and the position [P] of the token after each.
 
-    Text has one position for each token. An image's tokens stand at its rows and columns, and what follows at one more
-    than the largest of both (M-RoPE, Wang et al. 2024, §2.1): fewer positions than tokens.
+    Image tokens have row and column positions, and the next token follows the larger of both (M-RoPE, Wang et al. 2024,
+    §2.1), so there are fewer positions than tokens.
 
     Args:
         tokens, mask: [P, L], padded on the left.
-        images: from `shown`; empty for text alone.
+        images: from `image_inputs`; empty for text alone.
     """
     positions, lengths = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
     if not images:
@@ -154,7 +155,7 @@ def places_of(model: nn.Module, tokens: Tensor, mask: Tensor,
     return {"position_ids": positions, **images}, lengths + shift.squeeze(1)
 
 
-def attach_images(model: PreTrainedModel, sight: ImageProcessor | None) -> PreTrainedModel:
-    """The model with its `sight` beside it, or without one."""
-    model.sight = sight
+def attach_images(model: PreTrainedModel, image_processor: ImageProcessor | None) -> PreTrainedModel:
+    """Attach an image processor (or None) to the model and return the model."""
+    model.image_processor = image_processor
     return model

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies over a vocabulary, of which only a piece of the logits exists at a time.
+"""Log-probabilities and entropies over a vocabulary, with only a piece of the logits in memory at a time.
 
-A vocabulary of 150,000 makes 600 kB of logits of each token, and plain autograd keeps several such tables for the
-backward pass. Here the head is applied to some tokens at a time, and once more to the same ones in the backward pass
-(as in Liger Kernel, Hsu et al. 2024, and Cut Cross-Entropy, Wijmans et al. 2024, but in plain PyTorch). Where the head
-is cut over ranks by the vocabulary, they exchange three numbers for each token (Shoeybi et al. 2019, §3), not logits.
+A vocabulary of 150,000 takes 600 kB of logits per token, and autograd keeps several such tables. Here the head is
+applied to some tokens at a time, and again in the backward pass (as in Liger Kernel, Hsu et al. 2024, and Cut
+Cross-Entropy, Wijmans et al. 2024, but in plain PyTorch). With a head that is split over ranks they exchange three
+numbers per token (Shoeybi et al. 2019, §3), not logits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 PIECE = 2**25
-"""Logits that exist at a time: 128 MiB in float32. Where all fit, they are made once and kept."""
+"""Logits in memory at a time: 128 MiB in float32. If all fit, they are computed once and kept."""
 
 
 def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `tokens` [N] after `hidden` [N, D], and entropies [N] (detached), both float32.
+    """Return log-probabilities of `tokens` [N] after `hidden` [N, D], and entropies [N] (detached), both float32.
 
-    head: without a bias; its weight [V, D] may be a DTensor that is cut by rows over one mesh dimension.
+    `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh dimension.
     """
     weight = head.weight
     if isinstance(weight, DTensor):
@@ -34,16 +34,18 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
 
 def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, temperature: float,
               group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """As `score`, of a head of `vocabulary` rows that is cut over `group`: `weight` are this rank's. The last ranks
-    have fewer than the others, or none, or rows behind the vocabulary, which count for nothing. The gradient of
-    `hidden` is the whole one on each of them."""
+    """Compute `score` with a head of `vocabulary` rows that is split over `group`; `weight` holds this rank's rows.
+
+    The last ranks may have fewer rows, none, or padding beyond the vocabulary, which is ignored. Every rank gets the
+    whole gradient of `hidden`.
+    """
     rows = -(-vocabulary // dist.get_world_size(group))
     first = rows * dist.get_rank(group)
     return _Scores.apply(hidden, weight[: max(0, vocabulary - first)], tokens, temperature, group, first, rows)
 
 
 def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `tokens` [N] and entropies [N] under `logits` [N, V]."""
+    """Return log-probabilities of `tokens` [N] and entropies [N] under `logits` [N, V]."""
     logprobs = torch.log_softmax(logits, -1)
     with torch.no_grad():
         entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -54,21 +56,21 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
                 group: dist.ProcessGroup | None, first: int, part: int) -> tuple[Tensor, Tensor]:
-        """`part`: the rows of the head's largest part, alike on all ranks, so that they agree on the pieces."""
+        """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces."""
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         normalizers = torch.empty_like(logprobs)
         for piece in _pieces(len(hidden), part):
             logits = _logits(hidden[piece], weight, temperature)
             top = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
-            _reduced(top, dist.ReduceOp.MAX, group)
+            _all_reduce(top, dist.ReduceOp.MAX, group)
             logits.sub_(top[:, None])
-            rows, places = _own(tokens[piece] - first, len(weight))
+            rows, columns = _local_rows(tokens[piece] - first, len(weight))
             chosen = torch.zeros_like(top)
-            chosen[rows] = logits[rows, places]
+            chosen[rows] = logits[rows, columns]
             powers = logits.exp()
             weighted = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
-            chosen, total, weighted = _reduced(torch.stack([chosen, powers.sum(-1), weighted]), dist.ReduceOp.SUM,
-                                               group)
+            chosen, total, weighted = _all_reduce(torch.stack([chosen, powers.sum(-1), weighted]), dist.ReduceOp.SUM,
+                                                  group)
             spread = total.log()
             logprobs[piece], entropies[piece], normalizers[piece] = chosen - spread, spread - weighted / total, top + \
                 spread
@@ -87,8 +89,8 @@ class _Scores(torch.autograd.Function):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
             table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale[:, None])
-            rows, places = _own(tokens[piece] - ctx.first, len(weight))
-            table[rows, places] += scale[rows]
+            rows, columns = _local_rows(tokens[piece] - ctx.first, len(weight))
+            table[rows, columns] += scale[rows]
             table = table.to(hidden.dtype)
             to_hidden[piece] = table @ weight
             if to_weight is not None and hidden.dtype == torch.float32:
@@ -96,7 +98,7 @@ class _Scores(torch.autograd.Function):
             elif to_weight is not None:
                 to_weight += table.T @ hidden[piece]  # summed in float32: bfloat16 would lose the last pieces
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return _reduced(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None, None
+        return _all_reduce(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None, None
 
 
 def _pieces(count: int, part: int) -> Iterator[slice]:
@@ -108,13 +110,13 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return nn.functional.linear(hidden, weight).float().div_(temperature)
 
 
-def _own(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The rows whose token lies in this rank's part of the vocabulary, and where."""
-    rows = ((places >= 0) & (places < size)).nonzero().squeeze(1)
-    return rows, places[rows]
+def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return (rows, columns) of the tokens in this rank's part of the vocabulary."""
+    rows = ((columns >= 0) & (columns < size)).nonzero().squeeze(1)
+    return rows, columns[rows]
 
 
-def _reduced(values: Tensor, how: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
+def _all_reduce(values: Tensor, how: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(values, how, group=group)
     return values

@@ -1,4 +1,4 @@
-"""New weights for an engine that samples, pulled while it samples."""
+"""Pulls new weights in a background thread while the engine samples."""
 
 from __future__ import annotations
 
@@ -12,86 +12,86 @@ from distflow.weights.errors import WeightsLate
 from distflow.weights.manifest import version_of
 from distflow.weights.puller import Puller
 
-_MOMENT = 0.05
-"""Seconds between two looks at the board."""
-_PATIENCE = 5.0
-"""Seconds of pulling after which the thread looks whether it is over."""
-_AGAIN = 1.0
-"""Seconds until a version that nobody has is asked for again."""
+_POLL_INTERVAL = 0.05
+"""Seconds between two checks for a new version."""
+_PULL_TIMEOUT = 5.0
+"""Seconds of pulling after which the thread checks whether it is closed."""
+_RETRY_INTERVAL = 1.0
+"""Seconds until a version without a live source is tried again."""
 
 
 class WeightUpdates:
     """Pulls each new version in a thread of its own."""
 
     def __init__(self, puller: Puller, version: int):
-        """`version`: of the weights that the engine has from its files."""
+        """`version` is that of the weights that the engine has loaded from its files."""
         self.puller, self.version, self.key = puller, version, ""
         self.missed = ""
-        """The version that could not be pulled."""
-        self.fresh: Weights | None = None
+        """Key of the version that could not be pulled."""
+        self.pulled: Weights | None = None
         self.changed = threading.Condition()
-        self.over = False
+        self.closed = False
         self.pool = ThreadPoolExecutor(1, "weights")
         self.job = self.pool.submit(self._pull)
 
     def arrived(self) -> Weights | None:
-        """Weights that have come. No others are pulled until they are loaded, or dropped.
+        """Return the weights that have been pulled; the next pull waits until they are loaded or dropped.
 
-        Raises what has ended the thread.
+        Raises the error that has ended the thread.
         """
         if self.job.done():
             self.job.result()
-        return self.fresh
+        return self.pulled
 
     def loaded(self) -> None:
-        """The engine has them."""
-        self.version, self.key = self.fresh.version, self.fresh.key
+        """Note that the engine has loaded the weights."""
+        self.version, self.key = self.pulled.version, self.pulled.key
         self.drop()
 
     def drop(self) -> None:
-        """Pull the newest again: another rank of the engine has others than these."""
+        """Discard the weights and pull the newest: another rank of the engine has a different version."""
         with self.changed:
-            self.fresh = None
+            self.pulled = None
             self.changed.notify_all()
 
     def close(self) -> None:
         with self.changed:
-            self.over = True
+            self.closed = True
             self.changed.notify_all()
         self.pool.shutdown()
         self.puller.close()
 
     def _pull(self) -> None:
-        while not self.over:
+        while not self.closed:
             newest = self.puller.newest_key()
-            if self._is_news(newest):
-                heartbeat.current().happens("pulling")
+            if self._is_newer(newest):
+                heartbeat.current().notify("pulling")
                 self._pull_one(newest)
             with self.changed:
-                self.changed.wait_for(lambda: self.over, timeout=_MOMENT)
+                self.changed.wait_for(lambda: self.closed, timeout=_POLL_INTERVAL)
 
-    def _is_news(self, newest: str) -> bool:
-        """A trainer that starts anew may use a number again. With a lower one it has only to catch up: what was ordered
-        before is owed the weights that are here, or newer ones."""
-        if not self.key:  # those of the files are what the trainer begins with
+    def _is_newer(self, newest: str) -> bool:
+        """A restarted trainer may use a version again. With a lower one it is catching up: prompts enqueued before are
+        owed the weights that are here, or newer ones."""
+        if not self.key:  # the trainer starts with the same files
             return version_of(newest) > self.version
         return newest != self.key and version_of(newest) >= self.version
 
     def _pull_one(self, newest: str) -> None:
         try:
-            weights = self.puller.pull(seconds=_PATIENCE)
-        except WeightsLate as error:  # it goes on where it stood
-            self._miss(newest, str(error))
+            weights = self.puller.pull(seconds=_PULL_TIMEOUT)
+        except WeightsLate as error:  # the next pull continues where this one stopped
+            self._record_missed(newest, str(error))
             return
         with self.changed:
-            if weights.key == self.key:  # those that are here are no news
-                self._miss(newest, "no process that lives has all of it: the trainer may have died")
-                self.changed.wait_for(lambda: self.over, timeout=_AGAIN)
+            if weights.key == self.key:  # the newest complete version is already loaded
+                self._record_missed(newest, "no process that lives has all of it: the trainer may have died")
+                self.changed.wait_for(lambda: self.closed, timeout=_RETRY_INTERVAL)
                 return
-            self.fresh = weights
-            self.changed.wait_for(lambda: self.fresh is None or self.over)
+            self.pulled = weights
+            self.changed.wait_for(lambda: self.pulled is None or self.closed)
 
-    def _miss(self, newest: str, why: str) -> None:
+    def _record_missed(self, newest: str, why: str) -> None:
         if self.missed != newest:
             self.missed = newest
             record("weights_late", who=self.puller.who, version=version_of(newest), why=why)

@@ -1,16 +1,15 @@
-"""Advantages: of whole rows from the rewards of their group, the rows that answer the same prompt, and of tokens.
+"""Advantages: of whole rows against the other rows of their prompt, and of tokens from the rewards that follow them.
 
-Group ids may be any integers, in any order, with groups of any size: rows stay where they are. Everything is computed
-in float64 and returned in the dtype of the rewards, since a group's rewards often differ by little around a large mean.
+Everything is computed in float64 and returned in the dtype of the rewards (or values): a group's rewards often differ
+by little around a large mean.
 
-What rewards of single tokens are worth to the tokens before them.
+- Groups: ids may be any integers, in any order, with groups of any size; rows stay in their order.
+- Tokens: rows lie back to back in `[T]` tensors, `lengths_B` tokens each, and do not influence each other. A row ends
+  where its response ends, truncated or not: after its last token there is no reward and the value is 0.
 
-Rows lie back to back in `[T]` tensors, `lengths_B` tokens each; nothing crosses from one row into another. A row ends
-where its response ends, truncated or not: after its last token there is no reward and the value is 0.
-
-Tokens that the policy did not choose (of a tool or an environment: `mask_T` is False) are no steps in time. They are
-passed over: the next state of a token is the next trained one, and a reward that stands on one of them counts for the
-last trained token before it, which is the action that it answers. (verl skips them too, and loses such rewards.)
+Tokens that the policy did not choose (of a tool or an environment: `mask_T` is False) are no steps in time. The next
+state of a token is the next trained one, and a reward on an untrained token counts for the last trained token before
+it, the action that it answers. (verl skips such tokens too, and loses their rewards.)
 """
 
 import torch
@@ -20,7 +19,7 @@ from distflow import Ragged, node
 
 
 def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_T: Tensor | None = None) -> Tensor:
-    """The return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 for tokens that are not trained.
+    """Return the discounted return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 for tokens that are not trained.
 
     Args:
         rewards_T: one reward per token.
@@ -43,7 +42,7 @@ def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_
 def generalized_advantage(
     rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor, gamma: float, lam: float, mask_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (GAE: Schulman et al. 2016, Eq. 16) over ragged rows.
+    """Estimate advantages by GAE (Schulman et al. 2016, Eq. 16) over ragged rows.
 
     With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`. `lam` 1 gives the
     discounted return minus the value, `lam` 0 the one-step error.
@@ -56,7 +55,7 @@ def generalized_advantage(
         mask_T: bool, True where the token is trained; None trains every token.
 
     Returns:
-        `advantages_T`, and `returns_T = advantages_T + values_T`, which the critic is to foretell; both 0 where the
+        `advantages_T`, and `returns_T = advantages_T + values_T`, which the critic is to predict; both 0 where the
         token is not trained. Computed in float64 and returned in the dtype of the values.
 
     Raises:
@@ -75,38 +74,35 @@ def generalized_advantage(
 
 
 def _discounted_sum(values_S: Tensor, lengths_R: Tensor, discount: float) -> Tensor:
-    """`x_t + discount * x_(t+1) + …` to the row's end.
-
-    Each pass doubles how far a token sees, so that the longest row costs its logarithm and not its length.
-    """
-    reach, longest = 1, int(lengths_R.max()) if len(lengths_R) else 0
-    while reach < longest:
-        values_S = values_S + discount**reach * _later(values_S, lengths_R, reach)
-        reach *= 2
+    """Return `x_t + discount * x_(t+1) + …` to the row's end, in a number of passes logarithmic in the longest row."""
+    summed, longest = 1, int(lengths_R.max()) if len(lengths_R) else 0
+    while summed < longest:
+        values_S = values_S + discount**summed * _later(values_S, lengths_R, summed)
+        summed *= 2
     return values_S
 
 
 def _later(values_S: Tensor, lengths_R: Tensor, steps: int) -> Tensor:
-    """The value `steps` further in the same row, or 0."""
+    """Return the value `steps` further in the same row, or 0."""
     end_S = torch.repeat_interleave(lengths_R.cumsum(0), lengths_R)
-    place_S = torch.arange(len(values_S), device=values_S.device) + steps
+    index_S = torch.arange(len(values_S), device=values_S.device) + steps
     shifted_S = torch.nn.functional.pad(values_S, (0, steps))[steps:]
-    return torch.where(place_S < end_S, shifted_S, 0.0)
+    return torch.where(index_S < end_S, shifted_S, 0.0)
 
 
 def _steps(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The reward of each trained token, with those of the untrained ones behind it; and trained tokens per row."""
+    """Return the reward of each trained token plus those of untrained ones after it, and trained tokens per row."""
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
     trained_R = torch.zeros_like(lengths_B).index_add(0, row_T, mask_T.to(lengths_B.dtype))
     step_T = mask_T.cumsum(0) - 1  # the last trained token up to here, of whatever row
     first_R = trained_R.cumsum(0) - trained_R
-    answers_T = step_T >= first_R[row_T]  # what stands before the row's first trained token answers no action of it
+    answers_T = step_T >= first_R[row_T]  # before the row's first trained token there is no action
     rewards_S = rewards_T.new_zeros(int(trained_R.sum()))
     return rewards_S.index_add(0, step_T[answers_T], rewards_T.detach()[answers_T]), trained_R
 
 
 def _spread(values_S: Tensor, mask_T: Tensor) -> Tensor:
-    """Back to all tokens, 0 where untrained."""
+    """Spread values of trained tokens over all tokens, with 0 where untrained."""
     return values_S.new_zeros(mask_T.shape).masked_scatter(mask_T, values_S)
 
 
@@ -123,12 +119,11 @@ def _check(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor | None, **shares
 
 
 def group_normalized(rewards_B: Tensor, group_B: Tensor, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
-    """`(r - mean) / (std + epsilon)` over each group (GRPO: Shao et al. 2024, section 4.1.2), `std` unbiased (n - 1).
+    """Return `(r - mean) / (std + epsilon)` in each group (GRPO: Shao et al. 2024, section 4.1.2), `std` unbiased.
 
     A group of equal rewards gets exactly 0: it cannot tell good from bad. So does a group of one row, whose reward is
-    its own mean and whose deviation is undefined. Peers differ there: verl gives such a row its raw reward, an
-    advantage without a baseline; TRL does not have such groups. Both use the unbiased deviation; `epsilon` is 1e-6 in
-    verl and 1e-4 in TRL, which matters only when rewards differ by about that much.
+    its own mean and whose deviation is undefined; verl gives such a row its raw reward, TRL has no such groups. Both
+    divide by the unbiased deviation (n - 1); `epsilon` is 1e-6 in verl and 1e-4 in TRL.
 
     Args:
         rewards_B: one finite reward per row; integer and bool rewards are taken too.
@@ -155,7 +150,7 @@ def group_normalized(rewards_B: Tensor, group_B: Tensor, epsilon: float = 1e-6, 
 
 
 def leave_one_out(rewards_B: Tensor, group_B: Tensor) -> Tensor:
-    """Each reward minus the mean of its group's other rewards (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
+    """Return each reward minus the mean of its group's other rewards (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
 
     Computed as `(r - mean) * n / (n - 1)`, which is the same. A group of one row gets 0, because without other rows
     there is no baseline to compare with; verl leaves such a row its raw reward. Equal rewards give exactly 0.
@@ -175,7 +170,7 @@ def leave_one_out(rewards_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reward minus group mean, group size (both float64) and a dense group index, each per row."""
+    """Return the reward minus the group mean, the group size (both float64) and a dense group index, each per row."""
     _check_advantages(rewards_B, group_B)
     _, index_B = torch.unique(group_B, return_inverse=True)
     rewards_B = rewards_B.detach().to(torch.float64)
@@ -188,7 +183,6 @@ def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _group_sum(values_B: Tensor, index_B: Tensor) -> Tensor:
-    """The sum over its group, per row. There are at most as many groups as rows, so B slots are enough."""
     return torch.zeros_like(values_B).index_add(0, index_B, values_B)[index_B]
 
 
@@ -213,29 +207,28 @@ def _check_advantages(rewards_B: Tensor, group_B: Tensor) -> None:
 
 @node(writes="advantages", keep_together="group", bounds={"epsilon": ">= 0"})
 def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
-    """Each reward against its group's mean, in units of the group's deviation: see `group_normalized`."""
+    """Compare each reward with its group's mean, in units of the group's deviation: see `group_normalized`."""
     return group_normalized(rewards, group, epsilon, scale)
 
 
 @node(writes="advantages", keep_together="group")
 def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
-    """Each reward minus the mean of its group's other rewards: see `leave_one_out`."""
+    """Subtract from each reward the mean of its group's other rewards: see `leave_one_out`."""
     return leave_one_out(rewards, group)
 
 
 @node(writes="advantages")
 def baseline_advantage(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """Each reward minus a baseline: in ReMax that of the greedy answer to the same prompt (Li et al. 2024).
+    """Subtract a baseline from each reward: in ReMax the reward of the greedy answer (Li et al. 2024).
 
-    Rows of a prompt need not look for theirs. Where the baseline was made once per prompt, by nodes that do not
-    depend on the one which repeats prompts, the databuffer repeats it for each of the prompt's rows.
+    The databuffer repeats a baseline that was made once per prompt for each of the prompt's rows.
     """
     return rewards - baselines
 
 
 @node(writes="advantages", bounds={"gamma": ">= 0, <= 1"})
 def discounted_advantage(token_rewards: Ragged, response_mask: Ragged | None = None, *, gamma: float = 1.0) -> Ragged:
-    """Each token's advantage is its return, without a baseline: see `discounted_returns`.
+    """Take each token's return as its advantage, without a baseline: see `discounted_returns`.
 
     With `gamma` 1 and rewards that hold a KL penalty per token it is REINFORCE++'s (Hu et al. 2025), to be normalised
     over the whole batch by the update.

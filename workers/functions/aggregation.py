@@ -1,4 +1,4 @@
-"""How per-token losses become one number: a weight per token, and nothing else.
+"""Loss aggregation: turns per-token losses into one number by one weight per token.
 
 Averaging inside a micro-batch and then averaging the micro-batches gives another loss for every way of splitting the
 rows (short rows, masked rows and uneven ranks all shift it). Here every mode is turned into one weight per token from
@@ -37,7 +37,7 @@ MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_lengt
 
 
 def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
-    """Count what this rank holds; the caller sums the answer over ranks.
+    """Count the trained tokens and rows of this rank; the caller sums them over ranks.
 
     Args:
         mask_T: bool, one entry per token, True where the token is trained. None trains every token.
@@ -56,7 +56,7 @@ def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
 def token_weights(
     mask_T: Tensor | None, lengths_B: Tensor, mode: str, totals: Tensor, fixed_length: int | None = None
 ) -> Tensor:
-    """Weight of each token in the loss, such that the loss is `sum(weight * loss)` however the rows are split.
+    """Return the weight of each token, such that the loss is `sum(weight * loss)` however the rows are split.
 
     Args:
         mask_T: bool, one entry per token, True where the token is trained. None trains every token.
@@ -90,7 +90,7 @@ def token_weights(
 
 
 def weighted_sum(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """Scalar `sum(weight * loss)`; no token at all gives 0 and a zero gradient, so such a piece still runs backward.
+    """Return the scalar `sum(weight * loss)`; without any token 0 with a zero gradient, so that backward still runs.
 
     Tokens of weight 0 are left out rather than multiplied by 0: an untrained token may carry an infinite or undefined
     loss (a log-probability of -inf, say), and 0 * inf is NaN. A trained token's NaN is kept: it is a fault to be seen.

@@ -1,7 +1,7 @@
-"""Conversations of a model with environments: turns sampled, turns observed, and sampling that does not wait.
+"""Multi-turn rollouts: conversations of a model with environments. Sampling goes on while environments answer.
 
-Which rows are computed together depends on when environments answer. The random numbers of a row do not; what two runs
-differ by is the rounding of their log-probabilities.
+Which rows are computed together depends on when environments answer. The random numbers of a row do not; two runs
+differ by the rounding of their log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distflow import Ragged, Turn, node
 from distflow.contracts.decorators import Environment
-from distflow.contracts.environments import kind_of, load_environment
+from distflow.contracts.environments import environment_contract, load_environment
 from distflow.errors import RewardsFailed
 from distflow.telemetry import events, heartbeat
 from distflow.telemetry.metrics import current
@@ -29,13 +29,13 @@ from workers.functions.rewards import all_equal
 from workers.functions.rollout import fingerprint, note_lengths
 from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
-from workers.isolation.user_code import failures_of
+from workers.isolation.user_code import failure_streak_of
 from workers.roles import RoleEngines
 
 _REASONS, _ROWS = 8, 20
-"""So many are named in the events of a step, and in each of them."""
+"""Reasons of failure with an event in a step, and rows named in each event."""
 _PATIENCE = 3
-"""Steps in a row of which every trajectory may fail."""
+"""Steps in a row in which all trajectories may fail before the run ends."""
 Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]
 
 
@@ -50,10 +50,10 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
              observation_role: Literal["user", "tool"] = "user", step_seconds: float = 10.0, processes: int = 2,
              memory_gib: float = 4.0, **columns: list[str],
              ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
-    """`group_size` conversations with an environment for each prompt: all that follows the prompt, which tokens of it
-    were sampled, the rewards that the environment gave, the number of turns, and whether it came to a proper end.
+    """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
+    were sampled, the rewards of the environment, the number of turns, and whether the environment did not fail.
 
-    A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends before.
+    A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early.
     A trajectory whose environment fails, or takes longer than `step_seconds`, is not kept.
 
     Raises:
@@ -62,38 +62,38 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     found = load_environment(environment)
-    kind = kind_of(found)
-    hosting = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
-                          memory_gib, found.__distflow_together__)
+    kind = environment_contract(found)
+    env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
+                               memory_gib, found.__distflow_together__)
     between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
-            environments_for(session, hosting) as host:
+            environments_for(session, env_settings) as pool:
         saved = trajectories().claim(engine.step, engine.stream, len(rows))
-        talks = [_Conversation(each, {name: columns[column][place // group_size] for name,
-                                      column in kind.columns.items()},
-                               place < saved) for place, each in enumerate(rows)]
+        episodes = [_Episode(each, {name: columns[column][index // group_size]
+                                    for name, column in kind.columns.items()}, index < saved)
+                    for index, each in enumerate(rows)]
         for start in range(0, len(rows), group_size):
             session.add(rows[start : start + group_size])
-        talking = _ConversationLoop(session, host, engine, between, (max_turns, own, max_tokens))
-        talking.run(talks)
-    note_lengths(prompts.lengths, torch.tensor([talk.length for talk in talks], dtype=torch.int64))
-    _report(talks, ids, environment, None if session.shared else talking.idle)
-    _report_rewards(talks, ids // group_size)
-    failures = [talk.failure for talk in talks if talk.failure]
-    if failures_of(environment).count(engine.step, len(talks), len(failures)) >= _PATIENCE:
+        loop = _ConversationLoop(session, pool, engine, between, (max_turns, own, max_tokens))
+        loop.run(episodes)
+    note_lengths(prompts.lengths, torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
+    _report(episodes, ids, environment, None if session.shared else loop.idle)
+    _report_rewards(episodes, ids // group_size)
+    failures = [episode.failure for episode in episodes if episode.failure]
+    if failure_streak_of(environment).count(engine.step, len(episodes), len(failures)) >= _PATIENCE:
         raise RewardsFailed(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a "
                             f"row; the last: {failures[-1].reason}")
-    return _columns(talks, engine)
+    return _columns(episodes, engine)
 
 
 @dataclass(eq=False)
-class _Conversation:
-    """A conversation. Its pieces, sampled and observed ones: tokens, log-probabilities, versions, whether sampled."""
+class _Episode:
+    """A conversation as a sequence of pieces: tokens, log-probabilities, versions, whether sampled or observed."""
 
     row: SampledRow
     columns: dict[str, str]
     saved: bool
-    """Its turns are written to the run folder."""
+    """Whether its turns are written to the run folder."""
     pieces: list[tuple[Tensor, Tensor, Tensor, bool]] = field(default_factory=list)
     turns: int = 0
     length: int = 0
@@ -112,127 +112,128 @@ class _Conversation:
 
 
 class _ConversationLoop:
-    """Samples what can be sampled while environments work on the rest."""
+    """Loop that samples turns of some episodes while environments answer others."""
 
-    def __init__(self, session: Session, host: EnvPool | EnvClient, engine: RoleEngines, between: Between,
+    def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: Between,
                  limits: tuple[int, int, int]):
-        self.session, self.host, self.engine, self.between = session, host, engine, between
+        self.session, self.pool, self.engine, self.between = session, pool, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
         self.idle = 0.0
         """Seconds without anything to sample."""
 
-    def run(self, talks: list[_Conversation]) -> None:
-        """All of them to their ends."""
-        self.by_row = {talk.row.id: talk for talk in talks}
-        while self.session.busy or self.host.busy:
+    def run(self, episodes: list[_Episode]) -> None:
+        self.by_row = {episode.row.id: episode for episode in episodes}
+        while self.session.busy or self.pool.busy:
             start = time.perf_counter()
             for row in self.session.step() if self.session.busy else ():
-                self._said(self.by_row[row.id])
+                self._step_environment(self.by_row[row.id])
             stepped = time.perf_counter()
             for row, answer in self._turns(stepped - start):
-                self._heard(self.by_row[row], answer)
+                self._continue(self.by_row[row], answer)
 
     def _turns(self, step: float) -> list[tuple[int, Turn | EnvFailure]]:
-        """What environments have answered. With nothing to sample the first one is waited for, and those that follow
-        it within the time of a step: they are then read together, unless the engine has others to sample for."""
+        """Return the answers of environments. With nothing to sample it waits for the first one, and for those that
+        follow within the time of a step, which are then read together, unless the engine samples for other callers."""
         if self.session.busy:
-            return self.host.turns()
+            return self.pool.turns()
         start = time.perf_counter()
         with contextlib.nullcontext() if self.session.shared else heartbeat.current().within("tools"):
-            found = self.host.turns(math.inf)
+            found = self.pool.turns(math.inf)
         until = time.perf_counter() + (0.0 if self.session.shared else step)
-        while self.host.busy and (rest := until - time.perf_counter()) > 0:
-            found += self.host.turns(rest)
+        while self.pool.busy and (rest := until - time.perf_counter()) > 0:
+            found += self.pool.turns(rest)
         self.idle += time.perf_counter() - start
         return found
 
-    def _said(self, talk: _Conversation) -> None:
-        """The model has ended its turn: the environment's begins."""
-        row = talk.row
-        talk.turns += 1
-        talk.add(row.tokens, row.logprobs, row.versions, True)
-        talk.asked = time.perf_counter()
-        heartbeat.current().happens("tools")
-        self.host.step(row.id, talk.columns, self._text(row))
+    def _step_environment(self, episode: _Episode) -> None:
+        row = episode.row
+        episode.turns += 1
+        episode.add(row.tokens, row.logprobs, row.versions, True)
+        episode.asked = time.perf_counter()
+        heartbeat.current().notify("tools")
+        self.pool.step(row.id, episode.columns, self._text(row))
 
-    def _heard(self, talk: _Conversation, answer: Turn | EnvFailure) -> None:
-        """The environment has answered: go on, or end here."""
-        row = talk.row
-        if talk.saved:
-            self._save(talk, answer)
+    def _continue(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
+        """Continue an episode with the environment's answer, or end it."""
+        row = episode.row
+        if episode.saved:
+            self._save(episode, answer)
         if isinstance(answer, EnvFailure):
-            talk.failure = answer
+            episode.failure = answer
         else:
-            talk.reward += answer.reward
-            if not answer.done and talk.turns < self.max_turns:
+            episode.reward += answer.reward
+            if not answer.done and episode.turns < self.max_turns:
                 between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
                 observed = torch.tensor(between, dtype=torch.int64)
-                room = self.max_tokens - talk.length - len(observed)
+                room = self.max_tokens - episode.length - len(observed)
                 if room > 0:
-                    talk.add(observed, torch.zeros(len(observed)), row.versions[-1:].expand(len(observed)), False)
+                    episode.add(observed, torch.zeros(len(observed)), row.versions[-1:].expand(len(observed)), False)
                     self.session.extend(row, observed, min(self.max_new_tokens, room))
                     return
-                talk.cut = True
-        self.host.end(row.id)
+                episode.cut = True
+        self.pool.end(row.id)
         self.session.forget(row)
 
     def _text(self, row: SampledRow) -> str:
         return self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True)
 
-    def _save(self, talk: _Conversation, answer: Turn | EnvFailure) -> None:
+    def _save(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
         turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
             "observation": answer.observation, "reward": answer.reward, "done": answer.done}
-        trajectories().write(self.engine.step, talk.row.id, {
-            "turn": talk.turns, "text": self._text(talk.row), "tokens": len(talk.row.tokens), **turn,
-            "seconds": round(time.perf_counter() - talk.asked, 6)})
+        trajectories().write(self.engine.step, episode.row.id, {
+            "turn": episode.turns, "text": self._text(episode.row), "tokens": len(episode.row.tokens), **turn,
+            "seconds": round(time.perf_counter() - episode.asked, 6)})
 
 
-def _report(talks: list[_Conversation], ids: Tensor, environment: str, idle: float | None) -> None:
-    metrics, failed = current(), [talk for talk in talks if talk.failure]
-    metrics.mean("environment/turns", sum(talk.turns for talk in talks), len(talks))
-    metrics.mean("response/truncated", sum(talk.cut or not talk.row.finished for talk in talks), len(talks))
-    metrics.add("environment/cut", sum(talk.cut for talk in talks))
+def _report(episodes: list[_Episode], ids: Tensor, environment: str, idle: float | None) -> None:
+    metrics, failed = current(), [episode for episode in episodes if episode.failure]
+    metrics.mean("environment/turns", sum(episode.turns for episode in episodes), len(episodes))
+    truncated = sum(episode.cut or not episode.row.finished for episode in episodes)
+    metrics.mean("response/truncated", truncated, len(episodes))
+    metrics.add("environment/cut", sum(episode.cut for episode in episodes))
     metrics.add("environment/failed", len(failed))
-    metrics.add("environment/timeouts", sum(talk.failure.timeout for talk in failed))
-    metrics.add("tokens", sum(len(tokens) for talk in talks for tokens, _, _, sampled in talk.pieces if sampled))
+    metrics.add("environment/timeouts", sum(episode.failure.timeout for episode in failed))
+    pieces = [piece for episode in episodes for piece in episode.pieces]
+    metrics.add("tokens", sum(len(tokens) for tokens, _, _, sampled in pieces if sampled))
     if idle is not None:
         metrics.maximum("environment/idle_seconds", idle)
-    metrics.add("response/fingerprint", fingerprint(Ragged.from_rows([torch.tensor(talk.text) for talk in talks]), ids))
+    texts = Ragged.from_rows([torch.tensor(episode.text) for episode in episodes])
+    metrics.add("response/fingerprint", fingerprint(texts, ids))
     if failed:
-        _tell(talks, failed, environment)
+        _report_failures(episodes, failed, environment)
 
 
-def _report_rewards(talks: list[_Conversation], group: Tensor) -> None:
-    kept = [place for place, talk in enumerate(talks) if not talk.failure]
-    rewards, metrics = torch.tensor([talks[place].reward for place in kept]), current()
+def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
+    kept = [index for index, episode in enumerate(episodes) if not episode.failure]
+    rewards, metrics = torch.tensor([episodes[index].reward for index in kept]), current()
     metrics.mean_of("environment/reward", rewards)
     metrics.extremes_of("environment/reward", rewards)
     metrics.deviation_of("environment/reward_std", rewards)
     metrics.mean_of("environment/zero_std_groups", all_equal(rewards, group[kept]))
 
 
-def _tell(talks: list[_Conversation], failed: list[_Conversation], environment: str) -> None:
-    """Say what has failed: one line for people, and an event for each reason."""
+def _report_failures(episodes: list[_Episode], failed: list[_Episode], environment: str) -> None:
+    """Report failed trajectories: one line in the output, and an event for each reason."""
     alike: dict[str, list[int]] = {}
-    for talk in failed:
-        alike.setdefault(talk.failure.reason, []).append(talk.row.id)
+    for episode in failed:
+        alike.setdefault(episode.failure.reason, []).append(episode.row.id)
     rank = f"[rank {events.current().rank}] "
     reason, rows = max(alike.items(), key=lambda item: len(item[1]))
-    events.show(f"{rank}environment `{environment}`: {len(failed)} of {len(talks)} trajectories failed and are left "
+    events.show(f"{rank}environment `{environment}`: {len(failed)} of {len(episodes)} trajectories failed and are left "
                 f"out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
     for reason, rows in list(alike.items())[:_REASONS]:
         events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
 
 
-def _columns(talks: list[_Conversation], engine: RoleEngines) -> Columns:
-    """What `converse` writes. No token of a trajectory that is not kept is trained."""
-    responses = Ragged.from_rows([torch.cat([piece[0] for piece in talk.pieces]) for talk in talks])
-    logprobs, versions = ([piece[index] for talk in talks for piece in talk.pieces] for index in (1, 2))
-    mask = [torch.full((len(tokens),), sampled and not talk.failure) for talk in talks
-            for tokens, _, _, sampled in talk.pieces]
-    return (responses, responses.with_values(torch.cat(mask) if talks else torch.empty(0, dtype=torch.bool)),
-            responses.with_values(torch.cat(logprobs) if talks else torch.empty(0)),
-            responses.with_values(torch.cat(versions) if talks else torch.empty(0, dtype=torch.int32)),
-            engine.decode(responses), torch.tensor([talk.reward for talk in talks]),
-            torch.tensor([talk.turns for talk in talks], dtype=torch.int64),
-            torch.tensor([talk.failure is None for talk in talks], dtype=torch.bool))
+def _columns(episodes: list[_Episode], engine: RoleEngines) -> Columns:
+    """Return what `converse` writes. No token of a trajectory that is not kept is trained."""
+    responses = Ragged.from_rows([torch.cat([piece[0] for piece in episode.pieces]) for episode in episodes])
+    logprobs, versions = ([piece[index] for episode in episodes for piece in episode.pieces] for index in (1, 2))
+    mask = [torch.full((len(tokens),), sampled and not episode.failure) for episode in episodes
+            for tokens, _, _, sampled in episode.pieces]
+    return (responses, responses.with_values(torch.cat(mask) if episodes else torch.empty(0, dtype=torch.bool)),
+            responses.with_values(torch.cat(logprobs) if episodes else torch.empty(0)),
+            responses.with_values(torch.cat(versions) if episodes else torch.empty(0, dtype=torch.int32)),
+            engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
+            torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
+            torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool))

@@ -1,7 +1,7 @@
-"""Nodes that correct for tokens which another policy than the trainer's has sampled.
+"""Importance corrections for tokens that another policy than the trainer's has sampled, and metrics of the mismatch.
 
-They stand between a node that recomputes the log-probabilities (`logprobs` with role actor) and the update, and look
-at the ratio `r = exp(actor_logprobs - rollout_logprobs)` of a token, or at one ratio for all trained tokens of a row:
+They stand between a node that recomputes the log-probabilities (`logprobs` with role actor) and the update, and use
+the ratio `r = exp(actor_logprobs - rollout_logprobs)` of a token, or at one ratio for all trained tokens of a row:
 
 ============ ==================================== ====================================================================
 level        ratio                                what it is good for
@@ -23,8 +23,6 @@ a gradient nor counts in an average (as in verl and slime; the Ring-1T report di
 
 Without a recomputing node the update starts from the rollout's own log-probabilities, and its ratio and bounds are the
 correction: `loss: cispo` is then truncated importance sampling of tokens.
-
-How far the trainer's policy is from the one that sampled, on the tokens that are trained.
 
 Two engines give one set of weights slightly different probabilities (Yao et al. 2025, "Your Efficient RL Framework
 Secretly Brings You Off-Policy RL Training"), and in the asynchronous modes the weights differ too. With
@@ -58,14 +56,14 @@ from workers.roles import RoleEngines
 
 
 class Mismatch:
-    """Gathers what the micro-batches of the step's first optimizer step show, while the weights are still the old."""
+    """Mismatch metrics of the step's first optimizer step, in which the weights are still those that sampled."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64)
         """Tokens, and the sums of d, w and w**2."""
 
     def add(self, logprobs_T: Tensor, rollout_T: Tensor) -> None:
-        """Of the trained tokens of a micro-batch, both `[T]`."""
+        """Add the trained tokens of a micro-batch, both `[T]`."""
         difference_T = (logprobs_T.detach() - rollout_T).double()
         weight_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         parts = (torch.ones_like(weight_T), difference_T, weight_T, weight_T.square())
@@ -76,7 +74,7 @@ class Mismatch:
         metrics.mean_of("mismatch/kl", kl_estimate(rollout_T.double(), logprobs_T.detach().double(), "k3"))
 
     def report(self, engine: RoleEngines) -> None:
-        """What is no mean over tokens. Every rank calls it."""
+        """Report the metrics that are no means over tokens. Collective."""
         tokens, difference, weight, squares = engine.total(self.sums).tolist()
         if tokens:
             current().mean("mismatch/effective_samples", weight**2 / (tokens * squares))
@@ -84,7 +82,7 @@ class Mismatch:
 
 
 def report_staleness(engine: RoleEngines, versions: Ragged, mask: Ragged) -> None:
-    """Of the tokens that are trained, in optimizer steps."""
+    """Report the age of the trained tokens, in optimizer steps."""
     age_T = engine.version - versions.values[mask.values].long()
     current().mean_of("staleness/mean", age_T)
     current().maximum("staleness/max", age_T.max() if len(age_T) else 0)
@@ -97,7 +95,7 @@ def truncated_importance(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0,
 ) -> Ragged:
-    """The weight `min(ratio, cap)` of each token in the loss, float32; untrained tokens get 1.
+    """Return the weight `min(ratio, cap)` of each token in the loss, float32; untrained tokens get 1.
 
     Truncation bounds the variance at the price of a bias towards what the trainer finds less likely (Ionides 2008).
     """
@@ -114,7 +112,7 @@ def reject_mismatch(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 5.0,
 ) -> Ragged:
-    """`response_mask` without the tokens, or rows, whose ratio is below `low` or above `high`."""
+    """Remove from `response_mask` the tokens, or rows, whose ratio is below `low` or above `high`."""
     mask_T = _mask(rollout_logprobs, response_mask)
     ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
     inside_T = (ratio_T >= low) & (ratio_T <= high)
@@ -123,7 +121,7 @@ def reject_mismatch(
 
 
 def importance_ratio(new: Ragged, old: Ragged, mask_T: Tensor, level: str) -> Tensor:
-    """The ratio of each token, or of its row, float64 `[T]`; NaN where the token is not trained.
+    """Return the ratio of each token, or of its row, float64 `[T]`; NaN where the token is not trained.
 
     The log-ratio of what is compared is clamped to +-`LOG_RATIO_LIMIT`.
 

@@ -1,4 +1,4 @@
-"""What the answers of an evaluation are worth, problem by problem."""
+"""Evaluation metrics per problem: mean@k and pass@k."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[st
     """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
 
     An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the
-    reward of others failed, has no pass@k. With each mean comes the mean of the squares and how many problems it is of,
-    which is what an interval needs: see `distflow.telemetry.accuracy`. The text is read so that it comes along to where
-    the run writes its samples.
+    reward of others failed, has no pass@k. With each mean come the mean of the squares and the number of problems, for
+    the confidence interval: see `distflow.telemetry.accuracy`. The text is read so that the run's samples have it.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
     order = torch.argsort(group)

@@ -1,4 +1,4 @@
-"""Which rows are worth training: functions that write `keep`. Rows with False leave the step for all later nodes."""
+"""Row filters: functions that write `keep`. Rows with False leave the step for all later nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engines.sampling import key_of, uniform
 from workers.functions.rewards import all_equal
 
 _FILTERS = 1 << 32
-"""Tells their numbers from those of the roles that sample, which are numbered from 0."""
+"""Random stream of filters, apart from those of roles that sample, which are numbered from 0."""
 
 
 @node(writes="keep", keep_together="group", refills="max_draws")
@@ -24,7 +24,7 @@ def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -
     strictly between 0 and 1, which for rewards of 0 and 1 is the same; a prompt with one answer is dropped. New
     prompts are drawn in place of those dropped, `max_draws` times at most.
     """
-    del max_draws  # for whoever draws again
+    del max_draws  # read by the training loop, which draws again
     _, index = torch.unique(group, return_inverse=True)
     keep = ~all_equal(rewards, group)[index]
     current().mean_of("filter/kept", keep)
@@ -55,7 +55,7 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: int = 1, o
 
 
 def _order(group: Tensor, *keys: Tensor) -> Tensor:
-    """The rows by group, then by each of `keys`."""
+    """Return the order of the rows by group, then by each of `keys`."""
     order = torch.arange(len(group))
     for key in (*reversed(keys), group):
         order = order[torch.argsort(key[order], stable=True)]
@@ -63,7 +63,7 @@ def _order(group: Tensor, *keys: Tensor) -> Tensor:
 
 
 def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's place in its group, from 0, in that order; and the group's size."""
+    """Return each row's rank in its group, from 0, in that order; and the group's size."""
     _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
     rank = torch.empty_like(index)
@@ -72,8 +72,8 @@ def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _key() -> int:
-    """The step's key: the worker seeds torch's generator with (seed, step) on every rank alike.
+    """Return the key of the step: torch's generator is seeded with (seed, step) on all ranks alike.
 
-    It is not the seed itself, by which rows are sampled: their order would follow from their first tokens.
+    With the seed itself, by which rows are sampled, the order would follow from the rows' first tokens.
     """
     return key_of(torch.initial_seed() & ((1 << 63) - 1), _FILTERS)

@@ -1,7 +1,4 @@
-"""Learning from a teacher's opinion of the student's own samples.
-
-Log-probabilities of given answers under a role's model.
-"""
+"""Log-probabilities of given responses under a role's model, and distillation from a teacher's."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from workers.roles import RoleEngines
       bounds={"temperature": "> 0"})
 def logprobs(engine: RoleEngines, prompts: Ragged, responses: Ragged, images: Ragged | None = None, *,
              temperature: float | None = None) -> Ragged:
-    """The log-probability of each response token, by default at the temperature at which the role samples."""
+    """Return the log-probability of each response token, by default at the temperature at which the role samples."""
     return engine.logprobs(prompts, responses, images, temperature)
 
 
 @node(writes="advantages")
 def distillation_advantage(rollout_logprobs: Ragged, teacher_logprobs: Ragged,
                            response_mask: Ragged | None = None) -> Ragged:
-    """How much likelier the teacher finds each token than the student that sampled it: log p_teacher - log p_student.
+    """Return log p_teacher - log p_student of each token that the student sampled.
 
     Its mean over samples is minus the reverse divergence KL(student || teacher), so that a policy gradient with these
     advantages descends it (MiniLLM, Gu et al. 2024; generalised knowledge distillation, Agarwal et al. 2024). Each

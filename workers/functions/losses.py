@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.contracts.losses import PARAMETERS, load_loss, place_of
+from distflow.contracts.losses import PARAMETERS, load_loss, location_of
 from distflow.errors import Diagnostic, InvalidInput
 from workers.functions.kl import LOG_RATIO_LIMIT
 
@@ -36,7 +36,7 @@ not say; a cap of 5 is what Khatri et al. 2025 ("The Art of Scaling Reinforcemen
 
 
 def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Surrogate:
-    """The loss of that kind with its bounds; a `clip` without `clip_high` is both, and neither is the usual ones.
+    """Return the loss of that kind with its bounds. `clip` alone is both bounds; with neither the usual ones hold.
 
     Raises:
         ValueError: there is no such kind.
@@ -57,7 +57,7 @@ def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip:
 def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
     """Return the loss under `@loss` that `MODULE:FUNCTION` names, as `surrogate` returns a shipped one.
 
-    It has no bounds that are known here: of the tokens at a bound there is no metric.
+    Its bounds are unknown, so that there is no metric of clipped tokens.
 
     Raises:
         InvalidInput: there is no such function; when it is called, that it returned no loss for each token.
@@ -66,19 +66,20 @@ def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
     wanted = [name for name in inspect.signature(function).parameters if name in PARAMETERS]
 
     def loss(new_T: Tensor, old_T: Tensor, gain_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, None]:
-        if not len(new_T):  # a micro-batch of which no token is trained: users need not think of it
+        if not len(new_T):  # no token of the micro-batch is trained: users need not think of it
             return new_T, new_T.detach(), None
         given = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
         loss_T = function(*(given[name] for name in wanted), **settings)
         if wrong := _not_per_token(loss_T, new_T):
-            raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", place_of(key), wrong[1]))
+            raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", location_of(key),
+                                          wrong[1]))
         return loss_T, _ratio(new_T, old_T).detach(), None
 
     return loss
 
 
 def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
-    """Return what is wrong with what a loss returned, and what to write instead."""
+    """Return what is wrong with the value that a loss returned, and what to write instead."""
     if not isinstance(loss_T, Tensor):
         return f"{type(loss_T).__name__}, not a tensor", "It returns the loss of each token, a tensor like `logprobs`."
     if loss_T.shape != logprobs_T.shape:
@@ -97,7 +98,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped surrogate of PPO (Schulman et al. 2017, Eq. 7), as a loss to minimise, per token.
+    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7) per token, as a loss to minimise.
 
     With `r = exp(logprobs - old)` and the advantage `A` it is `-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`.
     PPO has both bounds equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). For `A < 0` the loss has
@@ -134,7 +135,7 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped surrogate with one ratio for a whole row (GSPO: Zheng et al. 2025, Eq. 5 to 7), per token.
+    """Return the clipped surrogate with one ratio per row (GSPO: Zheng et al. 2025, Eq. 5 to 7), per token.
 
     The ratio is the geometric mean of its tokens' ratios, `s = exp(mean(logprobs - old))`, so that its spread does not
     grow with length; the bounds are therefore far narrower than PPO's (3e-4 and 4e-4 in the paper). It is written as
@@ -164,7 +165,7 @@ def sequence_policy_loss(
 def capped_policy_gradient(
     logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5), per token.
+    """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5), per token.
 
     `-sg[min(r, 1 + clip_high)] * A * logprobs`: unlike PPO's clipping the cap bounds a token's weight and never takes
     its gradient away. There is no bound from below, as in the paper's runs. Only the gradient has a meaning.
@@ -187,7 +188,7 @@ def capped_policy_gradient(
 
 
 def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`-A * logprobs` (REINFORCE: Williams 1992), per token; right for tokens that this very policy has sampled.
+    """Return `-A * logprobs` (REINFORCE: Williams 1992) per token; unbiased if this very policy has sampled them.
 
     `old_T` changes neither value nor gradient: the ratio to it, returned as by the other losses, shows in the metrics
     how far several steps on the same samples have led away from them.
@@ -198,7 +199,7 @@ def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> 
 
 
 def negative_log_likelihood(logprobs_T: Tensor) -> Tensor:
-    """Per-token loss of supervised training: `[T]` natural-log probabilities in, `[T]` nats out."""
+    """Return the loss of supervised training: `[T]` natural-log probabilities in, `[T]` nats out."""
     return -logprobs_T
 
 

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers of which one is preferred: policies (DPO and its kin) and reward models.
+"""Preference learning from pairs of answers: policies (DPO, IPO, SLiC) and reward models.
 
 A pair is two rows of one group. The column `preference` says 1 for the better one, -1 for the worse one, 0 for rows
 that are in no pair. It does not matter where pairs come from: `labelled_pairs` reads them from the data,
@@ -24,7 +24,7 @@ from workers.roles import RoleEngines
       writes=("responses", "preference", "completions"))
 def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], rejected: list[str], *,
                    answers: Literal[2] = 2) -> tuple[Ragged, Tensor, list[str]]:
-    """The two answers of each record, the preferred one first: text fields of the data (`data.columns`)."""
+    """Return the two answers of each record, the preferred one first: text fields of the data (`data.columns`)."""
     texts = [text for pair in zip(chosen, rejected) for text in pair]
     responses = engine.encode(texts)
     current().add("tokens", responses.lengths.sum())
@@ -34,7 +34,7 @@ def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], reje
 
 @node(writes=("preference", "keep"), keep_together="group")
 def best_and_worst(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each prompt's samples the one with the highest reward against the one with the lowest, as `preference`.
+    """Pair each prompt's sample of the highest reward with that of the lowest, as `preference`.
 
     The first of equals is taken. Samples with equal rewards are no pair: that prompt's rows, and those between best
     and worst, leave the step.
@@ -55,7 +55,7 @@ def best_and_worst(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair whose log-ratios to the reference, preferred minus rejected, differ by `margin_P`.
+    """Return the loss of each pair whose log-ratios to the reference, preferred minus rejected, differ by `margin_P`.
 
     ========= ============================================ =========================================================
     kind      loss, `h` being `beta * margin`              source
@@ -90,7 +90,7 @@ def preference_update(
     response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
     label_smoothing: float = 0.0, per_token: bool = False, temperature: float = 1.0,
 ) -> None:
-    """One step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
+    """Make a step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
 
     Args:
         per_token: compare log-ratios per token instead of per answer, so that long answers weigh no more than short
@@ -120,7 +120,7 @@ def preference_update(
 @node(type="MODEL_TRAIN", head="value", keep_together="group", bounds={"centering": ">= 0"})
 def reward_update(engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, group: Tensor, *,
                   centering: float = 0.0) -> None:
-    """One step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
+    """Make a step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
 
     -log σ(better - worse), the model of Bradley and Terry 1952 (Ouyang et al. 2022, Eq. 1). `centering` times
     (better + worse)² keeps scores near 0, where the loss itself leaves them free (Eisenstein et al. 2023).
@@ -138,12 +138,12 @@ def reward_update(engine: RoleEngines, prompts: Ragged, responses: Ragged, prefe
 
 
 def bradley_terry_loss(better_P: Tensor, worse_P: Tensor, centering: float = 0.0) -> Tensor:
-    """[P] nats: how unlikely the preference is if its odds are the exponential of the scores' difference."""
+    """Return the negative log-likelihood [P] of the preferences, in nats, plus `centering` times the squared sums."""
     return -logsigmoid(better_P - worse_P) + centering * (better_P + worse_P).square()
 
 
 def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, Ragged]) -> tuple[Batch, int]:
-    """The rows of pairs, each pair's better one before its worse one, and how many pairs there are over all ranks.
+    """Return the rows of pairs, each better one before its worse one, and the number of pairs over all ranks.
 
     Raises:
         ValueError: a group has other than one better and one worse row.

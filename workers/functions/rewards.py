@@ -1,7 +1,4 @@
-"""Rewards made of other rewards.
-
-What an answer is worth.
-"""
+"""Rewards: scores of users' reward functions, and rewards shaped by KL, length and other rewards."""
 
 from __future__ import annotations
 
@@ -31,16 +28,16 @@ _REASONS, _ROWS = 8, 32
 def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor | None = None, *,
           reward: Reward = "math", workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
           patience: int = 3, **columns: Any) -> tuple[Tensor, Tensor, list[str]]:
-    """[B] float32, [B] bool and B texts: each completion's reward; whether it has one, with 0.0 where it has none; and
-    what each part of the recipe gave, before its weight, as JSON.
+    """Return each completion's reward [B] float32 (0.0 if it has none), whether it has one [B] bool, and the values of
+    the recipe's parts before their weights, as JSON.
 
     `reward` is a name, a list or weights of several, or one for each value of a column: see
-    `distflow.contracts.rewards`.
-    A row of which a reward has failed (it raised, hung, ended its process or gave no finite number) leaves the step.
+    `distflow.contracts.rewards`. A row whose reward has failed (it raised, hung, ended its process or gave no finite
+    number) leaves the step.
 
     Args:
         workers: processes in which rewards run; default: the rank's cores, 2 at least and 8 at most.
-        memory_gib: of each of them.
+        memory_gib: limit of each of these processes.
         limit: seconds for all rewards of a step on this rank; what is not done then has failed.
         patience: steps in a row of which every row has failed, after which the run ends.
 
@@ -75,12 +72,12 @@ def all_equal(rewards: Tensor, group: Tensor) -> Tensor:
 
 @functools.cache
 def _scorer(scope: str, settings: str) -> Scorer:
-    """One for each node, as it counts what fails."""
+    """Return the scorer of a node, which counts the node's failures."""
     return Scorer(**json.loads(settings))
 
 
 def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
-    """A column as reward functions get it: text, numbers or lists of numbers, one for each row."""
+    """Return a column as reward functions take it: text, numbers or lists of numbers, one for each row."""
     if isinstance(column, list):
         return column
     if isinstance(column, Tensor):
@@ -100,21 +97,21 @@ def _note(scores: Scores, names: list[int]) -> None:
     metrics.add("reward/failed", scores.keep.count(False))
     metrics.add("reward/retried", scores.retried)
     metrics.add("reward/timeouts", scores.timeouts)
-    tell(scores, names)
+    report_failures(scores, names)
 
 
-def tell(scores: Scores, names: Sequence[int]) -> None:
-    """Say what has failed: one line for people, and an event for each reward and reason."""
+def report_failures(scores: Scores, names: Sequence[int]) -> None:
+    """Report failed rewards: one line in the output, and an event for each reward and reason."""
     if not scores.failures:
         return
     alike: dict[tuple[str, str], list[int]] = {}
-    for place, (name, _, failed) in enumerate(scores.failures):
-        alike.setdefault((name, failed.reason), []).append(place)
+    for index, (name, _, failed) in enumerate(scores.failures):
+        alike.setdefault((name, failed.reason), []).append(index)
     events.show(report(scores, names), sys.stderr)
-    for (name, reason), places in list(alike.items())[:_REASONS]:
-        rows = [names[scores.failures[place][1]] for place in places]
+    for (name, reason), indices in list(alike.items())[:_REASONS]:
+        rows = [names[scores.failures[index][1]] for index in indices]
         events.record("reward_failed", reward=name, reason=reason, rows=rows[:_ROWS], count=len(rows),
-                      trace=scores.failures[places[0]][2].trace)
+                      trace=scores.failures[indices[0]][2].trace)
 
 
 @node(writes="rewards", bounds={"kl": ">= 0"})
@@ -122,7 +119,7 @@ def kl_in_reward(
     rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, response_mask: Ragged | None = None, *,
     kl: float = 0.001, kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Tensor:
-    """[B]: each reward minus `kl` times the KL estimate to the reference, summed over the row's trained tokens.
+    """Subtract from each reward [B] `kl` times the KL estimate to the reference, summed over the row's trained tokens.
 
     The KL term of RLHF (Ziegler et al. 2019, Eq. 2) as one number a row; with `kl_kind` k1 its expectation is the
     KL divergence itself. A row without tokens keeps its reward.
@@ -145,8 +142,8 @@ def token_rewards(
     """
     mask_T = torch.ones(len(rollout_logprobs.values), dtype=torch.bool)
     mask_T = mask_T if response_mask is None else response_mask.values
-    place_T = torch.arange(len(mask_T))[mask_T]
-    last_B = torch.full((len(rewards),), -1).scatter_reduce(0, rollout_logprobs.row_of[mask_T], place_T, "amax")
+    index_T = torch.arange(len(mask_T))[mask_T]
+    last_B = torch.full((len(rewards),), -1).scatter_reduce(0, rollout_logprobs.row_of[mask_T], index_T, "amax")
     result_T = torch.zeros(len(mask_T), dtype=torch.float64)
     result_T[last_B[last_B >= 0]] = rewards[last_B >= 0].double()
     if reference_logprobs is not None and kl:
@@ -160,7 +157,7 @@ def token_rewards(
 @node(writes="rewards", bounds={"max_length": ">= 1", "margin": "> 0, <= 1", "penalty": ">= 0"})
 def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, margin: float = 0.2,
                      penalty: float = 1.0) -> Tensor:
-    """[B]: each reward plus `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
+    """Add to each reward [B] `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
 
     The punishment falls linearly from 0 to -1 over the last `margin` of `max_length` tokens, where generation usually
     stops, and is -1 beyond. The paper punishes the last 4096 of 20480 tokens, a fifth, and answers that earn 1 or -1.
@@ -172,11 +169,11 @@ def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, mar
 
 
 def _like(rewards: Tensor, shaped_B: Tensor) -> Tensor:
-    """In the dtype of the rewards; rewards of whole numbers would round a penalty away."""
+    """Convert to the dtype of the rewards, or float32 if it is an integer one, which would round a penalty away."""
     return shaped_B.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _trained_kl(rollout: Ragged, reference: Ragged, response_mask: Ragged | None, kind: str) -> Tensor:
-    """float64 `[T]`, 0 where the token is not trained."""
+    """Return the KL estimate of each token, float64 `[T]`, 0 where it is not trained."""
     kl_T = kl_estimate(rollout.values.double(), reference.values.double(), kind)
     return kl_T if response_mask is None else torch.where(response_mask.values, kl_T, 0.0)

@@ -1,9 +1,4 @@
-"""Sampling answers.
-
-The answer that a model gives when nothing is left to chance: a baseline for what it samples.
-
-Prompts that are made from what other nodes wrote: how one role answers another.
-"""
+"""Sampling nodes: sampled answers, greedy answers as a baseline, and prompts made from other nodes' columns."""
 
 from __future__ import annotations
 
@@ -21,9 +16,9 @@ from workers.roles import RoleEngines
       bounds={"max_new_tokens": ">= 1"})
 def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
            max_new_tokens: int | None = None) -> tuple[Ragged, list[str]]:
-    """The likeliest answer to each prompt, token by token, as tokens and as text.
+    """Generate the greedy answer to each prompt, as tokens and as text.
 
-    One per prompt: it repeats no rows, so that what is made of it can be read beside the samples of a node that does.
+    It repeats no rows, so that columns made of it can be read beside the samples of a node that does.
     """
     samples = engine.generate(prompts, row, 1, max_new_tokens, temperature=0.0)
     current().mean_of("greedy/length", samples.tokens.lengths)
@@ -32,8 +27,9 @@ def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
 
 @node(type="MODEL_INFERENCE", writes="{role}_prompts", bounds={"max_prompt_tokens": ">= 1"}, row_wise=True)
 def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: int = 1024, **columns: list[str]) -> Ragged:
-    """Prompts for a role: the template with each row's columns in the place of their names, as a question by the role's
-    own chat template. One that is longer than `max_prompt_tokens` loses its beginning, and is counted.
+    """Make prompts for a role: the template filled with each row's columns, as a question by the role's chat template.
+
+    A prompt longer than `max_prompt_tokens` loses its beginning, and is counted.
     """
     texts = [template.format(**dict(zip(columns, row))) for row in zip(*columns.values())]
     rows = [torch.tensor(prompt_tokens(engine.tokenizer, text), dtype=torch.int64) for text in texts]
@@ -45,7 +41,7 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: int = 102
       repeats="group_size", default_for="actor", bounds={"max_new_tokens": ">= 1"})
 def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
              max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
-    """`group_size` sampled answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
+    """Sample `group_size` answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)
     metrics, lengths = current(), samples.tokens.lengths
@@ -66,7 +62,7 @@ def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:
 
 
 def fingerprint(tokens: Ragged, ids: Tensor) -> int:
-    """A number that is the same for the same samples on any number of ranks (and differs for others, almost surely)."""
-    place = torch.arange(len(tokens.values)) - tokens.offsets[:-1][tokens.row_of]
-    mixed = (ids[tokens.row_of] * 1_000_003 + place) * 1_000_003 + tokens.values
+    """Return a number that is equal for equal samples on any number of ranks, and almost surely differs for others."""
+    position = torch.arange(len(tokens.values)) - tokens.offsets[:-1][tokens.row_of]
+    mixed = (ids[tokens.row_of] * 1_000_003 + position) * 1_000_003 + tokens.values
     return int((mixed * 2_654_435_761 % 1_000_003).sum())

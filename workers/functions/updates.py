@@ -1,9 +1,5 @@
-"""Training steps.
-
-What all training functions share: mini-batches that are alike on any number of ranks, weights, the step.
-
-The loss of a policy update: one of the surrogates, importance weights, a KL term, and what they show.
-"""
+"""Training steps: the policy update and the supervised update, with what all training functions share (mini-batches
+that are alike on any number of ranks, token weights, the optimizer step)."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from workers.roles import RoleEngines
 
 
 def parts_with_rows(engine: RoleEngines, group: Tensor, count: int) -> list[int]:
-    """Which of the `count` mini-batches have a prompt on any rank.
+    """Return which of the `count` mini-batches have a prompt on any rank.
 
     An optimizer step without data would still decay the weights and use up Adam's moments.
     """
@@ -33,7 +29,7 @@ def parts_with_rows(engine: RoleEngines, group: Tensor, count: int) -> list[int]
 
 
 def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
-    """`rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
+    """Return `rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
     mask = rows["mask"]
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
@@ -41,7 +37,7 @@ def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int
 
 
 def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
-    """`(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0.
+    """Return `(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0.
 
     Both moments count every token once (REINFORCE++, Hu et al. 2025; as verl and OpenRLHF have it). The deviation is
     unbiased, and 1e-8 under its root lets equal advantages become 0 rather than magnified rounding.
@@ -57,7 +53,7 @@ def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
 
 def optimize(engine: RoleEngines, rows: Batch, loss: LossOf, temperature: float | None = None, prefix: str = "",
              **options: Any) -> None:
-    """One optimizer step over all ranks' rows; what the engine reports of it goes to the metrics, under `prefix`.
+    """Make one optimizer step over all ranks' rows, and report the engine's metrics under `prefix`.
 
     `options` are those of `RoleEngines.update`.
     """
@@ -70,15 +66,14 @@ _PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "refere
 
 
 class PolicyLoss:
-    """Called with a micro-batch it answers the sum of its tokens' weighted losses, and reports what it sees.
+    """Loss of a policy update, called with each micro-batch: the sum of its tokens' weighted losses.
 
-    Untrained tokens are left out at the very beginning: they may carry log-probabilities of -inf, and no mean or
-    gradient must see them.
+    Untrained tokens are left out first: they may have log-probabilities of -inf, which no mean or gradient must see.
 
     Args:
         surrogate: the loss of a token; see `losses`.
         kl, kl_kind: weight and estimator of the KL term, which needs column `reference`.
-        share: of one call in the step's reported loss.
+        share: weight of one call in the step's reported loss.
     """
 
     def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float):
@@ -113,7 +108,7 @@ class PolicyLoss:
         return total
 
     def end_step(self, engine: RoleEngines) -> None:
-        """After each optimizer step; every rank calls it."""
+        """Report the mismatch after the step's first optimizer step. Collective."""
         if self.mismatch:
             self.mismatch.report(engine)
             self.mismatch = None
@@ -142,14 +137,13 @@ def policy_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
 ) -> None:
-    """A policy-gradient step with a loss for each token, and with KL to a reference in it if `kl` is not zero.
+    """Make a policy-gradient step with a loss for each token, plus KL to a reference if `kl` is not zero.
 
-    The four shipped losses, and the bounds that they have where none are given, stand in `workers/functions/losses.py`.
-    One of your own is a function under `@loss`, named as `MODULE:FUNCTION`; `loss_settings` are its. The old policy is
-    `actor_logprobs` where a node recomputed it, else what the rollout recorded when it sampled. `importance` weighs
-    each token (see `corrections`); `normalize: batch` gives the advantages of all trained tokens mean 0 and deviation
-    1. `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
-    optimizer step.
+    The four shipped losses and their usual bounds are in `workers/functions/losses.py`. Your own loss is a function
+    under `@loss`, named as `MODULE:FUNCTION`; `loss_settings` are its settings. The old policy is `actor_logprobs`
+    where a node recomputed it, else what the rollout recorded when it sampled. `importance` weighs each token (see
+    `corrections`); `normalize: batch` gives the advantages of all trained tokens mean 0 and deviation 1. `mini_batches`
+    divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one optimizer step.
     """
     tokens, old = responses, rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else tokens.with_values(advantages[tokens.row_of].float())
@@ -169,7 +163,7 @@ def policy_update(
     for part in parts * epochs:
         chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
         chosen = weighted(engine, chosen, aggregate, fixed_length)
-        optimize(engine, chosen if kl or own else _telling(chosen), objective)
+        optimize(engine, chosen if kl or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
 
 
@@ -178,7 +172,7 @@ def supervised_update(
     engine: RoleEngines, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
-    """Maximum likelihood of the targets; the prompt is not trained. Without a row on any rank there is no step."""
+    """Make a maximum-likelihood step on the targets, not on prompts. Without a row on any rank there is none."""
     mask = targets.with_values(torch.ones(len(targets.values), dtype=torch.bool))
     shown = {} if images is None else {"images": images}
     rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
@@ -194,14 +188,14 @@ def supervised_update(
         optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
 
 
-def _telling(rows: Batch) -> Batch:
-    """The rows that have a gradient: without a KL term a row whose advantages are all 0 has none.
+def _with_gradient(rows: Batch) -> Batch:
+    """Return the rows that have a gradient: without a KL term a row whose advantages are all 0 has none.
 
-    The first few stay in any case, so that no step goes without its comparison of trainer and rollout.
+    The first few rows always stay, so that trainer and rollout are compared in every step.
     """
     advantages = rows["advantages"]
-    tells = torch.zeros(len(rows), dtype=torch.bool)
-    tells[advantages.row_of[advantages.values != 0]] = True
-    current().mean("policy/rows_without_gradient", (~tells).sum(), len(tells))
-    tells[:_ALWAYS] = True
-    return rows.select(tells.nonzero().squeeze(1))
+    chosen = torch.zeros(len(rows), dtype=torch.bool)
+    chosen[advantages.row_of[advantages.values != 0]] = True
+    current().mean("policy/rows_without_gradient", (~chosen).sum(), len(chosen))
+    chosen[:_ALWAYS] = True
+    return rows.select(chosen.nonzero().squeeze(1))

@@ -1,4 +1,4 @@
-"""What models with a value head say, and how a critic learns to foretell what is earned.
+"""Value models: values and scores of models with a value head, GAE, and the critic's update.
 
 A critic gives V(s_t), the value of all that stands before response token t; a reward model one score for each response.
 """
@@ -22,7 +22,7 @@ from workers.roles import RoleEngines
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
                        clip: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error of each value, of which the clipped value may only make it larger.
+    """Return half the squared error of each value, or of the clipped value where that is larger.
 
     `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`: the pessimistic clipping of PPO's reference
     implementation ("ppo2" of OpenAI baselines; Huang et al. 2022, "The 37 implementation details of PPO", number 9).
@@ -53,13 +53,13 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
 
 @node(type="MODEL_INFERENCE", head="value", writes="values", default_for="critic", row_wise=True)
 def values(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Ragged:
-    """The value of what stands before each response token."""
+    """Return the value of the tokens before each response token."""
     return engine.values(prompts, responses)
 
 
 @node(type="MODEL_INFERENCE", head="value", writes="rewards", default_for="reward", row_wise=True)
 def model_score(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Tensor:
-    """[B] float32: each response's reward by a reward model, read at its last token."""
+    """Return each response's reward by a reward model [B], float32, read at its last token."""
     rewards = engine.score(prompts, responses)
     note_rewards(rewards, None)
     return rewards
@@ -70,7 +70,7 @@ def model_score(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Tens
 def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, reference_logprobs: Ragged | None = None,
         response_mask: Ragged | None = None, *, gamma: float = 1.0, lam: float = 0.95, kl: float = 0.0,
         kl_kind: Literal["k1", "k2", "k3"] = "k1") -> tuple[Ragged, Ragged]:
-    """Advantages and returns of each token by generalised advantage estimation: see `generalized_advantage`.
+    """Return advantages and returns of each token by generalised advantage estimation: see `generalized_advantage`.
 
     A reward of a whole row stands at its last token. With `kl` each token also pays for its KL estimate to the
     reference (Ziegler et al. 2019, Eq. 2; Ouyang et al. 2022, section 3.5).
@@ -87,7 +87,7 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
 
 
 def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
-    """[T] float64; a row without tokens has no action that its reward could be for."""
+    """Return rewards of tokens [T], float64: each row's at its last token. A row without tokens has no action."""
     some_B = rows.lengths > 0
     rewards_T = torch.zeros(len(rows.values), dtype=torch.float64)
     rewards_T[rows.offsets[1:][some_B] - 1] = rewards_B[some_B].double()
@@ -103,7 +103,7 @@ def value_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
 ) -> None:
-    """The critic's step of PPO: squared error to the returns, clipped around the old values.
+    """Make the critic's step of PPO: squared error to the returns, clipped around the old values.
 
     `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
     optimizer step.
@@ -131,7 +131,7 @@ def value_update(
 
 
 def _report_explained(engine: RoleEngines, returns_T: Tensor, values_T: Tensor) -> None:
-    """`value/explained`: 1 - Var(R - V) / Var(R) over all ranks; 1 is a critic that knows, 0 one that knows nothing."""
+    """Report `value/explained`: the explained variance 1 - Var(R - V) / Var(R) over all ranks, 1 at best."""
     returns_T, errors_T = returns_T.double(), (returns_T - values_T).double()
     moments = [returns_T.sum(), returns_T.square().sum(), errors_T.sum(), errors_T.square().sum()]
     count, *sums = engine.total(torch.stack([torch.tensor(len(returns_T), dtype=torch.float64), *moments])).tolist()

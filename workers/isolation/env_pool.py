@@ -1,7 +1,10 @@
-"""The processes of a rank's environments, seen from outside: it never waits for one, and ends those that take too
-long.
+"""Pool of processes that run a rank's environments: routes steps, restarts crashed processes, enforces time limits.
 
-One process that holds environments, as its rank sees it: neither reading from it nor writing to it can block.
+    EnvPool      one per rank and kind of environment; assigns rows to processes and retries failed steps
+    EnvProcess   the rank's end of one process (`env_worker`), forked by a fork server (`fork_server`)
+    Episode      one row's environment: its columns, the texts of the model so far, the process that runs it
+
+Neither reading from a process nor writing to it blocks the rank.
 """
 
 from __future__ import annotations
@@ -28,17 +31,17 @@ from distflow.contracts.decorators import Turn
 from distflow.errors import EngineError
 from workers.isolation.sandbox.variables import named_secrets, without_secrets
 
-_LARGEST = 1 << 20
-"""Bytes of an answer."""
-_AHEAD = 64
-"""Steps that a process is asked for at a time, which it does one after the other."""
-_PATIENCE = 0.25
-"""Seconds that steps wait behind another one before they go to another process."""
+_MAX_ANSWER = 1 << 20
+"""Bytes."""
+_MAX_PENDING = 64
+"""Steps sent to a process ahead of their answers; the process runs them one after the other."""
+_MAX_WAIT = 0.25
+"""Seconds that steps wait behind a slow one before they move to another process."""
 
 
 @dataclass(frozen=True)
 class EnvFailure:
-    """An environment gave no turn; `timeout`: because it took too long."""
+    """Why an environment returned no turn; `timeout` is set where it took too long."""
 
     reason: str
     timeout: bool = False
@@ -46,128 +49,130 @@ class EnvFailure:
 
 @dataclass(frozen=True)
 class EnvSettings:
-    """How the environments of a node are held. `kind` is `module:Name`; `safe` and `coroutine` are its class's."""
+    """Settings of a node's environments. `kind` is `module:Name`; `safe` and `coroutine` are marks of its class."""
 
     kind: str
     settings: dict[str, Any]
     safe: bool
     coroutine: bool
     processes: int = 2
-    """Which the environments share, if they are safe; those that are slow get their own, and so do unsafe ones."""
+    """Shared by safe environments; slow and unsafe environments get a process each."""
     seconds: float = 10.0
-    """That a step may take."""
+    """Limit of a step."""
     memory_gib: float = 4.0
-    """For each process."""
+    """Limit of each process."""
     together: int = 64
-    """Steps that a process is asked for at a time, if they are coroutines."""
+    """Steps under way in a process at a time, if `step` is a coroutine."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """A row's environment: what it was made from, and all that the model said to it."""
+    """Environment of a row, with all that is needed to create it again."""
 
     row: int
     columns: dict[str, str]
-    said: list[str] = field(default_factory=list)
-    place: EnvProcess | None = None
-    """The process that has the instance, once a step was sent there."""
-    tries: int = 0
-    """Of the newest step."""
+    texts: list[str] = field(default_factory=list)
+    """Turns of the model, oldest first."""
+    process: EnvProcess | None = None
+    attempts: int = 0
+    """Attempts at the newest step."""
     steps: int = 1
-    """That the process has to do for it: all of them where it makes the instance."""
+    """Steps that the process runs for the newest request: all of them where it creates the instance."""
 
 
-def _packed(message: dict[str, Any]) -> bytes:
+def _pack(message: dict[str, Any]) -> bytes:
     return msgpack.packb(message, unicode_errors="surrogatepass")
 
 
 class EnvProcess:
-    """A process that holds environments, and the steps that it has been asked for."""
+    """Rank's end of one environment process, with the steps sent to it."""
 
-    def __init__(self, hosting: EnvSettings, selector: selectors.BaseSelector, pid: int, line: socket.socket):
-        self.hosting, self.selector, self.pid, self.line = hosting, selector, pid, line
-        self.asked: dict[Episode, float] = {}
-        """Steps that it was asked for, and until when; for ever as long as another one is under way before it."""
-        self.waiting: deque[Episode] = deque()
-        self.made: set[int] = set()
-        """Rows whose environment it has."""
-        self.given_up: set[int] = set()
-        """Rows that were asked for here, and then elsewhere."""
-        self.since = math.inf
-        """When the step that is under way began."""
-        self.out, self.messages = bytearray(), msgpack.Unpacker(max_buffer_size=_LARGEST)
-        line.setblocking(False)
-        selector.register(line, selectors.EVENT_READ, self)
+    def __init__(self, config: EnvSettings, selector: selectors.BaseSelector, pid: int,
+                 connection: socket.socket):
+        self.config, self.selector, self.pid, self.connection = config, selector, pid, connection
+        self.pending: dict[Episode, float] = {}
+        """Deadline of each step that was sent; infinite while another step is under way before it."""
+        self.queued: deque[Episode] = deque()
+        self.rows: set[int] = set()
+        """Rows whose environment lives here."""
+        self.abandoned: set[int] = set()
+        """Rows that have moved to another process; their late answers are dropped."""
+        self.step_began = math.inf
+        """Time at which the step under way began."""
+        self.out, self.messages = bytearray(), msgpack.Unpacker(max_buffer_size=_MAX_ANSWER)
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, self)
 
     @property
     def deadline(self) -> float:
-        return min(self.asked.values(), default=math.inf)
+        return min(self.pending.values(), default=math.inf)
 
     @property
     def blocked_at(self) -> float:
-        """When others have waited for one step long enough to go elsewhere."""
-        crowded = not self.hosting.coroutine and len(self.asked) + len(self.waiting) > 1
-        return self.since + _PATIENCE if crowded and self.asked else math.inf
+        """Time from which queued steps move away from a slow one; infinite if none waits."""
+        crowded = not self.config.coroutine and len(self.pending) + len(self.queued) > 1
+        return self.step_began + _MAX_WAIT if crowded and self.pending else math.inf
 
-    def pump(self) -> None:
-        """Ask for what waits, as much as the process takes on at a time."""
-        most = self.hosting.together if self.hosting.coroutine else _AHEAD
-        while self.waiting and len(self.asked) < most:
-            talk = self.waiting.popleft()
-            made = talk.row in self.made
-            self.made.add(talk.row)
-            self.asked[talk] = math.inf
-            talk.steps = 1 if made else len(talk.said)
-            self.out += _packed({"row": talk.row, "columns": {} if made else talk.columns,
-                                 "said": talk.said[-1:] if made else talk.said})
-        self._clock()
+    def send_queued(self) -> None:
+        """Send queued steps, up to the number that the process takes at a time."""
+        most = self.config.together if self.config.coroutine else _MAX_PENDING
+        while self.queued and len(self.pending) < most:
+            episode = self.queued.popleft()
+            known = episode.row in self.rows
+            self.rows.add(episode.row)
+            self.pending[episode] = math.inf
+            episode.steps = 1 if known else len(episode.texts)
+            self.out += _pack({"row": episode.row, "columns": {} if known else episode.columns,
+                               "texts": episode.texts[-1:] if known else episode.texts})
+        self._start_clock()
         if self.out:
-            self.flush()
+            self.send()
 
-    def _clock(self) -> None:
-        """The time of a step begins when it can begin."""
-        for talk, deadline in self.asked.items():
+    def _start_clock(self) -> None:
+        """Set the deadline of steps that can run now: all of a coroutine's, else the first."""
+        for episode, deadline in self.pending.items():
             if deadline == math.inf:
-                self.since = time.monotonic()
-                self.asked[talk] = self.since + self.hosting.seconds * talk.steps
-            if not self.hosting.coroutine:
+                self.step_began = time.monotonic()
+                self.pending[episode] = self.step_began + self.config.seconds * episode.steps
+            if not self.config.coroutine:
                 break
 
-    def forget(self, talk: Episode) -> None:
-        """It is not asked for again."""
-        if talk in self.waiting:
-            self.waiting.remove(talk)
-        self._forget(talk.row)
+    def forget(self, episode: Episode) -> None:
+        """Let the process drop the row's environment."""
+        if episode in self.queued:
+            self.queued.remove(episode)
+        self._forget(episode.row)
 
     def _forget(self, row: int) -> None:
-        self.made.discard(row)
-        self.out += _packed({"end": row})
+        self.rows.discard(row)
+        self.out += _pack({"end": row})
 
-    def leave_only(self, talk: Episode) -> None:
-        """Nobody waits for other answers of this process any more."""
-        self.given_up = {other.row for other in self.asked if other is not talk}
-        for row in self.made - {talk.row}:
+    def keep_only(self, episode: Episode) -> None:
+        """Give up all other steps and environments of this process."""
+        self.abandoned = {other.row for other in self.pending if other is not episode}
+        for row in self.rows - {episode.row}:
             self._forget(row)
-        self.asked, self.made = {talk: self.asked[talk]}, {talk.row}
-        self.waiting.clear()
+        self.pending, self.rows = {episode: self.pending[episode]}, {episode.row}
+        self.queued.clear()
 
-    def flush(self) -> None:
-        """Send what the line takes now."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end is heard, not felt
-            del self.out[: self.line.send(self.out)]
+    def send(self) -> None:
+        """Send what the socket takes without blocking."""
+        # `receive` notices a lost connection
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            del self.out[: self.connection.send(self.out)]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.out else 0)
-        self.selector.modify(self.line, events, self)
+        self.selector.modify(self.connection, events, self)
 
-    def hear(self) -> tuple[list[tuple[int, Turn | EnvFailure]], str]:
-        """The answers that have come, and what is wrong with the process if something is."""
+    def receive(self) -> tuple[list[tuple[int, Turn | EnvFailure]], str]:
+        """Return the answers that have arrived, and what is wrong with the process ("" if nothing)."""
         found: list[tuple[int, Turn | EnvFailure]] = []
         try:
-            data = self.line.recv(1 << 16)
+            data = self.connection.recv(1 << 16)
             if not data:
                 return found, "its process ended"
             self.messages.feed(data)
             for message in self.messages:
-                if message["row"] not in self.given_up:
+                if message["row"] not in self.abandoned:
                     found.append(self._answer(message))
         except ConnectionResetError:
             return found, "its process ended"
@@ -177,239 +182,240 @@ class EnvProcess:
         return found, ""
 
     def _answer(self, message: Any) -> tuple[int, Turn | EnvFailure]:
-        talk = {talk.row: talk for talk in self.asked}[message["row"]]
+        episode = {episode.row: episode for episode in self.pending}[message["row"]]
         if "error" in message:
             answer: Turn | EnvFailure = EnvFailure(str(message["error"]))
-            self.made.discard(talk.row)
+            self.rows.discard(episode.row)
         else:
             answer = Turn(str(message["observation"]), bool(message["done"]), float(message["reward"]))
             if not math.isfinite(answer.reward):
                 raise ValueError(f"a reward of {answer.reward}")
-        del self.asked[talk]
-        self._clock()
-        return talk.row, answer
+        del self.pending[episode]
+        self._start_clock()
+        return episode.row, answer
 
     def close(self) -> None:
-        self.selector.unregister(self.line)
-        self.line.close()
+        self.selector.unregister(self.connection)
+        self.connection.close()
 
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_START = 120.0
-"""Seconds that an environment's module may take to be imported."""
-_ENDING = 5.0
-"""Seconds in which a process has ended whose line is closed."""
-_MOST = 512
-"""Processes at a time, as far as they are shared."""
-_AT_ONCE = 64
-"""Processes that have been told to end, until it is seen to that they did."""
+_LOAD_TIMEOUT = 120.0
+"""Seconds to import an environment's module."""
+_EXIT_TIMEOUT = 5.0
+"""Seconds in which the fork server ends once its connection is closed."""
+_MAX_PROCESSES = 512
+"""Shared processes at a time."""
+_REAP_AT = 64
+"""Closed processes that are collected before the fork server is asked to kill them."""
 _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.isolation.fork_server import main; main()"
 
 
 class EnvPool:
-    """Environments by row. `step` hands over what the model said, `turns` gives what has come back.
+    """Environments by row: `step` sends a turn of the model, `turns` returns the answers that have arrived.
 
-    For one thread, but for `wake`. Its processes end with the thread that has made it.
+    Not thread-safe, except for `wake`. The processes end with the thread that created the pool.
     """
 
-    def __init__(self, hosting: EnvSettings):
-        self.hosting = hosting
-        self.talks: dict[int, Episode] = {}
+    def __init__(self, config: EnvSettings):
+        self.config = config
+        self.episodes: dict[int, Episode] = {}
         self.selector = selectors.DefaultSelector()
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.selector.register(self.bell, selectors.EVENT_READ)
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self.wakeup, selectors.EVENT_READ)
         self.shared: list[EnvProcess] = []
-        self.over: list[int] = []
-        """Processes that have been told to end."""
+        self.ended: list[int] = []
+        """Ids of closed processes that the fork server has yet to kill."""
         self.failures: deque[tuple[int, EnvFailure]] = deque()
-        self.nursery, self.line = self._start()
+        self.fork_server, self.connection = self._start_fork_server()
 
-    def _start(self) -> tuple[subprocess.Popen, socket.socket]:
+    def _start_fork_server(self) -> tuple[subprocess.Popen, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        job = {"kind": self.hosting.kind, "settings": self.hosting.settings, "path": sys.path,
-               "memory_gib": self.hosting.memory_gib}
+        job = {"kind": self.config.kind, "settings": self.config.settings, "path": sys.path,
+               "memory_gib": self.config.memory_gib}
         with theirs:
-            nursery = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
-                                       env=without_secrets() | named_secrets(self.hosting.settings),
-                                       pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
-                                       start_new_session=True)
-        ours.settimeout(_START)
+            server = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
+                                      env=without_secrets() | named_secrets(self.config.settings),
+                                      pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
+                                      start_new_session=True)
+        ours.settimeout(_LOAD_TIMEOUT)
         try:
-            said = json.loads(ours.recv(1 << 16) or b'{"failed": "its process ended"}')
+            reply = json.loads(ours.recv(1 << 16) or b'{"failed": "its process ended"}')
         except TimeoutError:
-            said = {"failed": f"importing it takes longer than {_START:.0f} s"}
-        if "failed" in said:
-            nursery.kill()
-            nursery.wait()
-            raise EngineError(f"environment `{self.hosting.kind}` could not be loaded: {said['failed']}")
-        return nursery, ours
+            reply = {"failed": f"importing it takes longer than {_LOAD_TIMEOUT:.0f} s"}
+        if "failed" in reply:
+            server.kill()
+            server.wait()
+            raise EngineError(f"environment `{self.config.kind}` could not be loaded: {reply['failed']}")
+        return server, ours
 
     @property
     def busy(self) -> bool:
         """Whether a step is under way."""
-        return bool(self.failures) or any(each.asked or each.waiting for each in self._processes())
+        return bool(self.failures) or any(each.pending or each.queued for each in self._processes())
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
-        """The model said `text` in its turn; the row's environment is made if this is its first."""
-        talk = self.talks.setdefault(row, Episode(row, columns))
-        talk.said.append(text)
-        talk.tries = 0
-        self._ask(talk)
+        """Send the model's turn `text` to the row's environment, which is created on its first turn."""
+        episode = self.episodes.setdefault(row, Episode(row, columns))
+        episode.texts.append(text)
+        episode.attempts = 0
+        self._queue(episode)
 
-    def turns(self, patience: float = 0.0) -> list[tuple[int, Turn | EnvFailure]]:
-        """Rows whose environment has answered: waits up to `patience` seconds for one, if a step is under way and
-        nobody calls `wake`."""
+    def turns(self, timeout_s: float = 0.0) -> list[tuple[int, Turn | EnvFailure]]:
+        """Return (row, answer) of each environment that has answered; [] after `timeout_s` seconds, after `wake`, or
+        if no step is under way."""
         found: list[tuple[int, Turn | EnvFailure]] = []
-        until, woken = time.monotonic() + patience, False
+        until, woken = time.monotonic() + timeout_s, False
         while True:
             for process in self._processes():
-                process.pump()
-            self._make_way()
+                process.send_queued()
+            self._isolate_slow_steps()
             deadline = min([until, *(each.deadline for each in self._processes()),
-                            *(each.blocked_at for each in self._may_be_left())])
+                            *(each.blocked_at for each in self._leavable())])
             waits = self.busy and not self.failures
             for key, events in self.selector.select(max(0.0, deadline - time.monotonic()) if waits else 0.0):
-                woken |= key.data is None and bool(os.eventfd_read(self.bell))
-                found += self._hear(key.data, events) if key.data else []
+                woken |= key.data is None and bool(os.eventfd_read(self.wakeup))
+                found += self._receive(key.data, events) if key.data else []
             for process in [each for each in self._processes() if each.deadline <= time.monotonic()]:
-                late = [talk for talk, deadline in process.asked.items() if deadline <= time.monotonic()]
-                self._lose(process, late, EnvFailure(f"took longer than {self.hosting.seconds:g} s", timeout=True))
+                late = [episode for episode, deadline in process.pending.items() if deadline <= time.monotonic()]
+                failure = EnvFailure(f"took longer than {self.config.seconds:g} s", timeout=True)
+                self._end_process(process, late, failure)
             found += self.failures
             self.failures.clear()
             if found or woken or not self.busy or time.monotonic() >= until:
                 return found
 
     def wake(self) -> None:
-        """Have a `turns` that waits return, or the next one. From any thread."""
-        os.eventfd_write(self.bell, 1)
+        """Make a waiting `turns`, or the next one, return at once. Thread-safe."""
+        os.eventfd_write(self.wakeup, 1)
 
-    def _may_be_left(self) -> list[EnvProcess]:
-        return self.shared if len(self.selector.get_map()) < _MOST else []
+    def _leavable(self) -> list[EnvProcess]:
+        return self.shared if len(self.selector.get_map()) < _MAX_PROCESSES else []
 
-    def _make_way(self) -> None:
-        """A step that takes long has its process for itself: the others there are made again elsewhere."""
-        for process in [each for each in self._may_be_left() if each.blocked_at <= time.monotonic()]:
-            slow, *others = [*process.asked, *process.waiting]
+    def _isolate_slow_steps(self) -> None:
+        """Leave a slow step alone in its process: create the other environments of that process again elsewhere."""
+        for process in [each for each in self._leavable() if each.blocked_at <= time.monotonic()]:
+            slow, *others = [*process.pending, *process.queued]
             self.shared.remove(process)
-            for talk in self.talks.values():
-                talk.place = None if talk.place is process and talk is not slow else talk.place
-            process.leave_only(slow)
-            for talk in others:
-                talk.tries -= 1
-                self._ask(talk)
-                talk.place.pump()
+            for episode in self.episodes.values():
+                episode.process = None if episode.process is process and episode is not slow else episode.process
+            process.keep_only(slow)
+            for episode in others:
+                episode.attempts -= 1
+                self._queue(episode)
+                episode.process.send_queued()
 
     def end(self, row: int) -> None:
-        """The row is not asked again."""
-        talk = self.talks.pop(row, None)
-        if talk is None or talk.place is None:
+        """Drop the row's environment."""
+        episode = self.episodes.pop(row, None)
+        if episode is None or episode.process is None:
             return
-        if talk.place not in self.shared:
-            self._close(talk.place)
-        elif talk in talk.place.asked:  # it may go on for long
-            self._lose(talk.place, [talk])
+        if episode.process not in self.shared:
+            self._close(episode.process)
+        elif episode in episode.process.pending:  # the step may take long
+            self._end_process(episode.process, [episode])
         else:
-            talk.place.forget(talk)
+            episode.process.forget(episode)
 
-    def tidy(self, rows: Iterable[int] | None = None) -> None:
-        """Let go of everything that was left behind, of these rows (None: of all)."""
-        for row in list(self.talks) if rows is None else rows:
+    def release(self, rows: Iterable[int] | None = None) -> None:
+        """Drop the environments of these rows (None: of all)."""
+        for row in list(self.episodes) if rows is None else rows:
             self.end(row)
-        if self.over:
+        if self.ended:
             self._reap()
 
     def close(self) -> None:
         """End all processes."""
         for process in self._processes():
-            process.line.close()
+            process.connection.close()
         self.selector.close()
-        os.close(self.bell)
-        self.line.close()
-        self.nursery.wait()
+        os.close(self.wakeup)
+        self.connection.close()
+        self.fork_server.wait()
 
     def _processes(self) -> list[EnvProcess]:
         return [key.data for key in self.selector.get_map().values() if key.data]
 
-    def _ask(self, talk: Episode) -> None:
-        talk.tries += 1
-        if talk.place is None:
-            talk.place = self._place()
-        talk.place.waiting.append(talk)
+    def _queue(self, episode: Episode) -> None:
+        episode.attempts += 1
+        if episode.process is None:
+            episode.process = self._pick_process()
+        episode.process.queued.append(episode)
 
-    def _place(self) -> EnvProcess:
-        """A process for an environment: of its own, or the least used of those that may be shared."""
-        if self.hosting.safe and len(self.shared) >= self.hosting.processes:
-            return min(self.shared, key=lambda each: len(each.waiting) + len(each.asked))
+    def _pick_process(self) -> EnvProcess:
+        """Return a process for an environment: a new one, or the least loaded of the shared ones."""
+        if self.config.safe and len(self.shared) >= self.config.processes:
+            return min(self.shared, key=lambda each: len(each.queued) + len(each.pending))
         ours, theirs = socket.socketpair()
         with theirs:
-            number = self._order(b"f", theirs.fileno())
-        process = EnvProcess(self.hosting, self.selector, number, ours)
-        if self.hosting.safe:
+            number = self._request(b"f", theirs.fileno())
+        process = EnvProcess(self.config, self.selector, number, ours)
+        if self.config.safe:
             self.shared.append(process)
         return process
 
     def _reap(self) -> None:
-        """See to it that the processes which have been told to end do so."""
-        self._order(b"k" + array.array("i", self.over).tobytes())
-        self.over.clear()
+        """Have the fork server kill the closed processes."""
+        self._request(b"k" + array.array("i", self.ended).tobytes())
+        self.ended.clear()
 
-    def _order(self, packet: bytes, *files: int) -> int:
-        """Tell the nursery what to do; the id of the process that it has forked for a file.
+    def _request(self, packet: bytes, *files: int) -> int:
+        """Send a command to the fork server; return the id of the process forked for a file.
 
         Raises:
-            EngineError: it is gone.
+            EngineError: the fork server has ended.
         """
         try:
-            socket.send_fds(self.line, [packet], files)
-            said = self.line.recv(4) if files else b"\0"
+            socket.send_fds(self.connection, [packet], files)
+            reply = self.connection.recv(4) if files else b"\0"
         except OSError:
-            said = b""
-        if not said:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its line may close a moment before it has ended
-                self.nursery.wait(_ENDING)
-            raise EngineError(f"the process that starts environments of `{self.hosting.kind}` has ended, with code "
-                              f"{self.nursery.poll()}. An environment may have killed it, or memory ran out.")
-        return int.from_bytes(said, "little")
+            reply = b""
+        if not reply:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its connection may close a moment before it ends
+                self.fork_server.wait(_EXIT_TIMEOUT)
+            raise EngineError(f"the process that starts environments of `{self.config.kind}` has ended, with code "
+                              f"{self.fork_server.poll()}. An environment may have killed it, or memory ran out.")
+        return int.from_bytes(reply, "little")
 
-    def _hear(self, process: EnvProcess, events: int) -> list[tuple[int, Turn | EnvFailure]]:
+    def _receive(self, process: EnvProcess, events: int) -> list[tuple[int, Turn | EnvFailure]]:
         if events & selectors.EVENT_WRITE:
-            process.flush()
-        answers, wrong = process.hear() if events & selectors.EVENT_READ else ([], "")
+            process.send()
+        answers, wrong = process.receive() if events & selectors.EVENT_READ else ([], "")
         found: list[tuple[int, Turn | EnvFailure]] = []
         for row, answer in answers:
             if isinstance(answer, Turn):
                 found.append((row, answer))
             else:
-                self._retry(self.talks[row], answer)
+                self._retry(self.episodes[row], answer)
         if wrong:
-            under_way = [talk for talk, deadline in process.asked.items() if deadline < math.inf]
-            self._lose(process, under_way, EnvFailure(wrong))
+            under_way = [episode for episode, deadline in process.pending.items() if deadline < math.inf]
+            self._end_process(process, under_way, EnvFailure(wrong))
         return found
 
-    def _lose(self, process: EnvProcess, late: list[Episode], failure: EnvFailure | None = None) -> None:
-        """End a process. The steps of `late` have failed, or are not wanted any more; other environments that it held
-        are made again."""
-        others = [talk for talk in [*process.asked, *process.waiting] if talk not in late]
+    def _end_process(self, process: EnvProcess, late: list[Episode], failure: EnvFailure | None = None) -> None:
+        """End a process and create its other environments again elsewhere. With a `failure`, the steps of `late` have
+        failed; without one nobody wants them."""
+        others = [episode for episode in [*process.pending, *process.queued] if episode not in late]
         self._close(process)
-        for talk in self.talks.values():
-            talk.place = None if talk.place is process else talk.place
-        for talk in others:
-            talk.tries -= 1
-            self._ask(talk)
-        for talk in late if failure else ():
-            self._retry(talk, failure)
+        for episode in self.episodes.values():
+            episode.process = None if episode.process is process else episode.process
+        for episode in others:
+            episode.attempts -= 1
+            self._queue(episode)
+        for episode in late if failure else ():
+            self._retry(episode, failure)
 
-    def _retry(self, talk: Episode, failure: EnvFailure) -> None:
-        """Once more from its beginning, if that is safe; else the trajectory has failed."""
-        if self.hosting.safe and talk.tries < 2:
-            self._ask(talk)
+    def _retry(self, episode: Episode, failure: EnvFailure) -> None:
+        """Run a safe environment once more from its beginning; record the failure of any other."""
+        if self.config.safe and episode.attempts < 2:
+            self._queue(episode)
         else:
-            self.failures.append((talk.row, failure))
+            self.failures.append((episode.row, failure))
 
     def _close(self, process: EnvProcess) -> None:
         process.close()
-        self.over.append(process.pid)
+        self.ended.append(process.pid)
         if process in self.shared:
             self.shared.remove(process)
-        if process.asked or process.waiting or len(self.over) >= _AT_ONCE:  # it may be at work: at once
+        if process.pending or process.queued or len(self.ended) >= _REAP_AT:  # a busy process is killed at once
             self._reap()

@@ -1,4 +1,9 @@
-"""Environments for several threads: each sees its own rows, and one more sees to the processes of all."""
+"""Shares one pool of environments between threads.
+
+    environments_for   the environments of a session: the pool itself, or a client of the service
+    EnvService         owns the pool; its thread runs what clients submit and hands out the answers
+    EnvClient          one caller's rows, renumbered so that rows of two callers never collide
+"""
 
 from __future__ import annotations
 
@@ -14,76 +19,76 @@ from distflow.errors import DistflowError, EngineError
 from workers.engines.rollout import Session
 from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 
-_hosts: dict[str, EnvPool] = {}
-_receptions: dict[str, EnvService] = {}
-_opening = threading.Lock()
+_pools: dict[str, EnvPool] = {}
+_services: dict[str, EnvService] = {}
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def environments_for(session: Session, hosting: EnvSettings) -> Iterator[EnvPool | EnvClient]:
-    """Environments for the rows of a session; what it leaves behind is let go of. Their processes stay for the next.
+def environments_for(session: Session, config: EnvSettings) -> Iterator[EnvPool | EnvClient]:
+    """Yield environments for the rows of a session and drop them afterwards; the processes stay for the next session.
 
-    Where several threads have sessions each is a guest; a thread alone has the host for itself, which is faster.
+    Sessions of several threads share the pool as clients; a thread alone uses the pool directly, which is faster.
     """
     if session.shared:
-        with service_of(hosting).guest(session.wake) as guest:
-            yield guest
+        with service_of(config).client(session.wake) as client:
+            yield client
         return
-    host = _hosts.get(repr(hosting)) or _hosts.setdefault(repr(hosting), EnvPool(hosting))
+    pool = _pools.get(repr(config)) or _pools.setdefault(repr(config), EnvPool(config))
     try:
-        yield host
+        yield pool
     finally:
-        host.tidy()
+        pool.release()
 
 
-def service_of(hosting: EnvSettings) -> EnvService:
-    with _opening:
-        key = repr(hosting)
-        if key not in _receptions:
-            _receptions[key] = EnvService(hosting)
-        return _receptions[key]
+def service_of(config: EnvSettings) -> EnvService:
+    with _lock:
+        key = repr(config)
+        if key not in _services:
+            _services[key] = EnvService(config)
+        return _services[key]
 
 
 def close_all() -> None:
-    """End all processes of environments."""
-    for each in (*_hosts.values(), *_receptions.values()):
+    """End all environment processes."""
+    for each in (*_pools.values(), *_services.values()):
         each.close()
-    _hosts.clear()
-    _receptions.clear()
+    _pools.clear()
+    _services.clear()
 
 
 class EnvService:
-    """Serves guests from a thread of its own, which is the host's only one.
+    """Serves clients from a thread of its own, the only one that touches the pool.
 
-    Raises, in all guests: EngineError, if the host fails.
+    Every call of every client raises EngineError once the pool has failed.
     """
 
-    def __init__(self, hosting: EnvSettings):
+    def __init__(self, config: EnvSettings):
         self.numbers = itertools.count()
-        """Of rows: two guests may have rows of one id, in two nodes."""
+        """Numbers of the rows in the pool: clients of two nodes may have rows of one id."""
         self.owners: dict[int, tuple[EnvClient, int]] = {}
-        """Of each number, whose row it is, and its id there."""
-        self.asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.guests: set[EnvClient] = set()
+        """Client of each number, and the row's id there."""
+        self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.clients: set[EnvClient] = set()
         self.lock = threading.Lock()
         self.failure: DistflowError | None = None
-        self.over = False
+        self.closing = False
         opened = threading.Event()
-        self.thread = threading.Thread(target=self._serve, args=(hosting, opened), name="environments", daemon=True)
+        self.thread = threading.Thread(target=self._serve, args=(config, opened), name="environments", daemon=True)
         self.thread.start()
         opened.wait()
         self.check()
 
-    def guest(self, notify: Callable[[], None] = lambda: None) -> EnvClient:
-        """For one thread; with `notify`, called in another one, it learns that answers have come."""
-        return EnvClient(self, notify)
+    def client(self, wake: Callable[[], None] = lambda: None) -> EnvClient:
+        """Return a client for one thread; the service's thread calls `wake` when answers have arrived."""
+        return EnvClient(self, wake)
 
-    def tell(self, action: Callable[[], None]) -> None:
-        """Have the thread do it."""
+    def submit(self, action: Callable[[], None]) -> None:
+        """Run an action in the service's thread."""
         with self.lock:
             self.check()
-            self.asked.put(action)
-            self.host.wake()
+            self.actions.put(action)
+            self.pool.wake()
 
     def check(self) -> None:
         if self.failure is not None:
@@ -92,64 +97,64 @@ class EnvService:
     def close(self) -> None:
         """End all processes."""
         if self.failure is None:
-            self.tell(lambda: setattr(self, "over", True))
+            self.submit(lambda: setattr(self, "closing", True))
         self.thread.join()
 
-    def _serve(self, hosting: EnvSettings, opened: threading.Event) -> None:
+    def _serve(self, config: EnvSettings, opened: threading.Event) -> None:
         try:
-            self.host = EnvPool(hosting)
+            self.pool = EnvPool(config)
             opened.set()
-            while not self.over:
-                self._obey()
-                for number, answer in self.host.turns(math.inf):
-                    guest, row = self.owners[number]
-                    guest.answers.put((row, answer))
-                    guest.notify()
+            while not self.closing:
+                self._run_actions()
+                for number, answer in self.pool.turns(math.inf):
+                    client, row = self.owners[number]
+                    client.answers.put((row, answer))
+                    client.wake()
         except DistflowError as error:
             self._fail(error)
         finally:
-            self._fail(EngineError(f"the environments of `{hosting.kind}` are closed"))
+            self._fail(EngineError(f"the environments of `{config.kind}` are closed"))
             opened.set()
-        if self.over:
-            self.host.close()
+        if self.closing:
+            self.pool.close()
 
-    def _obey(self) -> None:
-        """Do what guests ask. Without any step under way, wait for it."""
-        if not self.host.busy:
-            self.asked.get()()
-        while not self.asked.empty():
-            self.asked.get()()
+    def _run_actions(self) -> None:
+        """Run what clients have submitted; wait for it if no step is under way."""
+        if not self.pool.busy:
+            self.actions.get()()
+        while not self.actions.empty():
+            self.actions.get()()
 
     def _fail(self, error: DistflowError) -> None:
         with self.lock:
             self.failure = self.failure or error
-            for guest in self.guests:
-                guest.answers.put(None)
+            for client in self.clients:
+                client.answers.put(None)
 
 
 class EnvClient:
-    """One caller's rows among all that a host has. For one thread; when it leaves, so do its rows."""
+    """One caller's rows in the shared pool. Not thread-safe; leaving the context drops the rows."""
 
-    def __init__(self, reception: EnvService, notify: Callable[[], None]):
-        self.reception, self.notify = reception, notify
+    def __init__(self, service: EnvService, wake: Callable[[], None]):
+        self.service, self.wake = service, wake
         self.answers: queue.SimpleQueue[tuple[int, Turn | EnvFailure] | None] = queue.SimpleQueue()
         self.numbers: dict[int, int] = {}
-        """By row."""
-        self.wishes: list[Callable[[], None]] = []
-        """What the host is yet to be asked for."""
+        """Number in the pool, by row."""
+        self.requests: list[Callable[[], None]] = []
+        """Calls of the pool that are submitted with the next `turns`."""
         self.open = 0
         """Steps without an answer."""
 
     def __enter__(self) -> EnvClient:
-        with self.reception.lock:
-            self.reception.guests.add(self)
+        with self.service.lock:
+            self.service.clients.add(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self.reception.lock:
-            self.reception.guests.discard(self)
-        if self.reception.failure is None:
-            self.reception.tell(self._leave)
+        with self.service.lock:
+            self.service.clients.discard(self)
+        if self.service.failure is None:
+            self.service.submit(self._leave)
 
     @property
     def busy(self) -> bool:
@@ -157,49 +162,49 @@ class EnvClient:
         return self.open > 0
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
-        """The model said `text` in its turn; the row's environment is made if this is its first."""
+        """Send the model's turn `text` to the row's environment, which is created on its first turn."""
         number = self.numbers.get(row)
         if number is None:
-            number = self.numbers[row] = next(self.reception.numbers)
-        self.wishes.append(lambda: self._ask(number, row, columns, text))
+            number = self.numbers[row] = next(self.service.numbers)
+        self.requests.append(lambda: self._ask(number, row, columns, text))
         self.open += 1
 
-    def turns(self, patience: float = 0.0) -> list[tuple[int, Turn | EnvFailure]]:
-        """Rows whose environment has answered: waits up to `patience` seconds for one, if a step is under way."""
-        if self.wishes:
-            wishes, self.wishes = self.wishes, []
-            self.reception.tell(lambda: [wish() for wish in wishes])
+    def turns(self, timeout_s: float = 0.0) -> list[tuple[int, Turn | EnvFailure]]:
+        """Return (row, answer) of each environment that has answered; [] after `timeout_s` seconds."""
+        if self.requests:
+            requests, self.requests = self.requests, []
+            self.service.submit(lambda: [request() for request in requests])
         found: list[tuple[int, Turn | EnvFailure] | None] = []
         try:
-            if self.open and patience > 0:
-                found.append(self.answers.get(timeout=None if patience == math.inf else patience))
+            if self.open and timeout_s > 0:
+                found.append(self.answers.get(timeout=None if timeout_s == math.inf else timeout_s))
             while True:
                 found.append(self.answers.get_nowait())
         except queue.Empty:
             pass
         if None in found:
-            self.reception.check()
+            self.service.check()
         self.open -= len(found)
         return found
 
     def end(self, row: int) -> None:
-        """The row is not asked again."""
+        """Drop the row's environment."""
         if row in self.numbers:
             number = self.numbers.pop(row)
-            self.wishes.append(lambda: self._end(number))
+            self.requests.append(lambda: self._end(number))
 
     def _ask(self, number: int, row: int, columns: dict[str, str], text: str) -> None:
-        """In the thread of the host, as what follows."""
-        self.reception.owners[number] = (self, row)
-        self.reception.host.step(number, columns, text)
+        """Start a step. Runs in the service's thread, as `_end` and `_leave` do."""
+        self.service.owners[number] = (self, row)
+        self.service.pool.step(number, columns, text)
 
     def _end(self, number: int) -> None:
-        self.reception.host.end(number)
-        self.reception.owners.pop(number, None)
+        self.service.pool.end(number)
+        self.service.owners.pop(number, None)
 
     def _leave(self) -> None:
-        mine = [number for number, (guest, _) in self.reception.owners.items() if guest is self]
-        self.reception.host.tidy(mine)
+        mine = [number for number, (client, _) in self.service.owners.items() if client is self]
+        self.service.pool.release(mine)
         for number in mine:
-            del self.reception.owners[number]
+            del self.service.owners[number]
 

@@ -1,7 +1,7 @@
-"""A small process that has loaded an environment and forks the processes that hold instances of it.
+"""Fork server: a small process that has imported an environment and forks the processes that run it.
 
-To fork takes a millisecond where a new interpreter takes hundreds, so that each trajectory can have a process of its
-own. Whatever these leave behind falls to the nursery (it is their subreaper), which ends it with them.
+A fork takes a millisecond where a new interpreter takes hundreds, so each trajectory can have a process of its own.
+The fork server is the subreaper of its children: processes that they leave behind become its own, and it kills them.
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ from pathlib import Path
 from typing import Any
 
 from workers.isolation.sandbox import kernel
-from workers.isolation.sandbox.memory_limit import LookSchedule, SharedMemoryUse
+from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
 from workers.isolation.sandbox.processes import kill_descendants
-from workers.isolation.user_code import contained
+from workers.isolation.user_code import guarded
 
 
 def main() -> None:
-    """`python -c … FD JOB`: say whether the environment could be loaded, then fork and kill as told over the line."""
-    line, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    """Load the environment and report success, then fork and kill on request; run as `python -c … FD JOB`."""
+    connection, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     sys.path[:] = job["path"]
-    line.set_inheritable(False)
+    connection.set_inheritable(False)
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
 
-    def told(_: BaseException) -> None:
-        line.sendall(json.dumps({"failed": traceback.format_exc()}).encode() + b"\n")
+    def failed(_: BaseException) -> None:
+        connection.sendall(json.dumps({"failed": traceback.format_exc()}).encode() + b"\n")
         sys.exit()
 
-    with contained(told, BaseException):
+    with guarded(failed, BaseException):
         from distflow.contracts.environments import load_environment
-        from workers.isolation import env_worker  # noqa: F401 - loaded once for all that are forked
+        from workers.isolation import env_worker  # noqa: F401 - imported once for all children
 
         kind = load_environment(job["kind"])
-    line.sendall(b"{}\n")
+    connection.sendall(b"{}\n")
     gc.freeze()
-    # No code of others runs here any more: it can tidy up first. The rank's death is one more end of the line, as an
-    # exception could be raised in the midst of that.
-    signal.signal(signal.SIGTERM, lambda *_: line.shutdown(socket.SHUT_RD))
+    # No user code runs here any more, so there is time to clean up. A SIGTERM from the rank's death only closes the
+    # connection, since an exception could be raised in the midst of the cleanup.
+    signal.signal(signal.SIGTERM, lambda *_: connection.shutdown(socket.SHUT_RD))
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    _ForkServer(line, kind, job).serve()
+    _ForkServer(connection, kind, job).serve()
 
 
 class _ForkServer:
-    def __init__(self, line: socket.socket, kind: type, job: dict[str, Any]):
-        self.line, self.kind, self.job = line, kind, job
+    def __init__(self, connection: socket.socket, kind: type, job: dict[str, Any]):
+        self.connection, self.kind, self.job = connection, kind, job
         self.children: set[int] = set()
         self.limit = int(job["memory_gib"] * 2**30)
         self.memory: dict[int, SharedMemoryUse] = {}
-        """What each of them shares with its descendants."""
+        """Shared memory of each child and its descendants."""
 
     def serve(self) -> None:
-        """A packet is a command: `f` with a line to fork for, answered by the process id, or `k` and those to end.
+        """Run commands: `f` with a socket forks a child and answers its id, `k` with process ids kills these.
 
-        When the rank ends, however it does, all that is here ends too.
+        When the rank ends, in whatever way, all children are killed.
         """
-        waiting, looks = select.poll(), LookSchedule()
-        waiting.register(self.line, select.POLLIN)
+        waiting, schedule = select.poll(), PollSchedule()
+        waiting.register(self.connection, select.POLLIN)
         try:
             while True:
-                while not waiting.poll(1000 * looks.pause if self.children else None):
-                    with looks.look():
+                while not waiting.poll(1000 * schedule.pause if self.children else None):
+                    with schedule.poll():
                         large = [child for child, memory in self.memory.items() if memory.exceeded()]
                     if large:
-                        self._end(large)
-                packet, files, _, _ = socket.recv_fds(self.line, 1 << 16, 1)
+                        self._kill(large)
+                packet, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
                 if packet == b"f":
-                    self.line.sendall(self._fork(files[0]).to_bytes(4, "little"))
+                    self.connection.sendall(self._fork(files[0]).to_bytes(4, "little"))
                 elif packet:
-                    self._end(array.array("i", packet[1:]).tolist())
+                    self._kill(array.array("i", packet[1:]).tolist())
                 else:
                     return
         finally:
-            self._end(list(self.children))
+            self._kill(list(self.children))
 
     def _fork(self, file: int) -> int:
         child = os.fork()
@@ -94,25 +94,25 @@ class _ForkServer:
             return child
         code = 1
         try:
-            self._become(socket.socket(fileno=file))
+            self._run_child(socket.socket(fileno=file))
             code = 0
         finally:
             os._exit(code)
 
-    def _become(self, line: socket.socket) -> None:
+    def _run_child(self, connection: socket.socket) -> None:
         from workers.isolation.env_worker import serve
 
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        self.line.close()
+        self.connection.close()
         resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out it is this process that goes
-        serve(line, self.kind, self.job["settings"])
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes this process first
+        serve(connection, self.kind, self.job["settings"])
 
-    def _end(self, ended: list[int]) -> None:
-        """These processes, and all that does not stem from another one that is held: orphans become the nursery's."""
+    def _kill(self, ended: list[int]) -> None:
+        """Kill these children and everything that does not descend from a living child, orphans among it."""
         self.children.difference_update(ended)
         for child in ended:
             self.memory.pop(child, None)

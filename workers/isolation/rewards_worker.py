@@ -1,13 +1,13 @@
-"""A process that calls reward functions for its rank, one job after the other.
+"""Runs in a reward process: calls reward functions for the rank, one job after the other.
 
     rank → worker   a job: {job, name, module, settings, secrets, timeout, concurrency, batched, positional, names,
                     rows}; secrets: environment variables that the settings name
     worker → rank   ["loaded", job], then for each row ["value", job, row, number] or
-                    ["failed", job, row, reason, trace], at last ["done", job]; or ["impossible", job, why]
-                    after the values of a call ["metrics", job, [[name, sum, count], …]] if it has reported some
+                    ["failed", job, row, reason, trace], finally ["done", job]; or ["impossible", job, why]
+                    after a call's values ["metrics", job, [[name, sum, count], …]] if it has reported any
 
-Both are msgpack, back to back on a pipe each. A row is the list of its arguments; a function of lists gets one row,
-whose values are lists, and its numbers come back as rows 0, 1, ….
+Messages are msgpack, back to back on one pipe each way. A row is the list of its arguments; a function of lists gets
+one row of lists and answers rows 0, 1, ….
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from distflow.errors import DistflowError
 from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation.sandbox.guard import fork_from_guard
 from workers.isolation.sandbox.processes import descendants, kill_descendants
-from workers.isolation.user_code import contained
+from workers.isolation.user_code import guarded
 
-_READ = 1 << 16
+_READ_SIZE = 1 << 16
 _TRACE = 4000
-"""Characters of a traceback that are sent; its end says most."""
-_MOST = 3.4028234663852886e38
-"""The largest float32, as which rewards go on."""
+"""Characters of a traceback that are sent, counted from its end."""
+_LARGEST = 3.4028234663852886e38
+"""The largest float32, the type of rewards."""
 Job = dict[str, Any]
 
 
 class CallFailure(Exception):
-    """A call that has not come to a finite number."""
+    """A call that returned no finite number."""
 
 
 def main(jobs: int, results: int, parent: int, memory: int) -> None:
-    """Work until the rank closes `jobs`. `memory` is in bytes: the kernel refuses more to this process, and with more
-    shared memory than that its guard ends it."""
-    _settle(jobs, results, parent, memory)
+    """Work until the rank closes `jobs`. `memory` in bytes limits private memory (by the kernel) and shared memory (by
+    the guard)."""
+    _set_up(jobs, results, parent, memory)
     worker, unpacker = RewardWorker(results), msgpack.Unpacker(unicode_errors="surrogatepass", max_buffer_size=0)
-    while data := os.read(jobs, _READ):
+    while data := os.read(jobs, _READ_SIZE):
         unpacker.feed(data)
         for job in unpacker:
             worker.work(job)
     kill_descendants(os.getpid())
 
 
-def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
+def _set_up(jobs: int, results: int, parent: int, memory: int) -> None:
     for number in (jobs, results):
         os.set_inheritable(number, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
@@ -64,18 +64,18 @@ def _settle(jobs: int, results: int, parent: int, memory: int) -> None:
     fork_from_guard(parent, memory)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out all the same, this process goes and not the rank
+        file.write("1000")  # the OOM killer takes this process, not the rank
 
 
 class RewardWorker:
-    """Runs jobs and sends what comes of them."""
+    """Runs jobs and sends their results."""
 
     def __init__(self, results: int):
         self.results, self.process = results, os.getpid()
         self.loop = asyncio.new_event_loop()
-        self.known: dict[tuple[str, str], Callable[..., Any]] = {}
-        self.companions: set[int] = set()
-        """Processes that modules have started while they were imported; they may stay."""
+        self.loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.kept: set[int] = set()
+        """Processes that modules have started while being imported, which may stay."""
 
     def work(self, job: Job) -> None:
         os.environ |= job["secrets"]
@@ -92,15 +92,15 @@ class RewardWorker:
                 os.environ.pop(name, None)
 
     def _function(self, job: Job) -> Callable[..., Any]:
-        name, known = job["name"], (job["module"], job["name"])
-        if known not in self.known:
+        name, key = job["name"], (job["module"], job["name"])
+        if key not in self.loaded:
             load_module(job["module"])
             if name not in REWARDS:
                 raise DistflowError(f"reward `{name}` is not there when module `{job['module']}` is imported alone. "
                                     "Define it at the top of a module, and import no module that needs the run.")
-            self.known[known] = REWARDS[name]
-            self.companions = descendants(self.process)
-        return self.known[known]
+            self.loaded[key] = REWARDS[name]
+            self.kept = descendants(self.process)
+        return self.loaded[key]
 
     def _run(self, function: Callable[..., Any], job: Job) -> None:
         coroutine = inspect.iscoroutinefunction(function)
@@ -110,11 +110,11 @@ class RewardWorker:
             return
         for index, row in enumerate(job["rows"]):
             reported = Metrics()
-            with contained(partial(self._send_failure, job, index), BaseException, but=DistflowError), \
+            with guarded(partial(self._send_failure, job, index), BaseException, but=DistflowError), \
                     recording(reported):
                 result = _call(function, job, row)
                 value = self.loop.run_until_complete(asyncio.wait_for(result, job["timeout"])) if coroutine else result
-                self._same_process()
+                self._exit_if_forked()
                 self._end_leftovers()
                 self._send_values(job, index, value, reported)
 
@@ -124,15 +124,15 @@ class RewardWorker:
         async def one(index: int, row: list[Any]) -> None:
             reported = Metrics()
             async with free:
-                with contained(partial(self._send_failure, job, index), but=DistflowError), recording(reported):
+                with guarded(partial(self._send_failure, job, index), but=DistflowError), recording(reported):
                     value = await asyncio.wait_for(_call(function, job, row), job["timeout"])
-                    self._same_process()
+                    self._exit_if_forked()
                     self._send_values(job, index, value, reported)
 
         await asyncio.gather(*(one(index, row) for index, row in enumerate(job["rows"])))
 
     def _send_values(self, job: Job, index: int, value: Any, reported: Metrics) -> None:
-        """Send what a call returned, and then what it reported: that of a call that failed does not count."""
+        """Send what a call returned, then its metrics, which do not count if the call failed."""
         if job["batched"]:
             self._send_each(job, index, value)
         else:
@@ -153,7 +153,7 @@ class RewardWorker:
                 self._send("failed", job, row, str(error), "")
 
     def _send_failure(self, job: Job, index: int, error: BaseException) -> None:
-        self._same_process()
+        self._exit_if_forked()
         reason = _reason(error)
         if isinstance(error, TimeoutError) and not str(error):
             reason = f"took longer than {job['timeout']:g} s"
@@ -161,22 +161,22 @@ class RewardWorker:
         for row in range(len(job["rows"][0][0])) if job["batched"] else (index,):
             self._send("failed", job, row, reason, trace)
 
-    def _same_process(self) -> None:
-        """A function that forks and lets both come back has made a second worker: it must not speak."""
+    def _exit_if_forked(self) -> None:
+        """Exit in a copy of the worker that a function has forked, which must not send results."""
         if os.getpid() != self.process:
             os._exit(0)
 
     def _end_leftovers(self) -> None:
-        """End what a call has started and left running.
+        """End processes that a call has left running.
 
         Raises:
-            Failure: there was something.
+            CallFailure: there were some.
         """
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return  # no child at all, as nearly always
-        killed = kill_descendants(self.process, self.companions)
+            return  # the usual case: no child at all
+        killed = kill_descendants(self.process, self.kept)
         for process in killed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, 0)
@@ -193,14 +193,14 @@ class RewardWorker:
             data = data[os.write(self.results, data) :]
 
 
-def at_once(function: Callable[..., Any], job: Job, row: list[Any]) -> float | str | None:
-    """What a call in this very process gives: a number, why it is none, or None if the function says so itself.
+def call_in_rank(function: Callable[..., Any], job: Job, row: list[Any]) -> float | str | None:
+    """Call a reward in this process; return its number, the reason for a failure, or None if it returned None.
 
     Raises:
-        DistflowError: the function does.
+        DistflowError: the function raises it.
     """
     reasons: list[str] = []
-    with contained(lambda error: reasons.append(_reason(error)), but=DistflowError):
+    with guarded(lambda error: reasons.append(_reason(error)), but=DistflowError):
         value = _call(function, job, row)
         return None if value is None else _number(value)
     return reasons[0]
@@ -216,16 +216,16 @@ def _call(function: Callable[..., Any], job: Job, row: list[Any]) -> Any:
 
 
 def _number(value: Any) -> float:
-    """A reward as a float.
+    """Return a reward as a float.
 
     Raises:
-        Failure: it is none, or not finite as float32.
+        CallFailure: `value` is no number, or not finite as float32.
     """
     try:
         number = None if isinstance(value, str | bytes | None) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor of many
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for a tensor of many
         number = None
-    if number is None or not abs(number) <= _MOST:
+    if number is None or not abs(number) <= _LARGEST:
         raise CallFailure(f"returned {repr(value)[:200]}, not a finite number")
     return number
 

@@ -1,4 +1,4 @@
-"""From a recipe and the columns of a batch to rewards, and to what has become of those that failed."""
+"""Scores batches by a recipe of rewards, and reports the samples whose rewards failed."""
 
 from __future__ import annotations
 
@@ -15,85 +15,85 @@ from distflow.contracts.rewards import SHIPPED, Path, Recipe, RewardContract, Te
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
-from workers.isolation.rewards_worker import at_once
+from workers.isolation.rewards_worker import call_in_rank
 from workers.isolation.user_code import FailureStreak
 
 Columns = dict[str, Sequence[Any]]
-Found = dict[tuple[int, int], float | FailedSample]
-"""By number of the call and of the row."""
+CallResults = dict[tuple[int, int], float | FailedSample]
+"""Result by (call, row)."""
 Reported = Sequence[Any]
-"""Name, sum and count."""
+"""[name, sum, count]."""
 _pools: dict[float, RewardPool] = {}
-"""By the memory that a process may have. Nodes and validation share them."""
+"""Pools by memory limit; nodes and validation share them."""
 
 
 @dataclass
 class Scores:
-    """What a batch has earned. `rewards` [B] is 0.0 where `keep` [B] is False: a reward of that row has failed."""
+    """Rewards of a batch. `rewards` [B] is 0.0 where `keep` [B] is False because a reward of that row failed."""
 
     rewards: list[float]
     keep: list[bool]
     of_term: dict[str, list[float]] = field(default_factory=dict)
-    """By name of a reward, what it has given before its weight, of the rows whose it is."""
+    """Unweighted rewards by name, of the rows that have them."""
     parts: list[dict[str, float]] = field(default_factory=list)
-    """[B]: the same by row."""
+    """[B] unweighted rewards of each row by name."""
     failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)
-    """Name of the reward, place of the row, and why."""
+    """(reward, row, reason)."""
     retried: int = 0
     timeouts: int = 0
     seconds: float = 0.0
     metrics: list[Reported] = field(default_factory=list)
-    """What rewards have reported by `metric`."""
+    """Values that rewards have reported by `metric`."""
 
 
 class Scorer:
-    """Scores batches by one recipe. It counts how many samples in a row have come to nothing."""
+    """Scores batches by one recipe, and counts how many samples in a row have failed."""
 
     def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
                  patience: int = 3):
-        self.recipe, flaws = read_recipe(recipe)
-        for flaw in flaws:
-            raise InvalidInput(Diagnostic(flaw.what, None, flaw.hint))
+        self.recipe, problems = read_recipe(recipe)
+        for problem in problems:
+            raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
         self.functions = {term.name: find_reward(term.name) for term in self.recipe.terms}
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct(self.recipe.terms)
-        self.pool = _pool(workers or _sensible_number(), memory_gib)
+        self.pool = _pool(workers or _default_workers(), memory_gib)
         self.limit, self.patience, self.failures = limit, patience, FailureStreak()
 
     def score(self, columns: Columns, names: Sequence[int]) -> Scores:
-        """The rewards of all rows. `names` [B]: what a row is called where people read it.
+        """Compute the rewards of all rows. `names` [B] are display names of the rows.
 
         Raises:
-            InvalidInput: a row has a source for which the recipe says nothing.
+            InvalidInput: the recipe has no branch for a row's source.
         """
         start = time.perf_counter()
         terms = _terms_of_rows(self.recipe, columns, len(names), names)
-        results: Found = {}
+        results: CallResults = {}
         jobs: list[Job] = []
         reported: list[Reported] = []
-        places: list[tuple[int, int]] = []
+        rows_of_keys: list[tuple[int, int]] = []
         for call, term in enumerate(self.calls):
             rows = [row for row, own in enumerate(terms) if any(self.call_of[each.path] == call for each in own)]
-            if rest := self._at_once(call, rows, columns, results, reported):
-                keys = list(range(len(places), len(places) + len(rest)))
+            if rest := self._score_in_rank(call, rows, columns, results, reported):
+                keys = list(range(len(rows_of_keys), len(rows_of_keys) + len(rest)))
                 jobs.append(_job(term, self.functions[term.name], self.contracts[term.name], columns, rest, keys))
-                places += [(call, row) for row in rest]
+                rows_of_keys += [(call, row) for row in rest]
         done = self.pool.run(jobs, self.limit)
-        results |= {places[key]: value for key, value in done.values.items()}
+        results |= {rows_of_keys[key]: value for key, value in done.values.items()}
         scores = _combine(terms, self.call_of, results)
         scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
         scores.seconds = time.perf_counter() - start
         return scores
 
-    def _at_once(self, call: int, rows: list[int], columns: Columns, results: Found,
+    def _score_in_rank(self, call: int, rows: list[int], columns: Columns, results: CallResults,
                  reported: list[Reported]) -> list[int]:
-        """What the rank itself can say in no time; the rows that are left. Where a shortcut fails, the function is
-        asked."""
+        """Score rows in this process where the reward allows it, and return the remaining ones. Where a shortcut fails,
+        the function itself decides."""
         term = self.calls[call]
         function, contract = self.functions[term.name], self.contracts[term.name]
         marks: RewardMarks = function.__distflow_reward__
-        quick = function if marks.in_rank else marks.shortcut
-        if quick is None or contract.batched or inspect.iscoroutinefunction(function):
+        shortcut = function if marks.in_rank else marks.shortcut
+        if shortcut is None or contract.batched or inspect.iscoroutinefunction(function):
             return rows
         positional, names = _parameters(contract, columns)
         how = {"positional": positional, "names": names, "settings": term.settings}
@@ -101,7 +101,7 @@ class Scorer:
         for row, arguments in zip(rows, _arguments(contract, columns, rows)):
             own = Metrics()
             with recording(own):
-                value = at_once(quick, how, arguments)
+                value = call_in_rank(shortcut, how, arguments)
             if isinstance(value, float):
                 results[call, row] = value
                 reported += own.means()
@@ -112,10 +112,10 @@ class Scorer:
         return rest
 
     def count(self, scores: Scores, step: int) -> None:
-        """Note whether anything is left of a batch, which may be a part of its step.
+        """Count the failures of a batch, which may be a part of its step.
 
         Raises:
-            RewardsFailed: with it nothing is left of `patience` steps' worth of samples in a row.
+            RewardsFailed: every sample of `patience` steps in a row has failed.
         """
         steps = self.failures.count(step, len(scores.keep), scores.keep.count(False))
         if steps < self.patience:
@@ -128,10 +128,10 @@ class Scorer:
 
 
 def find_reward(name: str) -> Any:
-    """The registered reward function.
+    """Return the registered reward function.
 
     Raises:
-        InvalidInput: there is none of that name.
+        InvalidInput: no reward has that name.
     """
     if name not in REWARDS:
         for module in SHIPPED:
@@ -142,7 +142,7 @@ def find_reward(name: str) -> Any:
 
 
 def report(scores: Scores, names: Sequence[int]) -> str:
-    """One line about the rows that failed; "" if none has."""
+    """Return one line about the failed rows; "" if there are none."""
     if not scores.failures:
         return ""
     lost, every = scores.keep.count(False), "EVERY ONE" if not any(scores.keep) else ""
@@ -167,8 +167,8 @@ def _pool(size: int, memory_gib: float) -> RewardPool:
     return _pools[memory_gib]
 
 
-def _sensible_number() -> int:
-    """As many as this rank has cores to itself; two at least, so that one that hangs does not stop the rest."""
+def _default_workers() -> int:
+    """Return this rank's share of the cores, at least two so that one hanging process does not block the rest."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return min(8, max(2, cores))
 
@@ -185,7 +185,7 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
 
 
 def _distinct(terms: list[Term]) -> tuple[list[Term], dict[Path, int]]:
-    """The calls to make, and which one each term (by its path) wants: branches may share them."""
+    """Return the distinct calls, and the call of each term by its path: branches may share calls."""
     calls: list[Term] = []
     call_of: dict[Path, int] = {}
     for term in terms:
@@ -203,7 +203,7 @@ def _arguments(contract: RewardContract, columns: Columns, rows: list[int]) -> l
 
 
 def _parameters(contract: RewardContract, columns: Columns) -> tuple[int, list[str]]:
-    """How many arguments go by position, and the names of the others: a column before them is not there."""
+    """Return the number of positional arguments, and the names of the others, which follow a missing column."""
     there = [read.name in columns for read in contract.columns.values()]
     positional = there.index(False) if False in there else len(there)
     return positional, [name for name, read in contract.columns.items() if read.name in columns][positional:]
@@ -222,7 +222,7 @@ def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, 
                inspect.iscoroutinefunction(function), positional, names)
 
 
-def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: Found) -> Scores:
+def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: CallResults) -> Scores:
     scores = Scores([0.0] * len(terms), [True] * len(terms), parts=[{} for _ in terms])
     for row, own in enumerate(terms):
         for term in own:

@@ -1,7 +1,4 @@
-"""The one place where what users have written may fail as it likes: a reward, an environment.
-
-How many rows have failed, so that an environment or a reward that never works ends the run.
-"""
+"""Guard around users' code (rewards, environments), and the streak of failures that ends a run where it never works."""
 
 from __future__ import annotations
 
@@ -9,43 +6,43 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-_STEPS = 64
-"""Of so many it is known how many rows they have."""
-_of_environments: dict[str, FailureStreak] = {}
+_MAX_STEPS = 64
+"""Newest steps whose number of rows is kept."""
+_streaks: dict[str, FailureStreak] = {}
 
 
-def failures_of(environment: str) -> FailureStreak:
-    return _of_environments.setdefault(environment, FailureStreak())
+def failure_streak_of(environment: str) -> FailureStreak:
+    return _streaks.setdefault(environment, FailureStreak())
 
 
 class FailureStreak:
-    """Counts those that have failed since one did not. For many threads."""
+    """Counts the rows that have failed since the last one that did not. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.lost, self.most = 0, 1
+        self.failed, self.largest = 0, 1
         self.rows: dict[int, int] = {}
-        """By step; those of one step may come in several parts, and among those of others."""
+        """Rows by step; the parts of a step may arrive interleaved with other steps."""
 
     def count(self, step: int, rows: int, failed: int) -> float:
-        """Some `rows` of a step are done: how many steps' worth has now failed, without one that did not."""
+        """Count `rows` of a step as done; return how many steps' worth of rows in a row have failed."""
         with self.lock:
             self.rows[step] = self.rows.pop(step, 0) + rows
-            self.most = max(self.most, self.rows[step])
-            if len(self.rows) > _STEPS:
+            self.largest = max(self.largest, self.rows[step])
+            if len(self.rows) > _MAX_STEPS:
                 del self.rows[next(iter(self.rows))]
-            self.lost = self.lost + failed if failed == rows else 0
-            return self.lost / self.most
+            self.failed = self.failed + failed if failed == rows else 0
+            return self.failed / self.largest
 
 
 @contextlib.contextmanager
-def contained(failed: Callable[[BaseException], object], kind: type[BaseException] = Exception,
-              but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-    """What the block raises ends the block and is handed to `failed`, if it is of this `kind`. The rest goes on up, and
-    so does what is meant for the run and not for one sample (`but`)."""
+def guarded(failed: Callable[[BaseException], object], kind: type[BaseException] = Exception,
+            but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+    """Pass an exception of `kind` from the block to `failed`; let all others through, and those of `but`, which are
+    meant for the run and not for one sample."""
     try:
         yield
     except kind as error:
         if isinstance(error, but):
             raise
-        failed(error.with_traceback(error.__traceback__.tb_next))  # as if it were caught where it was raised
+        failed(error.with_traceback(error.__traceback__.tb_next))  # hides this frame

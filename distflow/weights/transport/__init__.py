@@ -1,12 +1,12 @@
-"""How chunks get from one process to another. A line (`distflow.rpc.connection`) comes first in every case: it proves
-both ends and carries requests; the transport carries the bytes.
+"""Transports of chunks between processes. An authenticated connection (`distflow.rpc.connection`) comes first in every
+case: it proves both ends and carries requests; the transport carries the bytes.
 
-    memory    both on one machine: nothing moves, the puller uses the source's memory
+    memory    both on one machine: nothing is transferred, the puller uses the source's memory
     ucx       UCX: RDMA where there is any, TCP otherwise; needs the package that the extra `ucx` installs
-    tcp       the line itself; always there
+    tcp       the connection itself; always available
 
-`auto` takes the first of them that both ends can use, and says which. One that is asked for by name is used, or is an
-error: nothing falls back in silence.
+`auto` takes the first of them that both ends can use, and records which. One that is requested by name is used, or is
+an error: nothing falls back in silence.
 """
 
 from __future__ import annotations
@@ -24,34 +24,31 @@ from distflow.weights.transport.tcp import Tcp
 from distflow.weights.transport.ucx import Ucx, is_installed
 
 WINDOW = 2
-"""Runs of chunks that a puller asks for ahead: while one is verified, the next is under way."""
+"""Runs of chunks that a puller requests ahead: while one is verified, the next is under way."""
 
 
 class Transport(Protocol):
-    """A process's way to move bytes. `offer`: what its sources tell about it, None where it cannot be used."""
+    """Way of a process to transfer bytes. `offer`: what its sources announce about it, None where it cannot be used."""
 
     name: str
 
     def offer(self) -> Header | None: ...
 
-    def outlet(self, said: Header) -> SourceEnd: ...
+    def source_end(self, hello: Header) -> SourceEnd: ...
 
-    def inlet(self, offer: Header, deadline: float) -> PullerEnd | None:
-        """None: not with this source."""
+    def puller_end(self, offer: Header, deadline: float) -> PullerEnd | None:
+        """Return None if the source cannot be used this way."""
 
 
-def transports(wish: str, buffers: HostBuffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
-    """Those that this process can use, best first. `host`: the address at which others reach it.
-
-    Raises:
-        NoTransport: `wish` is none of them, or cannot be used here.
-    """
+def transports(requested: str, buffers: HostBuffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
+    """Return the transports that this process can use, best first. `host`: the address at which others reach it. Raises
+    `NoTransport` if `requested` is none of them, or cannot be used here."""
     made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers, token),
-                                                "ucx": lambda: Ucx(host, wished=wish == "ucx"), "tcp": Tcp}
-    if wish != "auto" and wish not in made:
-        raise NoTransport(f"there is no transport `{wish}`. {did_you_mean(wish, ['auto', *made])}")
-    if wish == "memory" and not machine_name():
+                                                "ucx": lambda: Ucx(host, wished=requested == "ucx"), "tcp": Tcp}
+    if requested != "auto" and requested not in made:
+        raise NoTransport(f"there is no transport `{requested}`. {did_you_mean(requested, ['auto', *made])}")
+    if requested == "memory" and not machine_name():
         raise NoTransport("the transport `memory` needs memfd_create and /proc, which this system does not have, or "
                           "DISTFLOW_MACHINE is set to nothing. Set  transport: auto")
-    there = {"memory": bool(machine_name()), "ucx": is_installed(), "tcp": True}
-    return {name: make() for name, make in made.items() if name == wish or (wish == "auto" and there[name])}
+    usable = {"memory": bool(machine_name()), "ucx": is_installed(), "tcp": True}
+    return {name: make() for name, make in made.items() if name == requested or (requested == "auto" and usable[name])}

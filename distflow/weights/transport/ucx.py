@@ -1,8 +1,8 @@
-"""Chunks by UCX, each connection with a worker of its own that its thread drives: no event loop, no listening port.
+"""Transport of chunks by UCX; each connection has a worker that its thread drives: no event loop, no listening port.
 
-UCX knows no token. So the line, which has proved both ends, carries the addresses of the two workers and a random tag;
-only messages with this tag are ever matched. A peer that dies is noticed in milliseconds; one that stands still, or
-is cut off, only by the deadline without a piece of a chunk.
+UCX knows no token. So the authenticated connection carries the addresses of the two workers and a random tag; only
+messages with this tag are ever matched. A peer that dies is noticed in milliseconds; one that hangs, or is cut off,
+only by the deadline without a piece of a chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
 PACKAGE = "ucxx-cu12==0.52.0"
 _PIECE = 1 << 20
-"""Bytes of a message: what must come within a deadline."""
+"""Bytes of a message: what must be received within a deadline."""
 _POLL = 50
-"""Milliseconds of a wait for the network; what ends it is the next byte."""
+"""Milliseconds of a wait for the network; the next byte ends it."""
 _SETTINGS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 """Three times as fast as UCX's own over plain TCP. Variables of the environment, as UCX_TLS, come first."""
 _STALLED = 60.0
@@ -41,8 +41,8 @@ class Ucx:
     """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback.
 
     Raises:
-        NoTransport: it is not installed; here if it is `wished` for, else when it is first used: it finds nothing
-            that it could use, or cannot be loaded, which takes a second.
+        NoTransport: it is not installed; here if it was requested by name (`wished`), else when it is first used: it
+            finds no usable device, or cannot be loaded, which takes a second.
     """
 
     name = "ucx"
@@ -58,20 +58,20 @@ class Ucx:
     def offer(self) -> dict[str, Any]:
         return {}
 
-    def outlet(self, said: dict[str, Any]) -> UcxSource:
-        return UcxSource(said, self.devices)
+    def source_end(self, hello: dict[str, Any]) -> UcxSource:
+        return UcxSource(hello, self.devices)
 
-    def inlet(self, offer: dict[str, Any], deadline: float) -> UcxPuller:
+    def puller_end(self, offer: dict[str, Any], deadline: float) -> UcxPuller:
         return UcxPuller(deadline, self.devices)
 
 
 def _context(devices: dict[str, str]) -> tuple[Any, Any]:
-    """The library, and a context of it. Raises: NoTransport."""
+    """Return the library, and a context of it. Raises: NoTransport."""
     before = set(os.environ)
     try:
         from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
     except (ImportError, OSError) as error:
-        raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Install it anew:  pip install "
+        raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Reinstall it:  pip install "
                           f"--force-reinstall '{PACKAGE}'  or set  transport: tcp") from None
     _set_by_ucxx.update(os.environ.keys() - before)
     given = {name: value for name, value in (_SETTINGS | devices).items() if f"UCX_{name}" not in os.environ}
@@ -85,7 +85,7 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
 
 
 class _UcxConnection:
-    """A worker, and its endpoint once the other's address is known."""
+    """UCX worker, and its endpoint once the other's address is known."""
 
     def __init__(self, tag: int, patience: float, devices: dict[str, str]):
         self.patience = patience
@@ -100,9 +100,6 @@ class _UcxConnection:
         return self.worker.address.tobytes()
 
     def connect(self, address: bytes) -> None:
-        """Raises:
-            OSError: there is no way to it.
-        """
         try:
             found = self.ucx.UCXAddress.create_from_buffer(address)
             self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, found, True)
@@ -110,11 +107,8 @@ class _UcxConnection:
             raise ConnectionError(f"UCX: {error}") from None
 
     def move(self, post: Callable[[Any, Any], Any], chunk: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """Send or receive a chunk, piece by piece.
-
-        Raises:
-            OSError: the other end is gone, or moved no piece in time.
-        """
+        """Send or receive a chunk, piece by piece. Raises `OSError` if the other end is gone, or moved no piece in
+        time."""
         from ucxx._lib.arr import Array
 
         pieces = [chunk[begin : begin + _PIECE] for begin in range(0, len(chunk), _PIECE)]
@@ -141,13 +135,13 @@ class _UcxConnection:
 
 
 class UcxSource(SourceEnd):
-    def __init__(self, said: dict[str, Any], devices: dict[str, str]):
-        self.end = _UcxConnection(int(said["tag"]), _STALLED, devices)
-        self.end.connect(said["worker"])
+    def __init__(self, hello: dict[str, Any], devices: dict[str, str]):
+        self.end = _UcxConnection(int(hello["tag"]), _STALLED, devices)
+        self.end.connect(hello["worker"])
         self.reply = {"worker": self.end.address}
 
-    def give(self, line: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
-        line.send(header)
+    def send(self, connection: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
+        connection.send(header)
         self.end.move(self.end.endpoint.tag_send, chunks, moved)
 
     def close(self) -> None:
@@ -162,12 +156,13 @@ class UcxPuller(PullerEnd):
     def __init__(self, deadline: float, devices: dict[str, str]):
         tag = secrets.randbits(63)
         self.end = _UcxConnection(tag, deadline, devices)
-        self.said = {"tag": tag, "worker": self.end.address}
+        self.hello = {"tag": tag, "worker": self.end.address}
 
-    def met(self, reply: dict[str, Any]) -> None:
+    def connect(self, reply: dict[str, Any]) -> None:
         self.end.connect(reply["worker"])
 
-    def take(self, line: Connection, size: int, part: int, span: slice, into: numpy.ndarray, moved: Moved) -> None:
+    def take(self, connection: Connection, size: int, part: int, span: slice, into: numpy.ndarray,
+             moved: Moved) -> None:
         self.end.move(self.end.endpoint.tag_recv, into, moved)
 
     def close(self) -> None:

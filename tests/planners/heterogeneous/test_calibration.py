@@ -8,7 +8,14 @@ import pytest
 
 from distflow.plan import Layout
 from distflow.plan_file import NodeTiming
-from planners.heterogeneous.calibration import MeasuredRun, again, calibrated, lengthened, ran, unmeasured
+from planners.heterogeneous.calibration import (
+    MeasuredRun,
+    at_run_sizes,
+    calibrated,
+    measured_run,
+    unmeasured,
+    with_run_lengths,
+)
 from planners.heterogeneous.explain import bounds
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import (
@@ -24,49 +31,50 @@ from planners.heterogeneous.problem import (
     Replicas,
 )
 
-SITE = DeviceGroup("fast", "big", "a", 1, 1, 1e12, 64e9, 50e9, 25e9, NetworkLink(1e-5, 5e9))
-SLOW = replace(SITE, name="slow", kind="small", pace=4.0)
+FAST = DeviceGroup("fast", "big", "a", 1, 1, 1e12, 64e9, 50e9, 25e9, NetworkLink(1e-5, 5e9))
+SLOW = replace(FAST, name="slow", kind="small", slowdown=4.0)
 LINK = NetworkLink(1e-4, 1e9)
-WORKS = (ModelTask("rollout", "actor", GENERATE, 10**7, 4, 512, 2048, 64, 40, 30, width=4),
+TASKS = (ModelTask("rollout", "actor", GENERATE, 10**7, 4, 512, 2048, 64, 40, 30, width=4),
          ModelTask("reference", "reference", INFER, 10**7, 4, 512, 2048, 64, 40, 30, width=4),
          ModelTask("update", "actor", TRAIN, 10**7, 4, 512, 2048, 64, 40, 30, width=4))
 TRUTH = {"rollout": (3.0, 2e-3), "reference": (1.5, 5e-4), "update": (0.7, 1e-3)}
 """`times` and `launch`."""
 
 
-def problem(rows: int = 64, sites: tuple[DeviceGroup, ...] = (SITE,)) -> Problem:
-    ways = tuple(tuple(LINK for _ in sites) for _ in sites)
-    plain = tuple(replace(site, pace=1.0) for site in sites)
-    return Problem(Hardware(plain, ways), tuple(replace(work, rows=rows) for work in WORKS))
+def problem(rows: int = 64, groups: tuple[DeviceGroup, ...] = (FAST,)) -> Problem:
+    links = tuple(tuple(LINK for _ in groups) for _ in groups)
+    plain = tuple(replace(group, slowdown=1.0) for group in groups)
+    return Problem(Hardware(plain, links), tuple(replace(task, rows=rows) for task in TASKS))
 
 
-def run(rows: int, shares: tuple[int, ...] = (), sites: tuple[DeviceGroup, ...] = (SITE,),
+def run(rows: int, shares: tuple[int, ...] = (), groups: tuple[DeviceGroup, ...] = (FAST,),
         rest: float = 0.0) -> MeasuredRun:
     """A run as the true coefficients have it, with prompts of 20 tokens that four rows share, and responses of 12
     on the mean, 15 at most."""
     shares = shares or (rows,)
-    layouts = {work.name: Layout(len(shares)) for work in WORKS}
-    taken = {(work.name, rank): NodeTiming(1.0, count, 20 * count, 5 * count, 12 * count, 15)
-             for work in WORKS for rank, count in enumerate(shares)}
-    ideal = ran(problem(rows, sites), layouts, taken, 0.0)
-    works = tuple(replace(work, measured=work.measured._replace(times=TRUTH[work.name][0], launch=TRUTH[work.name][1]))
-                  for work in ideal.problem.works)
-    costed = CostedProblem(replace(ideal.problem, works=works, hardware=replace(ideal.problem.hardware, sites=sites)))
-    for number, work in enumerate(WORKS):
+    layouts = {task.name: Layout(len(shares)) for task in TASKS}
+    taken = {(task.name, rank): NodeTiming(1.0, count, 20 * count, 5 * count, 12 * count, 15)
+             for task in TASKS for rank, count in enumerate(shares)}
+    ideal = measured_run(problem(rows, groups), layouts, taken, 0.0)
+    tasks = tuple(replace(task, measured=task.measured._replace(times=TRUTH[task.name][0], launch=TRUTH[task.name][1]))
+                  for task in ideal.problem.tasks)
+    costed = CostedProblem(replace(ideal.problem, tasks=tasks,
+                                   hardware=replace(ideal.problem.hardware, device_groups=groups)))
+    for number, task in enumerate(TASKS):
         for rank, share in enumerate(ideal.shares[number]):
-            waits = work.kind != GENERATE
+            waits = task.kind != GENERATE
             layout = ideal.layout(costed, number, ideal.shares[number] if waits else (share,))
-            taken[work.name, rank].seconds = layout.seconds
-    seconds = sum(max(taken[work.name, rank].seconds for rank in range(len(shares))) for work in WORKS)
-    return ran(problem(rows, sites), layouts, taken, seconds + rest)
+            taken[task.name, rank].seconds = layout.seconds
+    seconds = sum(max(taken[task.name, rank].seconds for rank in range(len(shares))) for task in TASKS)
+    return measured_run(problem(rows, groups), layouts, taken, seconds + rest)
 
 
 def test_two_batch_sizes_show_both_coefficients() -> None:
     found = calibrated(problem(), [run(64), run(8)])
-    for work in found.works:
-        assert (work.measured.times, work.measured.launch) == pytest.approx(TRUTH[work.name], rel=0.01)
+    for task in found.tasks:
+        assert (task.measured.times, task.measured.launch) == pytest.approx(TRUTH[task.name], rel=0.01)
     third = run(24)
-    predicted = third.placement(CostedProblem(again(third, found)))
+    predicted = third.placement(CostedProblem(at_run_sizes(third, found)))
     for layout, measured in zip(predicted.layouts, third.durations):
         assert layout.seconds == pytest.approx(measured, rel=0.01)
 
@@ -74,25 +82,25 @@ def test_two_batch_sizes_show_both_coefficients() -> None:
 def test_one_batch_size_shows_what_it_takes_itself() -> None:
     one = run(64)
     found = calibrated(problem(), [one])
-    assert all(work.measured.launch == 0 for work in found.works)
-    predicted = one.placement(CostedProblem(again(one, found)))
+    assert all(task.measured.launch == 0 for task in found.tasks)
+    predicted = one.placement(CostedProblem(at_run_sizes(one, found)))
     assert [layout.seconds for layout in predicted.layouts] == pytest.approx(one.durations, rel=0.01)
 
 
 def test_a_slow_device_shows_its_pace_where_ranks_do_not_wait() -> None:
-    sites = (SITE, SLOW)
-    runs = [run(64, (32, 32), sites), run(8, (4, 4), sites)]
-    found = calibrated(problem(64, sites), runs)
-    assert [site.pace for site in found.hardware.sites] == pytest.approx([1.0, 4.0], rel=0.01)
-    uneven = run(64, (52, 12), sites)
-    predicted = uneven.placement(CostedProblem(again(uneven, found)))
+    groups = (FAST, SLOW)
+    runs = [run(64, (32, 32), groups), run(8, (4, 4), groups)]
+    found = calibrated(problem(64, groups), runs)
+    assert [group.slowdown for group in found.hardware.device_groups] == pytest.approx([1.0, 4.0], rel=0.01)
+    uneven = run(64, (52, 12), groups)
+    predicted = uneven.placement(CostedProblem(at_run_sizes(uneven, found)))
     for layout, measured in zip(predicted.layouts, uneven.durations):
         assert layout.seconds == pytest.approx(measured, rel=0.05)
 
 
 def test_a_better_plan_gives_the_slow_device_less() -> None:
-    sites = (SITE, SLOW)
-    found = calibrated(problem(64, sites), [run(64, (32, 32), sites), run(8, (4, 4), sites)])
+    groups = (FAST, SLOW)
+    found = calibrated(problem(64, groups), [run(64, (32, 32), groups), run(8, (4, 4), groups)])
     costed, everything = CostedProblem(found), found.hardware.all
     layout = costed.layouts.exactly(2, everything)[0]
     rows = {kind.stages[0]: rows for kind, rows in zip(layout.arrangement, layout.rows)}
@@ -100,15 +108,15 @@ def test_a_better_plan_gives_the_slow_device_less() -> None:
 
 
 def test_lengths_are_those_of_the_run_and_those_of_responses_shares_of_the_longest() -> None:
-    found = calibrated(problem(), [run(64)]).works[0]
+    found = calibrated(problem(), [run(64)]).tasks[0]
     assert (found.seen, found.read, found.answer, found.longest) == (20, 5, 12, 15)
-    longer = lengthened(replace(WORKS[0], response=60), WORKS[0], run(64).shares[0])
+    longer = with_run_lengths(replace(TASKS[0], response=60), TASKS[0], run(64).shares[0])
     assert (longer.seen, longer.read, longer.answer, longer.longest) == (20, 5, 24, 30)
     assert found.tokens == 70
 
 
 def test_memory_is_for_rows_at_their_longest() -> None:
-    before, after = (CostedProblem(each).costs.works[0] for each in (problem(), calibrated(problem(), [run(64)])))
+    before, after = (CostedProblem(each).costs.tasks[0] for each in (problem(), calibrated(problem(), [run(64)])))
     assert after.cache(1) == before.cache(1)
 
 
@@ -124,40 +132,40 @@ def test_starts_bound_what_computes_little() -> None:
 
 
 def test_without_runs_nothing_is_known() -> None:
-    assert unmeasured(calibrated(problem(), [run(64)])).works == problem().works
-    assert problem().works[0].measured == Measured()
+    assert unmeasured(calibrated(problem(), [run(64)])).tasks == problem().tasks
+    assert problem().tasks[0].measured == Measured()
 
 
 def test_works_that_share_ranks_take_turns() -> None:
     layouts = {"rollout": Layout(1, first=0), "reference": Layout(1, first=1), "update": Layout(2)}
-    taken = {(work.name, rank): NodeTiming(1.0, 8, 8, 8, 8, 1) for work in WORKS for rank in range(2)}
-    two = replace(SITE, each=2)
-    found = ran(problem(64, (two,)), layouts, taken, 3.0)
+    taken = {(task.name, rank): NodeTiming(1.0, 8, 8, 8, 8, 1) for task in TASKS for rank in range(2)}
+    two = replace(FAST, each=2)
+    found = measured_run(problem(64, (two,)), layouts, taken, 3.0)
     assert found.grouping == ((0, 1, 2),)
-    assert found.pools == ((2,),)
+    assert found.subsets == ((2,),)
     del layouts["update"]
-    apart = ran(replace(problem(64, (two,)), works=problem(64, (two,)).works[:2]), layouts, taken, 3.0)
+    apart = measured_run(replace(problem(64, (two,)), tasks=problem(64, (two,)).tasks[:2]), layouts, taken, 3.0)
     assert apart.grouping == ((0,), (1,))
-    assert apart.pools == ((1,), (1,))
+    assert apart.subsets == ((1,), (1,))
 
 
 def test_further_draws_are_seconds_of_the_batch() -> None:
     """Twice as many rows were sampled as a batch has: so it will be with another placement."""
-    layouts = {work.name: Layout(1) for work in WORKS}
-    taken = {(work.name, 0): NodeTiming(6.0, 128, 2560, 640, 1536, 15) for work in WORKS}
-    one = ran(problem(64), layouts, taken, 18.0)
+    layouts = {task.name: Layout(1) for task in TASKS}
+    taken = {(task.name, 0): NodeTiming(6.0, 128, 2560, 640, 1536, 15) for task in TASKS}
+    one = measured_run(problem(64), layouts, taken, 18.0)
     costs = CostedProblem(calibrated(problem(64), [one])).costs
     found = [costs.layout(number, strategy, (Replicas((0,), 1),)) for number, strategy in enumerate(one.strategies)]
     assert [layout.rows for layout in found] == [(64,)] * 3
     assert [layout.seconds for layout in found] == pytest.approx([6.0] * 3, rel=0.01)
-    assert one.problem.works[0].seen == 20
+    assert one.problem.tasks[0].seen == 20
 
 
 def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
-    layouts = {work.name: Layout(1) for work in WORKS}
-    taken = {(work.name, 0): NodeTiming(6.0, 64) for work in WORKS}
-    one = ran(problem(64), layouts, taken, 18.0)
-    assert [(work.whole, work.read, work.longest) for work in one.problem.works] == [(70, 40, 30)] * 3
+    layouts = {task.name: Layout(1) for task in TASKS}
+    taken = {(task.name, 0): NodeTiming(6.0, 64) for task in TASKS}
+    one = measured_run(problem(64), layouts, taken, 18.0)
+    assert [(task.whole, task.read, task.longest) for task in one.problem.tasks] == [(70, 40, 30)] * 3
     found = CostedProblem(calibrated(problem(64), [one]))
     assert [layout.seconds for layout in one.placement(found).layouts] == pytest.approx([6.0] * 3, rel=0.01)
     assert found.layouts.exactly(0, found.problem.hardware.all)[0]
@@ -165,23 +173,23 @@ def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
 
 def _as_if(one: MeasuredRun, seconds: float) -> MeasuredRun:
     """Each share had taken so long."""
-    return replace(one, shares=tuple(tuple(share._replace(taken=replace(share.taken, seconds=seconds))
+    return replace(one, shares=tuple(tuple(share._replace(timing=replace(share.timing, seconds=seconds))
                                            for share in shares) for shares in one.shares))
 
 
 def test_a_type_that_has_sampled_nothing_has_the_pace_of_the_first() -> None:
-    sites = (SITE, SLOW)
-    one = run(64, (64, 0), sites)
-    found = calibrated(problem(64, sites), [_as_if(one, seconds) for seconds in (1.0, 1.0, 3.0)])
-    assert [site.pace for site in found.hardware.sites] == [1.0, 1.0]
+    groups = (FAST, SLOW)
+    one = run(64, (64, 0), groups)
+    found = calibrated(problem(64, groups), [_as_if(one, seconds) for seconds in (1.0, 1.0, 3.0)])
+    assert [group.slowdown for group in found.hardware.device_groups] == [1.0, 1.0]
 
 
 def test_rows_are_never_free() -> None:
     found = calibrated(problem(), [_as_if(run(rows), 1.0) for rows in (64, 8)])
-    assert all(work.measured.times > 0 for work in found.works)
-    assert all(work.measured.launch > 0 for work in found.works)
+    assert all(task.measured.times > 0 for task in found.tasks)
+    assert all(task.measured.launch > 0 for task in found.tasks)
 
 
 def test_what_took_no_time_shows_nothing() -> None:
     found = calibrated(problem(), [_as_if(run(64), 0.0)])
-    assert all((work.measured.times, work.measured.launch) == (1.0, 0.0) for work in found.works)
+    assert all((task.measured.times, task.measured.launch) == (1.0, 0.0) for task in found.tasks)

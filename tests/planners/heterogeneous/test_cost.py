@@ -29,18 +29,18 @@ FAR = NetworkLink(1e-3, 1e9)
 WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200)
 
 
-def costs(work: ModelTask = WORK, sites: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
-    ways = tuple(tuple(FAR for _ in sites) for _ in sites)
-    return CostModel(Problem(Hardware(sites, ways), (work,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
+def costs(task: ModelTask = WORK, groups: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
+    links = tuple(tuple(FAR for _ in groups) for _ in groups)
+    return CostModel(Problem(Hardware(groups, links), (task,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
 
 
-def seconds(work: ModelTask, strategy: Strategy, *kinds: Replicas) -> float:
-    return costs(work).layout(0, strategy, kinds).seconds
+def seconds(task: ModelTask, strategy: Strategy, *kinds: Replicas) -> float:
+    return costs(task).layout(0, strategy, kinds).seconds
 
 
-def forward(rows: float, work: ModelTask = WORK, peak: float = 100e12) -> float:
+def forward(rows: float, task: ModelTask = WORK, peak: float = 100e12) -> float:
     """2 FLOP a parameter and token, and 2 × context × hidden for each layer (Kaplan et al. 2020)."""
-    return rows * work.tokens * (2 * work.parameters + 2 * work.layers * work.tokens * work.hidden) / peak
+    return rows * task.tokens * (2 * task.parameters + 2 * task.layers * task.tokens * task.hidden) / peak
 
 
 def test_inference_is_arithmetic_at_the_peak() -> None:
@@ -50,14 +50,14 @@ def test_inference_is_arithmetic_at_the_peak() -> None:
 
 def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() -> None:
     for recompute, times in ((False, 3), (True, 4)):
-        work = replace(WORK, kind=TRAIN, recompute=recompute)
-        step = 2 * work.parameters * 16 / 2e12
-        assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
+        task = replace(WORK, kind=TRAIN, recompute=recompute)
+        step = 2 * task.parameters * 16 / 2e12
+        assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
 
 
 def test_few_tokens_are_bound_by_reading_the_weights() -> None:
-    work = replace(WORK, prompt=1, response=1, rows=1)
-    assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)
+    task = replace(WORK, prompt=1, response=1, rows=1)
+    assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)
 
 
 def test_a_last_micro_batch_has_the_rows_that_are_left() -> None:
@@ -70,9 +70,9 @@ def test_each_pass_through_a_layer_takes_its_start() -> None:
     slow = Measured(times=1.0, launch=1e-3)
     found = seconds(replace(WORK, rows=3, measured=slow), Strategy(1, micro=2), Replicas((0,), 1))
     assert found == pytest.approx(forward(3) + 2 * 10 * 1e-3)
-    work = replace(WORK, kind=GENERATE)
+    task = replace(WORK, kind=GENERATE)
     plain, found = (seconds(each, Strategy(1, micro=8), Replicas((0,), 1)) for each in (
-        work, replace(work, measured=slow)))
+        task, replace(task, measured=slow)))
     assert found == pytest.approx(plain + (1 + 100) * 10 * 1e-3)
 
 
@@ -101,32 +101,32 @@ def test_slices_add_up_their_activations() -> None:
 
 
 def test_gradients_go_over_the_slowest_link() -> None:
-    work = replace(WORK, kind=TRAIN, rows=2)
-    found = seconds(work, Strategy(2), Replicas((0,), 1), Replicas((1,), 1))
+    task = replace(WORK, kind=TRAIN, rows=2)
+    found = seconds(task, Strategy(2), Replicas((0,), 1), Replicas((1,), 1))
     ring = 2 * 1 * 1e-3 + 2 * 1 / 2 * 4e9 / 1e9
     assert found == pytest.approx(3 * forward(1, peak=50e12) + ring + 2 * 10**9 * (12 / 2 + 4) / 1e12)
 
 
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
-    work = replace(WORK, kind=GENERATE, rows=4)
+    task = replace(WORK, kind=GENERATE, rows=4)
     decode = 100 * (2e9 + 4 * 10 * 500 * 150) / 2e12
     prefill = 4 * 100 * (2e9 + 2 * 10 * 100 * 1000) / 100e12
-    assert seconds(work, Strategy(1), Replicas((0,), 1)) == pytest.approx(decode + prefill, rel=1e-3)
+    assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(decode + prefill, rel=1e-3)
 
 
 def test_rows_that_find_no_place_in_the_cache_wait() -> None:
     """A row takes 10 layers × 200 tokens × 5 MB = 10 GB, so 7 rows fit beside the weights."""
-    work = replace(WORK, kind=GENERATE, kv=5 * 10**6, rows=7)
-    model = costs(work)
+    task = replace(WORK, kind=GENERATE, kv=5 * 10**6, rows=7)
+    model = costs(task)
     one, two = (model.layout(0, Strategy(1), (Replicas((0,), 1),)).seconds,
-                costs(replace(work, rows=14)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds)
+                costs(replace(task, rows=14)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds)
     assert two == pytest.approx(2 * one)
 
 
 def test_what_does_not_fit_has_no_layout() -> None:
-    work = replace(WORK, kind=TRAIN, parameters=5 * 10**9)
-    assert costs(work).layout(0, Strategy(1), (Replicas((0,), 1),)) is None
-    assert costs(work).layout(0, Strategy(1, pp=2), (Replicas((0, 0), 1),)) is not None
+    task = replace(WORK, kind=TRAIN, parameters=5 * 10**9)
+    assert costs(task).layout(0, Strategy(1), (Replicas((0,), 1),)) is None
+    assert costs(task).layout(0, Strategy(1, pp=2), (Replicas((0, 0), 1),)) is not None
 
 
 def test_swapping_takes_the_way_to_host_memory_and_back() -> None:
@@ -137,18 +137,18 @@ def test_swapping_takes_the_way_to_host_memory_and_back() -> None:
 
 
 def test_experts_are_read_and_held_in_parts() -> None:
-    work = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2, active=4 * 10**8)
-    model = costs(work)
-    whole, parts = (model.works[0].state(Strategy(4, ep=ep)) for ep in (1, 4))
+    task = replace(WORK, experts=8, expert_parameters=8 * 10**8, experts_per_token=2, active=4 * 10**8)
+    model = costs(task)
+    whole, parts = (model.tasks[0].state(Strategy(4, ep=ep)) for ep in (1, 4))
     assert whole - parts == pytest.approx(0.75 * 8 * 10**8 * 2 / 10)
     assert model.layout(0, Strategy(4, ep=4), (Replicas((0,), 4),)).seconds > \
-        4 / 4 * forward(2, replace(work, parameters=work.active))
+        4 / 4 * forward(2, replace(task, parameters=task.active))
 
 
 @pytest.mark.parametrize("kind", [GENERATE, INFER, TRAIN])
 def test_nothing_undercuts_the_ideal(kind: str) -> None:
     model = costs(replace(WORK, kind=kind, rows=64))
-    ideal = model.works[0].ideal([(FAST, 2), (SLOW, 2)])
+    ideal = model.tasks[0].ideal([(FAST, 2), (SLOW, 2)])
     for arrangement in every((2, 2), 2):
         assert model.layout(0, Strategy(2, pp=2), arrangement).seconds >= ideal * (1 - 1e-9)
 

@@ -128,14 +128,14 @@ def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tm
 def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("grpo", "a100_l40s_l4"))
     *_, found = search(problem, budget=2000)
-    by_work = {bound.work: bound.saved[0][0] for bound in bounds(problem, found.placement)}
-    assert by_work["rollout"] == "memory bandwidth"
-    assert by_work["update"] == "compute"
+    by_task = {bound.task: bound.saved[0][0] for bound in bounds(problem, found.placement)}
+    assert by_task["rollout"] == "memory bandwidth"
+    assert by_task["update"] == "compute"
     assert all(times >= 0.999 for _, times in helps(problem, found.placement))
     costed = CostedProblem(problem)
     assert len(list(gantt(costed, found.placement))) == 3
     assert sum(line.count("█") > 0 for line in gantt(costed, found.placement)) == 3
-    assert len(list(picture(problem, found.placement))) == len(problem.hardware.sites)
+    assert len(list(picture(problem, found.placement))) == len(problem.hardware.device_groups)
     assert svg(problem, found.placement).count("<rect") == 64
 
 

@@ -15,11 +15,11 @@ import pytest
 from benchmarks.small_problems import brute_force, small
 from distflow.config.extras import pip_line
 from distflow.errors import InvalidInput
-from planners.heterogeneous.exact import Family, Proof, prove
+from planners.heterogeneous.exact import DurationGrid, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import ranks_of
 from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
-from planners.heterogeneous.search import Progress, allowed, groupings, search, some
+from planners.heterogeneous.search import Progress, allowed, groupings, sampled_groupings, search
 from planners.heterogeneous.workload import problem_of
 
 SEEDS = (0, 3, 5, 22, 26, 28, 32, 78, 121, 139)
@@ -56,7 +56,7 @@ def test_a_poor_answer_is_replaced() -> None:
     problem = small(22, devices=4)
     best = searched(problem).placement
     costed = CostedProblem(problem)
-    poor = costed.placement(((0, 1, 2),), [tuple(int(index == 0) for index in range(len(best.pools[0])))])
+    poor = costed.placement(((0, 1, 2),), [tuple(int(index == 0) for index in range(len(best.subsets[0])))])
     warm = poor or replace(best, seconds=best.seconds * 2)
     assert proven(problem, warm).placement.seconds == pytest.approx(best.seconds, rel=1e-6)
 
@@ -95,23 +95,23 @@ def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Cal
     found = searched(problem, budget=3000)
     assert found.placement
     assert found.evaluations < 6000
-    devices = [rank for ranks in ranks_of(problem, found.placement.pools) for rank in ranks]
+    devices = [rank for ranks in ranks_of(problem, found.placement.subsets) for rank in ranks]
     assert len(set(devices)) == len(devices) <= 1024
 
 
 def test_pools_do_not_overlap_and_works_are_all_placed(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("ppo", "multi_zone", "mode=async"))
     found = searched(problem, budget=3000).placement
-    assert sorted(work for group in found.grouping for work in group) == list(range(len(problem.works)))
-    for site, devices in enumerate(problem.hardware.sites):
-        assert sum(pool[site] for pool in found.pools) <= devices.devices
-    for one, other in combinations(map(set, ranks_of(problem, found.pools)), 2):
+    assert sorted(task for group in found.grouping for task in group) == list(range(len(problem.tasks)))
+    for device_group, devices in enumerate(problem.hardware.device_groups):
+        assert sum(subset[device_group] for subset in found.subsets) <= devices.devices
+    for one, other in combinations(map(set, ranks_of(problem, found.subsets)), 2):
         assert not one & other
 
 
 def test_what_trains_one_role_stays_together() -> None:
     problem = small(1)
-    twice = replace(problem, works=(*problem.works, problem.works[2]))
+    twice = replace(problem, tasks=(*problem.tasks, problem.tasks[2]))
     assert all(any({2, 3} <= set(group) for group in grouping) for grouping in groupings(twice))
     assert len(groupings(problem)) == 5
 
@@ -127,13 +127,13 @@ def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) ->
 
 def test_many_works_are_grouped_by_drawing() -> None:
     problem = small(1)
-    many = replace(problem, works=problem.works * 3)
-    drawn = some(many, np.random.default_rng(0), 50)
-    assert drawn == some(many, np.random.default_rng(0), 50)
+    many = replace(problem, tasks=problem.tasks * 3)
+    drawn = sampled_groupings(many, np.random.default_rng(0), 50)
+    assert drawn == sampled_groupings(many, np.random.default_rng(0), 50)
     assert len(drawn) > 10
     assert all(allowed(many, grouping) for grouping in drawn)
     assert ((0, 1, 2, 3, 4, 5, 6, 7, 8),) in drawn
-    assert all(sorted(work for group in grouping for work in group) == list(range(9)) for grouping in drawn)
+    assert all(sorted(task for group in grouping for task in group) == list(range(9)) for grouping in drawn)
     assert searched(replace(many, edges=(), syncs=()), budget=500).placement
     with pytest.raises(InvalidInput, match="9 nodes run models, too many for the exact program"):
         groupings(many)
@@ -143,8 +143,8 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
     spec = mixed_spec("grpo", "multi_region")
     kinds = {f"{name}{copy}": kind for name, kind in spec.cluster.machines.items() for copy in range(2)}
     spec.cluster = spec.cluster.model_copy(update={"machines": kinds})
-    with pytest.raises(InvalidInput, match=r"pools, too many for the exact program") as caught:
-        Family(CostedProblem(problem_of(spec)))
+    with pytest.raises(InvalidInput, match=r"subsets, too many for the exact program") as caught:
+        DurationGrid(CostedProblem(problem_of(spec)))
     assert "--solver hybrid" in str(caught.value)
 
 

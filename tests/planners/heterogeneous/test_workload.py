@@ -20,14 +20,14 @@ CLUSTERS = ("h200", "h200_a100", "a100_l40s_l4", "single_zone", "multi_zone", "m
 
 
 def by_name(problem: Problem, edges: tuple[Edge, ...]) -> set[tuple[str, str]]:
-    return {(problem.works[edge.source].name, problem.works[edge.target].name) for edge in edges}
+    return {(problem.tasks[edge.source].name, problem.tasks[edge.target].name) for edge in edges}
 
 
 def test_the_works_of_grpo(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("grpo"))
-    assert [(work.name, work.kind, work.rows) for work in problem.works] == [
+    assert [(task.name, task.kind, task.rows) for task in problem.tasks] == [
         ("rollout", GENERATE, 512), ("reference", INFER, 512), ("update", TRAIN, 512)]
-    assert all(work.response == 512 and work.width == 2 for work in problem.works)
+    assert all(task.response == 512 and task.width == 2 for task in problem.tasks)
     assert by_name(problem, problem.edges) == {("rollout", "reference"), ("rollout", "update"), ("reference", "update")}
     assert by_name(problem, problem.syncs) == {("update", "rollout")}
 
@@ -40,20 +40,20 @@ def test_ppo_brings_both_trained_models_to_those_who_use_them(mixed_spec: Callab
 
 def test_edges_carry_what_is_read(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("grpo"))
-    read = {problem.works[edge.target].name: edge.nbytes for edge in problem.edges if edge.source == 0}
+    read = {problem.tasks[edge.target].name: edge.nbytes for edge in problem.edges if edge.source == 0}
     assert 0 < read["reference"] < read["update"]
-    assert problem.syncs[0].nbytes == 2 * problem.works[0].parameters
+    assert problem.syncs[0].nbytes == 2 * problem.tasks[0].parameters
 
 
 def test_faults_of_a_run_are_no_matter_of_its_works(mixed_spec: Callable) -> None:
     fault = "faults=[{kind: kill, group: rollout, rank: 1, step: 1}]"
-    assert problem_of(mixed_spec("grpo", "h200_a100", "mode=async", fault)).works == problem_of(mixed_spec()).works
+    assert problem_of(mixed_spec("grpo", "h200_a100", "mode=async", fault)).tasks == problem_of(mixed_spec()).tasks
 
 
 @pytest.mark.parametrize("dag", ["dpo", "sft", "remax", "dapo", "online_dpo", "distill", "solver_reviser"])
 def test_any_dag_becomes_a_problem(dag: str) -> None:
     problem = problem_of(load(dag, cluster="single_zone"))
-    assert any(work.kind == TRAIN for work in problem.works)
+    assert any(task.kind == TRAIN for task in problem.tasks)
     assert all(edge.source < edge.target for edge in problem.edges)
 
 
@@ -61,7 +61,7 @@ def test_any_dag_becomes_a_problem(dag: str) -> None:
 def test_shipped_clusters_are_read(mixed_spec: Callable, cluster: str) -> None:
     problem = problem_of(mixed_spec("grpo", cluster))
     assert sum(problem.hardware.all) == 64
-    assert all(way.bandwidth > 0 for row in problem.hardware.between for way in row)
+    assert all(link.bandwidth > 0 for row in problem.hardware.between for link in row)
 
 
 def test_modes_with_groups_are_planned_as_async(mixed_spec: Callable) -> None:
@@ -110,21 +110,23 @@ def test_what_a_machine_sends_limits_its_links() -> None:
 def test_alike_machines_are_folded_when_there_are_many() -> None:
     few, many = (hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=2, count=count)))
                  for count in (3, 30))
-    assert [(site.name, site.counts) for site in few.sites] == [(f"one.{number}", (0, 1, 2)) for number in (1, 2, 3)]
-    assert many.sites[0].counts == (0, 1, *range(2, 61, 2))
+    assert [(group.name, group.counts) for group in few.device_groups] == [(f"one.{number}",
+                                                                            (0, 1, 2)) for number in (1, 2, 3)]
+    assert many.device_groups[0].counts == (0, 1, *range(2, 61, 2))
 
 
 def test_parts_of_a_machine_divide_each_other() -> None:
-    six = hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=6, count=20)), fold=True).sites[0]
+    six = hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=6, count=20)),
+                      fold=True).device_groups[0]
     assert six.counts[:4] == (0, 1, 3, 6)
 
 
 def test_the_peak_is_that_of_the_dtype() -> None:
     described = cluster(one=MachineGroup(device="fast", zone="a"))
-    assert [hardware_of(described, dtype).sites[0].peak for dtype in ("bfloat16", "float32")] == [1e14, 1e13]
+    assert [hardware_of(described, dtype).device_groups[0].peak for dtype in ("bfloat16", "float32")] == [1e14, 1e13]
 
 
 def test_sizes_of_the_models_are_those_of_their_names(tmp_path) -> None:
     for size, parameters in (("4B", 4.0e9), ("8B", 8.2e9), ("14B", 14.8e9), ("32B", 32.8e9)):
         spec = load("grpo", None, [f"roles.actor.model={folder(size, tmp_path)}"], "h200")
-        assert problem_of(spec).works[0].parameters == pytest.approx(parameters, rel=0.02)
+        assert problem_of(spec).tasks[0].parameters == pytest.approx(parameters, rel=0.02)

@@ -111,7 +111,7 @@ def sampled() -> None:
     role.update(batch, loss_of)
     prompts = batch["prompts"].select(torch.tensor([0, 3, 5]))
     samples = role.generate(prompts, torch.arange(6), repeats=2)
-    shards, rollout = role.engine.shards(), role.rollout.places()
+    shards, rollout = role.engine.shards(), role.rollout.weight_buffers()
     count = 2 * 4 * (64 + 64 + 192 + 64)
     assert current().collect(lambda part: [part])["weights/bytes"] == count * 4
     assert sum(shard.numel() for shard in shards.values()) == count

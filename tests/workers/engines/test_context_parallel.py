@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen3Co
 
 from distflow.config.run import RoleRun
 from distflow.errors import EngineError
-from workers.engines.context_parallel import Context, has_windows
+from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.fsdp import FSDPEngine
 
 
@@ -44,7 +44,7 @@ class Four:
 
 
 def test_all_ranks_attend_to_as_much():
-    pieces = Context(Four()).pieces(16)
+    pieces = ContextParallelCache(Four()).pieces(16)
     assert pieces.tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     assert len(set((pieces + 1).sum(1).tolist())) == 1
 

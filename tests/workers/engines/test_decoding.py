@@ -25,9 +25,9 @@ def engine(model, batch_rows: int = 512) -> HFRollout:
     return HFRollout(model, Generation(max_new_tokens=9, batch_rows=batch_rows), pad_token=0, end_tokens=ENDS)
 
 
-def conversation(rollout: HFRollout, prompts: Ragged, keeps: bool, turns: int = 3, each: int = 4) -> dict:
+def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: int = 3, each: int = 4) -> dict:
     """Every row gets as many tokens of observation as it has turns behind it, twice; all of it by row."""
-    session = rollout.session(key=7, keeps=keeps)
+    session = rollout.session(key=7, keep_cache=keep_cache)
     rows = rollout.rows(prompts, each, torch.arange(len(prompts) * each) + 100)
     for start in range(0, len(rows), each):
         session.add(rows[start : start + each])
@@ -39,17 +39,17 @@ def conversation(rollout: HFRollout, prompts: Ragged, keeps: bool, turns: int = 
             if behind[row] < turns:
                 session.extend(row, torch.arange(2 * behind[row]) + 40 + row.id % 5, limit=5)
         most = max(most, session.live + len(session.parked))
-    assert not keeps or most <= rollout.generation.batch_rows
+    assert not keep_cache or most <= rollout.generation.batch_rows
     for row in rows:
         row.sequence = torch.cat([row.sequence, row.tokens])
     return {"rows": rows, "said": list(said.values())}
 
 
-@pytest.mark.parametrize(("batch_rows", "keeps"), [(512, True), (7, True), (7, False), (1, True)])
-def test_a_row_samples_the_same_whatever_its_company_and_whether_its_past_was_kept(model, prompts, batch_rows, keeps):
+@pytest.mark.parametrize(("batch_rows", "keep_cache"), [(512, True), (7, True), (7, False), (1, True)])
+def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache):
     model.double()
-    alone = conversation(engine(model), prompts, keeps=False)["said"]
-    company = conversation(engine(model, batch_rows), prompts, keeps)["said"]
+    alone = conversation(engine(model), prompts, keep_cache=False)["said"]
+    company = conversation(engine(model, batch_rows), prompts, keep_cache)["said"]
     for row, other in zip(alone, company, strict=True):
         assert [turn[0] for turn in row] == [turn[0] for turn in other]
         for turn, same in zip(row, other, strict=True):
@@ -58,7 +58,7 @@ def test_a_row_samples_the_same_whatever_its_company_and_whether_its_past_was_ke
 
 
 def test_the_trainer_agrees_over_several_turns(model, prompts):
-    done = conversation(engine(model, 7), prompts, keeps=True)
+    done = conversation(engine(model, 7), prompts, keep_cache=True)
     rows = done["rows"]
     responses = Ragged.from_rows([row.sequence[row.prompt :] for row in rows])
     repeated = prompts.select(torch.arange(5).repeat_interleave(4))
@@ -76,7 +76,7 @@ def test_the_trainer_agrees_over_several_turns(model, prompts):
 def test_a_prompt_is_read_once_and_an_extended_row_reads_only_what_is_new(model, prompts):
     read = []
     model.register_forward_pre_hook(lambda _, args, kwargs: read.append(tuple(args[0].shape)), with_kwargs=True)
-    session = (rollout := engine(model)).session(key=1, keeps=True)
+    session = (rollout := engine(model)).session(key=1, keep_cache=True)
     rows = rollout.rows(prompts.slice(2, 3), 8, torch.arange(8), max_new_tokens=1)
     session.add(rows)
     assert session.step() == rows

@@ -33,19 +33,19 @@ def alone(rollout, place, key):
 
 @pytest.fixture
 def driven(rollout):
-    """A stream and the pool of its callers; ends with them."""
-    stream, over = SharedEngine(rollout), threading.Event()
+    """A shared and the pool of its callers; ends with them."""
+    shared, over = SharedEngine(rollout), threading.Event()
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
-        driving = pool.submit(stream.drive, over.is_set)
-        yield stream, pool, driving
+        driving = pool.submit(shared.drive, over.is_set)
+        yield shared, pool, driving
         over.set()
 
 
 def test_callers_get_the_tokens_that_they_would_get_alone(rollout, driven):
     """Each under a key of its own, and more rows than there are slots."""
     expected = [alone(rollout, place, place) for place in range(len(PROMPTS))]
-    stream, pool, _ = driven
-    found = [job.result(SOON) for job in [pool.submit(alone, stream, place, place) for place in range(len(PROMPTS))]]
+    shared, pool, _ = driven
+    found = [job.result(SOON) for job in [pool.submit(alone, shared, place, place) for place in range(len(PROMPTS))]]
     for ours, theirs in zip(found, expected):
         assert torch.equal(ours.tokens.values, theirs.tokens.values)
         assert torch.allclose(ours.logprobs.values, theirs.logprobs.values, atol=1e-5)
@@ -53,41 +53,41 @@ def test_callers_get_the_tokens_that_they_would_get_alone(rollout, driven):
 
 
 def test_aborted_rows_come_back_with_what_they_have(driven):
-    stream, _, _ = driven
-    stream.rollout.end_tokens = torch.tensor([10_000])  # none ends before it is aborted
-    session = stream.session(key=1)
-    rows = stream.rows(PROMPTS.slice(0, 1), 4, torch.arange(4), max_new_tokens=200)
+    shared, _, _ = driven
+    shared.rollout.end_tokens = torch.tensor([10_000])  # none ends before it is aborted
+    session = shared.session(key=1)
+    rows = shared.rows(PROMPTS.slice(0, 1), 4, torch.arange(4), max_new_tokens=200)
     session.add(rows)
     assert set(session.abort()) == set(rows)
     assert not session.busy
     assert all(not row.finished and len(row.tokens) < 200 for row in rows)
-    assert not stream.owners
+    assert not shared.owners
 
 
 def test_an_engine_that_fails_fails_all_callers(rollout, driven):
-    stream, pool, driving = driven
+    shared, pool, driving = driven
 
     def broken():
         raise EngineError("its memory is gone")
 
-    jobs = [pool.submit(alone, stream, place, place) for place in range(len(PROMPTS))]
-    stream.tell(broken)
+    jobs = [pool.submit(alone, shared, place, place) for place in range(len(PROMPTS))]
+    shared.submit(broken)
     with pytest.raises(EngineError, match="its memory is gone"):
         driving.result(SOON)
     failed = [job.exception(SOON) for job in jobs]
     assert any(failed)
     with pytest.raises(EngineError, match="its memory is gone"):
-        stream.session(key=0).add(stream.rows(PROMPTS.slice(0, 1), 1, torch.arange(1)))
+        shared.session(key=0).add(shared.rows(PROMPTS.slice(0, 1), 1, torch.arange(1)))
 
 
 def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
-    stream = SharedEngine(rollout)
-    session = stream.session(key=0)
-    rows = stream.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
+    shared = SharedEngine(rollout)
+    session = shared.session(key=0)
+    rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
     session.add(rows)
     session.ended.put(rows[0])
-    stream.tell(lambda: stream._fail(EngineError("its memory is gone")))
-    stream.drive(lambda: stream.failure is not None)
+    shared.submit(lambda: shared._fail(EngineError("its memory is gone")))
+    shared.drive(lambda: shared.failure is not None)
     assert session.step() == [rows[0]]
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -103,11 +103,11 @@ def test_a_caller_whose_row_ends_as_the_engine_fails_hears_of_both(rollout):
 @pytest.mark.parametrize("failed", [False, True])
 def test_rows_get_what_is_there_at_an_orderly_end_alone(rollout, failed):
     """An engine that has suffered from a failure would hide it by another."""
-    stream = SharedEngine(rollout)
-    rows = stream.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
-    stream.session(key=0).add(rows)
+    shared = SharedEngine(rollout)
+    rows = shared.rows(PROMPTS.slice(0, 1), 2, torch.arange(2))
+    shared.session(key=0).add(rows)
     steps = iter(range(4))
-    stream.drive(lambda: next(steps, None) is None, lambda: failed)
+    shared.drive(lambda: next(steps, None) is None, lambda: failed)
     assert [len(row.tokens) for row in rows] == ([0, 0] if failed else [4, 4])
 
 
@@ -116,20 +116,20 @@ def test_new_weights_come_between_two_tokens(model, rollout, anew):
     """Rows under way go on with them, or begin anew."""
     renewed = threading.Event()
 
-    def renew(stream):
-        session = next(iter(stream.sessions.values()), None)
+    def renew(shared):
+        session = next(iter(shared.sessions.values()), None)
         if not renewed.is_set() and session is not None and session.live and int(session.state["count"].max()) >= 5:
-            stream.rollout.load([(name, weight.data) for name, weight in model.named_parameters()], version=9)
+            shared.rollout.load([(name, weight.data) for name, weight in model.named_parameters()], version=9)
             if anew:
-                stream.restart()
+                shared.restart()
             renewed.set()
 
-    stream, over = SharedEngine(rollout, renew), threading.Event()
-    stream.end_tokens = rollout.end_tokens = torch.tensor([10_000])
+    shared, over = SharedEngine(rollout, renew), threading.Event()
+    shared.end_tokens = rollout.end_tokens = torch.tensor([10_000])
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(stream.drive, over.is_set)
-        samples = pool.submit(alone, stream, 1, 3).result(SOON)
-        stream.wait(9)
+        pool.submit(shared.drive, over.is_set)
+        samples = pool.submit(alone, shared, 1, 3).result(SOON)
+        shared.wait(9)
         over.set()
     versions = set(samples.versions.values.tolist())
     assert versions == ({9} if anew else {0, 9})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from workers.engines.embedded import EOS, build_tokenizer
-from workers.engines.rollout import SampledRow
-from workers.engines.stopping import StopStrings, last_tokens
+from workers.engines.hf import last_tokens
+from workers.engines.rollout import SampledRow, StopStrings
 
 
 @pytest.fixture

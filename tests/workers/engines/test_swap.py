@@ -69,10 +69,10 @@ def one_at_a_time() -> None:
     assert held(rollout.model.parameters()) == 0
     ours = held(trainer.resident())
     assert ours >= 3 * 4 * parameters / dist.get_world_size()
-    with role.handover.sampling():
+    with role.engine_swap.sampling():
         assert held(trainer.resident()) == 0
         assert held(rollout.model.parameters()) == 4 * parameters
-        assert role.handover.everything.bytes + role.handover.optimizer.bytes == ours
+        assert role.engine_swap.everything.bytes + role.engine_swap.optimizer.bytes == ours
     assert held(trainer.resident()) == ours
 
 
@@ -91,7 +91,7 @@ def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monke
 
     monkeypatch.setattr(role.rollout, "sleep", refuses)
     ours = held(role.engine.resident())
-    with pytest.raises(KeyError), role.handover.sampling():
+    with pytest.raises(KeyError), role.engine_swap.sampling():
         raise KeyError
     assert held(role.engine.resident()) == ours > 0
     monkeypatch.undo()
@@ -102,7 +102,7 @@ def test_an_error_comes_through_and_the_trainer_has_its_memory_again(mesh, monke
         raise EngineError("the library died")
 
     monkeypatch.setattr(role.rollout, "load", loses)
-    with pytest.raises(EngineError, match="the library died"), role.handover.sampling():
+    with pytest.raises(EngineError, match="the library died"), role.engine_swap.sampling():
         pass
     assert held(role.engine.resident()) == ours
 

@@ -23,7 +23,7 @@ from workers.engines.meshes import NAMES
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
-from workers.rollout import _renew
+from workers.weight_sync import load_if_newer
 
 TOKEN = b"t" * 32
 PROMPTS = [7, 2, 30]
@@ -80,12 +80,12 @@ class Led(TPLeader):
         return self.led[-1]
 
 
-def talk(leading: TPLeader) -> None:
+def talk(leader: TPLeader) -> None:
     """All that can be asked of a session: rows that end, go on, are broken off and begin again."""
     prompts = Ragged.from_rows([torch.arange(9, 9 + length) for length in PROMPTS])
-    leading.generate(prompts, 2, torch.arange(6), key=5)
-    greedy, kept = leading.session(3, 0.0), leading.session(4, 1.0, True)
-    rows = leading.rows(prompts, 2, torch.arange(10, 16), max_new_tokens=6)
+    leader.generate(prompts, 2, torch.arange(6), key=5)
+    greedy, kept = leader.session(3, 0.0), leader.session(4, 1.0, True)
+    rows = leader.rows(prompts, 2, torch.arange(10, 16), max_new_tokens=6)
     for begin in range(0, 6, 2):
         (greedy if begin else kept).add(rows[begin : begin + 2])
     while kept.busy:
@@ -105,23 +105,23 @@ def lead_or_follow(trainer: int) -> tuple[list, int, int]:
     """On each rank: what its engine sampled, rows that it still knows, and the version it has in the end."""
     engine, updates = Seen(engine_here()), updates_here(trainer)
     if dist.get_rank() > 0:
-        following = TPFollowerEngine(engine, updates)
-        following.run()
-        left = sum(len(session.rows) for session in following.sessions)
+        follower = TPFollowerEngine(engine, updates)
+        follower.run()
+        left = sum(len(session.rows) for session in follower.sessions)
     else:
-        leading = Led(engine)
-        talk(leading)
-        stream = SharedEngine(leading, functools.partial(_renew, updates, "continue"))
+        leader = Led(engine)
+        talk(leader)
+        stream = SharedEngine(leader, functools.partial(load_if_newer, updates, "continue"))
         store = dist.TCPStore("127.0.0.1", trainer, is_master=False, wait_for_workers=False)
         publisher = Publisher(store, TOKEN, rank=0, ranks=1)
         for version in (1, 2):
             publisher.publish(version, weights(version))
-            while leading.version < version:
+            while leader.version < version:
                 stream.renew(stream)
-            talk(leading)
-        leading.part()
+            talk(leader)
+        leader.release_followers()
         publisher.close()
-        left = sum(len(session.numbers) for session in leading.led)
+        left = sum(len(session.numbers) for session in leader.led)
     updates.close()
     return engine.rows, left, engine.version
 
@@ -151,7 +151,7 @@ class Talking:
 def sample_beside() -> list:
     """Two phases of a rank that trains in between, one of two that share a model."""
     engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
-    role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
+    role = SimpleNamespace(engine_swap=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
     crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
     hybrid = ColocatedSource({"actor": role}, crew, share, enough=0, limit=60.0)
     for _ in range(2):
@@ -172,7 +172,7 @@ def left_alone() -> list[str]:
     share, _ = dist.new_subgroups(2, backend="gloo", timeout=datetime.timedelta(seconds=1))
     notes = []
     if dist.get_rank() == 1:
-        role = SimpleNamespace(handover=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
+        role = SimpleNamespace(engine_swap=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
         with pytest.raises(RankMissing) as error:
             ColocatedSource({"actor": role}, None, share, enough=0, limit=60.0).sample(0)
         notes = error.value.__notes__
@@ -210,10 +210,10 @@ def disagree(leads: str, follows: str) -> tuple[int, bool]:
     if dist.get_rank() > 0:
         TPFollowerEngine(engine, ahead).run()
     else:
-        leading = TPLeader(engine)
-        leading.told_at = 0.0
-        _renew(ahead, "continue", SharedEngine(leading))
-        leading.part()
+        leader = TPLeader(engine)
+        leader.told_at = 0.0
+        load_if_newer(ahead, "continue", SharedEngine(leader))
+        leader.release_followers()
     return engine.version, ahead.dropped
 
 

@@ -22,14 +22,14 @@ def turn():
 
 
 def take_turn(patience: float) -> str:
-    start._PATIENCE, before = patience, start._PATIENCE
+    start._TURN_TIMEOUT, before = patience, start._TURN_TIMEOUT
     try:
-        with start._by_turns("cpu", 2):
+        with start._one_start_at_a_time("cpu", 2):
             return "started"
     except EngineError as error:
         return str(error)
     finally:
-        start._PATIENCE = before
+        start._TURN_TIMEOUT = before
 
 
 def test_one_that_hangs_is_named_on_all_ranks_and_the_next_one_starts(turn):

@@ -16,10 +16,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from workers.encode import NO_IMAGE
-from workers.engines.embedded import EMBEDDED_SIGHT, IMAGE_ID, build_model
+from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
-from workers.engines.vision import ImageProcessor, alike, attach_images, places_of, shown
+from workers.engines.vision import ImageProcessor, attach_images, image_inputs, position_inputs, same_as_previous
 
 SIZES = ((32, 32), (16, 48), (32, 32), (48, 16), (17, 30))
 
@@ -43,15 +43,16 @@ def model(request):
         torch.manual_seed(0)
         made = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision,
                                                                    image_token_id=IMAGE_ID, tie_word_embeddings=True))
-    return attach_images(made.float(), EMBEDDED_SIGHT)
+    return attach_images(made.float(), EMBEDDED_IMAGE_PROCESSOR)
 
 
 def examples() -> tuple[Ragged, Ragged]:
     """Prompts with one image, two images, one and none; the first and third have the same tokens."""
-    images = [EMBEDDED_SIGHT.pixels(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    images = [EMBEDDED_IMAGE_PROCESSOR.pixels(picture(*size, seed)) for seed, size in enumerate(SIZES)]
     rows = [images[:1], images[1:2] + images[3:4], images[2:3], []]
     texts = [torch.tensor([7, 8]), torch.tensor([9, 10, 11]), torch.tensor([7, 8]), torch.tensor([12, 13, 14, 15])]
-    prompts = [torch.cat([*(torch.tensor([6] + [IMAGE_ID] * EMBEDDED_SIGHT.tokens(image)) for image in row), text])
+    tokens_of = EMBEDDED_IMAGE_PROCESSOR.tokens
+    prompts = [torch.cat([*(torch.tensor([6] + [IMAGE_ID] * tokens_of(image)) for image in row), text])
                for row, text in zip(rows, texts)]
     return Ragged.from_rows(prompts), Ragged.from_rows([Ragged.from_rows(row) if row else NO_IMAGE for row in rows])
 
@@ -59,43 +60,44 @@ def examples() -> tuple[Ragged, Ragged]:
 def plain(model, prompt: torch.Tensor, images: Ragged, response: torch.Tensor) -> torch.Tensor:
     """One row, the whole sequence in one forward, positions by the library."""
     tokens = torch.cat([prompt, response])[None]
-    seen = shown(model, Ragged.from_rows([images]))
+    seen = image_inputs(model, Ragged.from_rows([images]))
     kinds = {"mm_token_type_ids": (tokens == IMAGE_ID).int()} if seen else {}
     logits = model(input_ids=tokens, **seen, **kinds).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("sight", [EMBEDDED_SIGHT, ImageProcessor(patch=14, merge=2),
-                                   ImageProcessor(patch=16, merge=2, largest=9000)])
+@pytest.mark.parametrize("image_processor", [EMBEDDED_IMAGE_PROCESSOR, ImageProcessor(patch=14, merge=2),
+                                             ImageProcessor(patch=16, merge=2, max_pixels=9000)])
 @pytest.mark.parametrize("size", [(32, 32), (200, 61), (97, 300)])
-def test_patches_are_those_of_the_library(tmp_path, sight, size):
-    sight.save(tmp_path)
-    assert ImageProcessor.read(tmp_path) == sight
+def test_patches_are_those_of_the_library(tmp_path, image_processor, size):
+    image_processor.save(tmp_path)
+    assert ImageProcessor.read(tmp_path) == image_processor
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(picture(*size, 0), return_tensors="pt")
-    ours = sight.pixels(picture(*size, 0))
-    patches, grid = sight.patches(ours)
+    ours = image_processor.pixels(picture(*size, 0))
+    patches, grid = image_processor.patches(ours)
     assert grid == tuple(theirs["image_grid_thw"][0].tolist())
-    assert sight.tokens(ours) == grid[1] * grid[2] // sight.merge**2
+    assert image_processor.tokens(ours) == grid[1] * grid[2] // image_processor.merge**2
     assert torch.allclose(patches, theirs["pixel_values"], atol=1e-5)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_sizes_are_those_of_the_library(height, width):
-    sight = ImageProcessor(patch=14, merge=2)
+    image_processor = ImageProcessor(patch=14, merge=2)
     if max(height, width) / min(height, width) <= 200:
-        assert sight.size(height, width) == smart_resize(height, width, 28, sight.smallest, sight.largest)
+        assert image_processor.size(height, width) == smart_resize(height, width, 28, image_processor.min_pixels,
+                                                                   image_processor.max_pixels)
 
 
 def test_log_probabilities_and_gradients_equal_plain_forwards(model):
     prompts, images = (column.select(torch.tensor([0, 0, 1, 2, 2, 3])) for column in examples())
-    assert alike(images).tolist() == [True, False, False, True, False]
+    assert same_as_previous(images).tolist() == [True, False, False, True, False]
     generator = torch.Generator().manual_seed(1)
     responses = Ragged.from_rows([torch.randint(6, 260, (length,), generator=generator)
                                   for length in (4, 2, 7, 3, 5, 6)])
     weights = torch.linspace(-1, 1, len(responses.values))
-    inputs = inputs_of(prompts, responses, 0, torch.device("cpu"), alike(images))
+    inputs = inputs_of(prompts, responses, 0, torch.device("cpu"), same_as_previous(images))
     assert inputs[2].tolist() == [0, 0, 1, 2, 2, 3]
-    seen = shown(model, images.select(torch.tensor([0, 2, 3, 5])))
+    seen = image_inputs(model, images.select(torch.tensor([0, 2, 3, 5])))
     logprobs, _ = Policy(model)(*inputs, images=seen)
     (logprobs * weights).sum().backward()
     shared = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -118,7 +120,7 @@ def test_the_rollout_agrees_with_plain_forwards_and_generate(model):
         assert torch.allclose(torch.cat([plain(model, *row) for row in rows]), samples.logprobs.values, atol=1e-5)
     greedy = rollout.generate(prompts, 1, torch.arange(4), key=1, temperature=0.0, images=images).tokens.rows
     for prompt, shows, ours in zip(prompts.rows, images.rows, greedy):
-        seen = shown(model, Ragged.from_rows([shows]))
+        seen = image_inputs(model, Ragged.from_rows([shows]))
         kinds = {"mm_token_type_ids": (prompt == IMAGE_ID).int()[None]} if seen else {}
         theirs = model.generate(prompt[None], max_new_tokens=9, do_sample=False, eos_token_id=2, pad_token_id=0, **seen,
                                 **kinds)[0]
@@ -126,11 +128,12 @@ def test_the_rollout_agrees_with_plain_forwards_and_generate(model):
 
 
 def test_positions_of_an_image_are_rows_and_columns(model):
-    """3 tokens of text, an image of 2 × 3 tokens, 2 of text: the largest position of the image is 3 + 2."""
+    """3 tokens of text, an image of 2 × 3 tokens, 2 of text: the max_pixels position of the image is 3 + 2."""
     tokens = torch.tensor([[0, 7, 8, 9, *[IMAGE_ID] * 6, 10, 11]])
     mask = (torch.arange(12) >= 1).long()[None]
     image = Ragged(torch.zeros(32 * 48, 3, dtype=torch.uint8), torch.full((32,), 48))
-    places, following = places_of(model, tokens, mask, shown(model, Ragged.from_rows([Ragged.from_rows([image])])))
+    places, following = position_inputs(model, tokens, mask,
+                                        image_inputs(model, Ragged.from_rows([Ragged.from_rows([image])])))
     times, rows, columns = places["position_ids"][:, 0, 1:].tolist()
     assert times == [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7]
     assert rows == [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7]

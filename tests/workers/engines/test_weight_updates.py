@@ -30,8 +30,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The events that say so."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(weight_updates, "record", lambda kind, **facts: found.append(facts))
-    monkeypatch.setattr(weight_updates, "_AGAIN", 0.05)
-    monkeypatch.setattr(weight_updates, "_PATIENCE", 0.1)
+    monkeypatch.setattr(weight_updates, "_RETRY_INTERVAL", 0.05)
+    monkeypatch.setattr(weight_updates, "_PULL_TIMEOUT", 0.1)
     return found
 
 

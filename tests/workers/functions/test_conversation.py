@@ -57,11 +57,11 @@ def role(tmp_path, monkeypatch):
     yield SimpleNamespace(
         tokenizer=tokenizer, settings=settings, rollout=rollout, model=model, step=0, stream=0,
         converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
-            rollout.session(3, keeps=True), rollout.rows(prompts, repeats, ids, limit))),
+            rollout.session(3, keep_cache=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
     current().collect(lambda mine: [mine])
     env_service.close_all()
-    user_code._of_environments.clear()
+    user_code._streaks.clear()
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def prompts():
     return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 3, 9)])
 
 
-def talk(role, prompts, fates=("", "", ""), **settings):
+def converse_with(role, prompts, fates=("", "", ""), **settings):
     settings = {"environment": "echoes:Echo", "group_size": 2, "max_tokens": 200, **settings}
     values = converse(role, prompts, torch.arange(3), questions=["one", "two", "three"], fate=list(fates), **settings)
     return SimpleNamespace(**dict(zip(COLUMNS, values, strict=True)))
 
 
 def test_what_is_written_fits_together(role, prompts):
-    found, between = talk(role, prompts), Between(role.tokenizer, role.rollout.end_tokens.tolist())
+    found, between = converse_with(role, prompts), Between(role.tokenizer, role.rollout.end_tokens.tolist())
     assert found.turns.tolist() == [3] * 6
     assert found.rewards.tolist() == [3.0] * 6
     assert found.keep.tolist() == [True] * 6
@@ -88,9 +88,9 @@ def test_what_is_written_fits_together(role, prompts):
     for row, (tokens, mask) in enumerate(zip(found.responses.rows, found.mask.rows)):
         turns = _runs(tokens.tolist(), mask.tolist())
         assert len(turns) == 5
-        for said, observed in zip(turns[::2], turns[1::2]):
-            text = role.tokenizer.decode(said, skip_special_tokens=True)
-            ended = said[-1] in role.rollout.end_tokens.tolist()
+        for sampled, observed in zip(turns[::2], turns[1::2]):
+            text = role.tokenizer.decode(sampled, skip_special_tokens=True)
+            ended = sampled[-1] in role.rollout.end_tokens.tolist()
             assert observed == between.tokens(f"{('one', 'two', 'three')[row // 2]}: {len(text)}", ended)
     assert role.decode(found.responses) == found.completions
 
@@ -107,7 +107,7 @@ def _runs(tokens: list[int], mask: list[bool]) -> list[list[int]]:
 
 
 def test_the_trainer_agrees_on_every_sampled_token(role, prompts):
-    found = talk(role, prompts)
+    found = converse_with(role, prompts)
     repeated = prompts.select(torch.arange(3).repeat_interleave(2))
     with torch.no_grad():
         logprobs, _ = Policy(role.model)(*inputs_of(repeated, found.responses, 0, torch.device("cpu")), 1.0)
@@ -119,9 +119,9 @@ def test_the_trainer_agrees_on_every_sampled_token(role, prompts):
 def test_the_tokens_do_not_depend_on_company_or_on_the_kept_past(role, prompts):
     """Or on how many turns others take, and in which order their environments answer."""
     role.model.double()
-    whole = talk(role, prompts)
+    whole = converse_with(role, prompts)
     role.rollout.generation = Generation(max_new_tokens=6, batch_rows=2)
-    few = talk(role, prompts)
+    few = converse_with(role, prompts)
     assert whole.responses.values.tolist() == few.responses.values.tolist()
     alone = converse(role, prompts.slice(1, 2), torch.tensor([1]), environment="echoes:Echo", group_size=2,
                      max_tokens=200, questions=["two"], fate=[""])
@@ -129,22 +129,22 @@ def test_the_tokens_do_not_depend_on_company_or_on_the_kept_past(role, prompts):
 
 
 def test_limits_of_turns_and_tokens(role, prompts):
-    assert talk(role, prompts, max_turns=2).turns.tolist() == [2] * 6
-    assert talk(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
+    assert converse_with(role, prompts, max_turns=2).turns.tolist() == [2] * 6
+    assert converse_with(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
     current().collect(lambda mine: [mine])
-    cut = talk(role, prompts, fates=("", "long", ""), max_tokens=60)
+    cut = converse_with(role, prompts, fates=("", "long", ""), max_tokens=60)
     metrics = current().collect(lambda mine: [mine])
     assert cut.turns.tolist() == [3, 3, 1, 1, 3, 3]
     assert cut.keep.all()
     assert metrics["environment/cut"] == 2
     assert cut.responses.lengths.max() <= 60
-    assert talk(role, prompts, max_tokens=4).responses.lengths.max() <= 4
-    short = talk(role, prompts, max_new_tokens=1)
+    assert converse_with(role, prompts, max_tokens=4).responses.lengths.max() <= 4
+    short = converse_with(role, prompts, max_new_tokens=1)
     assert [sum(mask.tolist()) for mask in short.mask.rows] == [3] * 6
 
 
 def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
-    found = talk(role, prompts, fates=("", "break", ""))
+    found = converse_with(role, prompts, fates=("", "break", ""))
     metrics = current().collect(lambda mine: [mine])
     assert found.keep.tolist() == [True, True, False, False, True, True]
     assert found.turns.tolist() == [3, 3, 2, 2, 3, 3]
@@ -152,21 +152,21 @@ def test_a_trajectory_that_failed_is_left_out_and_said(role, prompts, capsys):
     assert metrics["environment/reward"] == 3.0
     assert (metrics["environment/reward_std"], metrics["environment/zero_std_groups"]) == (0.0, 1.0)
     assert not any(mask.any() for mask in found.mask.rows[2:4])
-    said = capsys.readouterr().err
-    assert "2 of 6 trajectories failed and are left out; 2 of them, as row 2: OSError: the tool is gone" in said
-    assert said.count("environment `echoes:Echo`") == 1
+    printed = capsys.readouterr().err
+    assert "2 of 6 trajectories failed and are left out; 2 of them, as row 2: OSError: the tool is gone" in printed
+    assert printed.count("environment `echoes:Echo`") == 1
 
 
 def test_an_environment_that_always_fails_ends_the_run(role, prompts):
     for role.step in range(2):
-        talk(role, prompts, fates=("break",) * 3)
+        converse_with(role, prompts, fates=("break",) * 3)
     role.step = 2
-    talk(role, prompts, fates=("", "break", "break"))
+    converse_with(role, prompts, fates=("", "break", "break"))
     for role.step in (3, 4):
-        talk(role, prompts, fates=("break",) * 3)
+        converse_with(role, prompts, fates=("break",) * 3)
     role.step = 5
     with pytest.raises(RewardsFailed, match="every trajectory of 3 steps in a row.*the tool is gone"):
-        talk(role, prompts, fates=("break",) * 3)
+        converse_with(role, prompts, fates=("break",) * 3)
 
 
 def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
@@ -216,7 +216,7 @@ def test_other_rows_are_sampled_while_an_environment_works(role, prompts, monkey
     late = Late(log)
     monkeypatch.setattr(conversation, "environments_for", lambda *_: contextlib.nullcontext(late))
     heartbeat.current().enter("generating")
-    found = talk(role, prompts)
+    found = converse_with(role, prompts)
     assert found.turns.tolist() == [3] * 6
     assert late.waited_in == {"tools"}  # it is no silence
     assert heartbeat.current().read().phase == "generating"
@@ -236,7 +236,7 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
 
     step = role.rollout.session
     monkeypatch.setattr(role.rollout, "session", lambda *words, **more: _watched(step(*words, **more), seen, lines))
-    found = talk(role, prompts)
+    found = converse_with(role, prompts)
     try:
         rows = lines()
         assert 0 < max(seen[:-1]) < len(rows)

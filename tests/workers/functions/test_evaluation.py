@@ -1,4 +1,4 @@
-"""What an evaluation reports, against counting by hand."""
+"""Evaluation metrics against counting by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The teacher's opinion of each token."""
+"""Advantages of distillation from a teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs: where they come from, closed forms of their losses, and steps that do not depend on how rows are cut."""
+"""Preference pairs: their sources, closed forms of their losses, and steps that do not depend on how rows are split."""
 
 from __future__ import annotations
 

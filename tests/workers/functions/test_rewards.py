@@ -1,4 +1,4 @@
-"""The `score` node: what it writes, measures, says and records. See also tests/workers/rewards."""
+"""The `score` node: its columns, metrics, output and events. See also tests/workers/isolation."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capf
     assert (values["reward/mean"], values["reward/format"]) == (1.5, 1.0)
     assert values["reward/math"] == pytest.approx(1 / 3)
     assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (1.0, 1.0, 2.0)
-    said = capfd.readouterr().err.splitlines()
-    assert said == ["1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
+    printed = capfd.readouterr().err.splitlines()
+    assert printed == ["1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event.pop("time") > 0
     assert event == {"step": 7, "rank": 3, "event": "reward_failed", "reward": "format", "count": 1, "rows": [41],

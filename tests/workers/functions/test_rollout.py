@@ -1,4 +1,4 @@
-"""What one role is asked about another's answers."""
+"""Prompts that one role gets about another's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a critic learns from: closed forms in float64, and steps that do not depend on how rows are cut."""
+"""Value losses and GAE: closed forms in float64, and steps that do not depend on how rows are split."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "com
 
 
 def test_each_way_to_fail_is_named_and_the_others_go_on(run, monkeypatch):
-    monkeypatch.setattr("workers.isolation.rewards_pool._GRACE", 20.0)  # how a process has ended may be known late
+    monkeypatch.setattr("workers.isolation.rewards_pool._EXTRA_TIME", 20.0)  # how a process has ended may be known late
     completions = [text for bad in BAD for text in ("good", bad)]
     results = run("hostile", completions)
     assert len(results.values) == len(completions)
@@ -316,17 +316,17 @@ def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
 
 def test_a_process_that_dies_before_it_has_its_job(run, monkeypatch):
     """Its two pipes break at the same time, with most of the job still to be sent."""
-    begin, killed = RewardProcess.begin, []
+    start_job, killed = RewardProcess.start_job, []
 
-    def begin_and_kill(process: RewardProcess, job: Job) -> None:
-        begin(process, job)
+    def start_and_kill(process: RewardProcess, job: Job) -> None:
+        start_job(process, job)
         if len(killed) < 2:
             assert process.unsent
             process.process.kill()
             os.waitid(os.P_PID, process.process.pid, os.WEXITED | os.WNOWAIT)
             killed.append(process)
 
-    monkeypatch.setattr(RewardProcess, "begin", begin_and_kill)
+    monkeypatch.setattr(RewardProcess, "start_job", start_and_kill)
     assert set(run("hostile", ["good"] * 8, "x" * 1_000_000, retries=1).values.values()) == {1.0}
     assert len(killed) == 2
 

@@ -1,4 +1,4 @@
-"""Attention of packed sequences for Megatron's layers, by PyTorch's kernels; along the tokens it may be split.
+"""Attention of packed sequences for Megatron's layers, by PyTorch's kernels, with context parallelism.
 
 Megatron's own attention without TransformerEngine knows neither packing nor context parallelism. With the latter each
 sequence is cut into 2·cp chunks, of which rank `r` holds the chunks `r` and `2·cp - 1 - r`, so that causal attention
@@ -24,17 +24,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass
 class Sequences(PackedSeqParams):
-    """Sequences back to back, as rotary embeddings and attention see them."""
+    """Packed sequences, as rotary embeddings and attention take them."""
 
     pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(first query, end of queries) among this rank's tokens, (first key, end of keys) among all, of each piece that
-    attends by itself; its last query sees its last key."""
+    """(first query, end of queries, first key, end of keys) of each piece that attends on its own: queries among this
+    rank's tokens, keys among all; the last query sees the last key."""
     order: Tensor | None = None
-    """[T]: where each token lies in the tokens of all ranks of context parallelism, gathered; None without it."""
+    """[T] index of each token in the gathered tokens of all context-parallel ranks; None without them."""
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence; takes the place of Megatron's `DotProductAttention`."""
+    """Causal attention within each sequence; replaces Megatron's `DotProductAttention`."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection,
                  softmax_scale: float | None = None, **_: Any):
@@ -44,7 +44,7 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
                 packed_seq_params: Sequences, **_: Any) -> Tensor:
-        """`query` [T, heads, D], `key` and `value` [T, key-value heads, D] of this rank's tokens → [T, heads · D]."""
+        """Attend: `query` [T, heads, D], `key` and `value` [T, kv heads, D] of this rank's tokens → [T, heads · D]."""
         if packed_seq_params.order is not None:
             key, value = (gather_from_sequence_parallel_region(part.contiguous(), group=self.cp)
                           [packed_seq_params.order] for part in (key, value))

@@ -1,4 +1,4 @@
-"""Training and inference by Megatron-core: layers, tensors, tokens and experts divided between ranks."""
+"""Training and inference by Megatron-core, with pipeline, tensor, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from workers.engines.megatron.weights import check_family, entries, stage_weight
 
 
 class MegatronEngine(Trainer):
-    """One role's model over all ranks of `mesh`. It does not share prompts between responses, as `FSDPEngine` does:
-    each response is a sequence of its own, without padding."""
+    """One role's model over all ranks of `mesh`. Responses do not share prompts, as in `FSDPEngine`: each is a packed
+    sequence of its own, without padding."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
-        """`model`: with all weights, on the CPU, alike on all ranks.
+        """`model` holds all weights on the CPU, equal on all ranks.
 
         Raises:
             EngineError: Megatron cannot train this model, or not in this layout.
@@ -57,7 +57,7 @@ class MegatronEngine(Trainer):
         check(self.layout, model.config)
         self.groups = groups_of(mesh, self.layout)
         self.last = self.groups.pp.rank() == self.layout.pp - 1
-        self.shares, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
+        self.dp_group, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
         half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
@@ -117,8 +117,8 @@ class MegatronEngine(Trainer):
         return {"grad_norm": norm, "learning_rate": rate}
 
     def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
-        """All micro-batches through the pipeline: with a loss forward and backward, else forward alone. Returns of each
-        the log-probabilities and entropies [2, N], on every rank."""
+        """Run all micro-batches through the pipeline, with a loss also backward; return log-probabilities and entropies
+        [2, N] of each, on every rank."""
         cp = self.groups.cp
         packs = [pack(micro["prompts"], micro["responses"], self.pad_token, cp.size(), cp.rank(), self.device)
                  for micro in micros]
@@ -136,7 +136,7 @@ class MegatronEngine(Trainer):
 
     def _finish(self, micro: Batch, packed: Packed, temperature: float, loss_of: LossOf | None, hidden: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """On the last stage: the loss, a number of tokens that nobody divides by, log-probabilities and entropies."""
+        """Compute on the last stage: loss, token count (unused), log-probabilities and entropies."""
         found = score_cut(hidden[packed.places, 0], self.stage.head, self.vocabulary, packed.targets,
                           temperature or 1.0, self.groups.tp)
         logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in found)
@@ -147,7 +147,7 @@ class MegatronEngine(Trainer):
         return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack([logprobs.detach(), entropies])
 
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
-        """What the last stage has found."""
+        """Broadcast the last stage's results."""
         if self.layout.pp == 1:
             return found
         counts = [packed.count for packed in packs]
@@ -180,7 +180,7 @@ _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsd
 
 
 def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
-    """Gradients are sums: where the number of tokens is not said, Megatron does not divide by it."""
+    """Finish gradients as sums: without a token count Megatron does not divide by it."""
     finalize_model_grads(model, None, **options)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's slices as whole tensors with Hugging Face names, a bucket at a time.
+"""Gathers Megatron's slices into whole tensors with Hugging Face names, a bucket at a time.
 
 The ranks that have a slice each gather them, then the stage that owns a bucket sends it to the others; no rank holds
 more than its own slices and one bucket.
@@ -23,7 +23,7 @@ _Key = tuple[int, str, torch.dtype]
 
 
 class Exporter:
-    """The way out for the parameters `mine`, by Megatron's names, of this rank's stage. `shapes` are of whole ones."""
+    """Exports the parameters `mine` of this rank's stage, by Megatron's names. `shapes` are those of whole tensors."""
 
     def __init__(self, entries: Sequence[WeightEntry], mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
                  layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, device: torch.device):
@@ -57,7 +57,7 @@ class Exporter:
 
     def _whole(self, bucket: list[WeightEntry], dtype: torch.dtype, into: Mapping[str, Tensor],
                ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of entries that lie on one stage and are split alike: one message, or two if there are stages."""
+        """Gather the tensors of entries on one stage with one split: one message, or two with several stages."""
         stage, split = self._key(bucket[0])
         ways = getattr(self.layout, split) if split else 1
         shapes = [shape for entry in bucket for shape in entry.shapes(self.shapes, self.layout)]
@@ -78,7 +78,7 @@ class Exporter:
                                      entry.dim, self.shapes[name], into.get(name))
 
     def _joined(self, pieces: Tensor, dim: int, shape: torch.Size, place: Tensor | None) -> Tensor:
-        """[ways, …] → `shape`, without what pads it."""
+        """Join [ways, …] into `shape`, without padding."""
         if len(pieces) == 1:
             return pieces[0]
         whole = pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, shape[dim])

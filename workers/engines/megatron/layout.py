@@ -1,4 +1,4 @@
-"""How a Megatron model is split over ranks, and the process groups that follow from it.
+"""Layout of a Megatron model over ranks, and its process groups.
 
 The groups are made from our mesh and handed to Megatron, so that nothing of its global parallel state is used and each
 role may have a layout of its own.
@@ -20,7 +20,7 @@ from workers.engines.meshes import NAMES, dimension
 
 
 def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
-    """An unnamed mesh of one dimension splits the rows alone."""
+    """Return the layout of a mesh; an unnamed mesh of one dimension is dp alone."""
     if not mesh.mesh_dim_names:
         return Layout(mesh.size(), ep=ep)
     return Layout(**{name: dimension(mesh, name) for name in NAMES}, ep=ep)
@@ -60,7 +60,7 @@ def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
 
 
 def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
-    """The groups of this rank that Megatron asks for. Collective over all ranks."""
+    """Create this rank's groups for Megatron. Collective over all ranks."""
     ranks = mesh.mesh.reshape([getattr(layout, name) for name in NAMES])
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 

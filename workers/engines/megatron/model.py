@@ -1,4 +1,4 @@
-"""A Megatron model of the same shape as a transformers one: its settings, its layers, its slices of the weights."""
+"""Builds a Megatron model with the shape of a transformers model: settings, layers, slices of the weights."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from distflow.plan import Layout
 from workers.engines.megatron.attention import PackedAttention
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only scaling of rotary embeddings that Megatron's model computes, beside none."""
+"""The only scaling of rotary embeddings that Megatron supports."""
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None and, without TransformerEngine, lacks it
     moe_utils.te_general_gemm = None
 
 
 class Stage(GPTModel):
-    """The layers of one pipeline stage. The last one gives what its last layer says, not logits: those are made of the
-    tokens that count alone, and never over the whole vocabulary (`vocabulary.score_cut`)."""
+    """Layers of one pipeline stage. The last stage returns hidden states, not logits: those are computed for response
+    tokens alone, and never over the whole vocabulary at once (`vocabulary.score_cut`)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
     @property
     def head(self) -> Tensor:
-        """[V / tp, D]: this rank's rows of the output weights, on the last stage."""
+        """Return [V / tp, D], this rank's rows of the output weights, on the last stage."""
         tied = self.share_embeddings_and_output_weights and self.pre_process
         return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
@@ -104,7 +104,7 @@ def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:
-    """This rank's part of the model; its weights are not set."""
+    """Build this rank's part of the model, with undefined weights."""
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
@@ -120,5 +120,5 @@ def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: Pro
 
 
 def _still(pad_token: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """transformers never trains what the padding token means as an input, even where a response has one."""
+    """Stop the gradient of the padding token's embedding, which transformers never trains."""
     return torch.where((inputs[0] == pad_token)[..., None], output.detach(), output)

@@ -27,7 +27,7 @@ from workers.engines.megatron.layout import in_words
 
 
 def distributed(model: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:
-    """The model with buffers in which gradients are summed over the ranks that have the same weights."""
+    """Wrap the model with buffers in which gradients are summed over the ranks with the same weights."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return DistributedDataParallel(model.config, settings, model, pg_collection=groups)
 
@@ -56,7 +56,7 @@ class Adam:
         self.key = f"{in_words(layout)} rank={torch.distributed.get_rank()}"
 
     def _allocate(self) -> None:
-        """Adam's moments before the first step, so that a checkpoint can be loaded into them."""
+        """Allocate Adam's moments before the first step, so that a checkpoint can be loaded into them."""
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 for shard in group["params"]:
@@ -69,7 +69,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, rate: float, what: str) -> float:
-        """One step with the gradients in the buffers; returns their norm before clipping, over all ranks.
+        """Take one step with the gradients in the buffers; return their norm before clipping, over all ranks.
 
         Raises:
             EngineError: the norm is not finite; the weights are left as they were.
@@ -87,7 +87,7 @@ class Adam:
         return norm
 
     def _shards(self) -> dict[str, dict[str, Tensor]]:
-        """The weights of this rank's shards, in float32, and their Adam state, by Megatron's parameter names."""
+        """Return float32 weights and Adam state of this rank's shards, by Megatron's parameter names."""
         shards = {}
         for part in self.optimizer.chained_optimizers:
             places = part.model_param_group_index_map
@@ -99,17 +99,17 @@ class Adam:
         return shards
 
     def resident(self) -> Iterator[Tensor]:
-        """Adam's moments and, of bfloat16 weights, the float32 ones; not the weights themselves."""
+        """Yield Adam's moments and the float32 copies of bfloat16 weights; not the weights themselves."""
         for state in self._shards().values():
             yield from (state["exp_avg"], state["exp_avg_sq"], *((state["weight"],) if self.model.config.bf16 else ()))
 
     def gradients(self) -> list[Tensor]:
-        """The buffers that they are summed in. Between two steps they are worth nothing: `zero` comes before use."""
+        """Return the gradient buffers. Their contents are not needed between two steps: `zero` comes before use."""
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Under a key that no other rank and no other layout has: torch.distributed.checkpoint takes plain tensors of
-        one key for copies of each other."""
+        """Return the state under a key unique to this rank and layout: torch.distributed.checkpoint takes plain tensors
+        of one key for copies."""
         return {self.key: {f"{name}.{kind}": tensor for name, state in self._shards().items()
                            for kind, tensor in state.items()}}
 

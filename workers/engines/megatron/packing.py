@@ -1,4 +1,4 @@
-"""Prompts and responses as packed sequences, cut for context parallelism, and which of their places count."""
+"""Packs prompts and responses into sequences, split for context parallelism, with the positions that are scored."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from workers.engines.megatron.attention import Sequences
 
 @dataclass
 class Packed:
-    """The sequences of a micro-batch, or of it what one rank of context parallelism holds."""
+    """Packed sequences of a micro-batch, or a context-parallel rank's part of them."""
 
     tokens: Tensor
     """[1, T / cp]"""
     sequences: Sequences
     places: Tensor
-    """[n]: where, among this rank's tokens, one comes before a response token,"""
+    """[n] index, among this rank's tokens, of each token before a response token."""
     targets: Tensor
-    """[n]: which response token that is,"""
+    """[n] that response token."""
     numbers: Tensor
-    """[n]: and the how manyeth of all N response tokens."""
+    """[n] its index among all N response tokens."""
     count: int
-    """N"""
+    """Number of all response tokens, N."""
 
 
 def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:
-    """Each prompt with its response, back to back; with context parallelism filled up to a multiple of 2·cp tokens."""
+    """Pack each prompt with its response; with context parallelism pad to a multiple of 2·cp tokens."""
     unit, _ = _chunks(cp, rank)
     lengths = prompts.lengths + responses.lengths
     padded = -(-lengths // unit) * unit
@@ -55,18 +55,18 @@ def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int,
 
 
 def _places(starts: Tensor, rows: Ragged) -> Tensor:
-    """[T]: where each element lies if row `i` begins at `starts[i]`."""
+    """Return [T], the index of each element if row `i` begins at `starts[i]`."""
     return torch.arange(len(rows.values)) + (starts - rows.offsets[:-1])[rows.row_of]
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Into how many chunks a sequence is cut, and which of them a rank holds: an early and a late one, since a token
-    costs the more attention the later it comes."""
+    """Return the number of chunks of a sequence and those of a rank: an early and a late one, since later tokens cost
+    more attention."""
     return (1, (0,)) if cp == 1 else (2 * cp, (rank, 2 * cp - 1 - rank))
 
 
 def _held(length: int, start: int, cp: int, rank: int) -> Tensor:
-    """Which tokens of a sequence a rank holds."""
+    """Return the tokens of a sequence that a rank holds."""
     count, held = _chunks(cp, rank)
     chunks = torch.arange(start, start + length).unflatten(0, (count, -1))
     return chunks[list(held)].flatten()
@@ -92,7 +92,7 @@ def _order(lengths: list[int], starts: list[int], cp: int, device: torch.device)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Each of them computes the same loss from it, so that a gradient is that of its own part."""
+    """Sum over ranks that all compute the same loss from it, so that each gradient is that of the rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,7 +106,7 @@ class _Sum(torch.autograd.Function):
 
 
 def of_all(values: Tensor, packed: Packed, group: dist.ProcessGroup) -> Tensor:
-    """This rank's numbers [n] → those of all N response tokens."""
+    """Gather this rank's values [n] into those of all N response tokens."""
     if packed.sequences.order is None:
         return values
     return _Sum.apply(values.new_zeros(packed.count).index_put((packed.numbers,), values), group)

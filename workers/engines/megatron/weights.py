@@ -1,4 +1,4 @@
-"""Hugging Face weights into Megatron's slices and back, bit for bit.
+"""Converts Hugging Face weights into Megatron's slices and back, bit for bit.
 
 Megatron holds the query, key and value weights in one tensor, group after group of heads, and the two halves of a gated
 feed-forward layer in another; an expert's weights are modules of their own, which Hugging Face stacks.
@@ -26,7 +26,7 @@ def _same(parts: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """Parameters of one stage that belong together: `theirs` by Hugging Face's names, `ours` by Megatron's.
+    """Parameters of one stage that are converted together: `theirs` by Hugging Face's names, `ours` by Megatron's.
 
     `split` says which ranks have a slice each of every tensor of theirs along `dim`, or "" if each rank has it whole;
     `fuse` makes ours from such slices and `part` makes slices from ours.
@@ -40,12 +40,12 @@ class WeightEntry:
     fuse: Fuse = _same
     part: Fuse = _same
     pads: bool = False
-    """Whether rows of zeros make the number of rows a multiple of tp: the vocabulary."""
+    """Whether rows are padded with zeros to a multiple of tp, as the vocabulary is."""
     copies: bool = False
-    """Whether another entry has the same tensors of theirs: tied embeddings, at the pipeline's other end."""
+    """Whether another entry has the same source tensors: tied embeddings at the pipeline's other end."""
 
     def shapes(self, shapes: Mapping[str, Sequence[int]], layout: Layout) -> list[list[int]]:
-        """Of the slices that a rank has."""
+        """Return the shapes of a rank's slices."""
         result = []
         for name in self.theirs:
             shape = list(shapes[name])
@@ -55,7 +55,7 @@ class WeightEntry:
         return result
 
     def sliced(self, whole: Sequence[Tensor], rank: int, ways: int) -> list[Tensor]:
-        """Whole tensors of theirs → ours, on the rank of this number among those of `split`."""
+        """Convert whole tensors into the slices of a rank, numbered along `split`."""
         if not self.split:
             return self.fuse(list(whole))
         if self.pads:
@@ -64,7 +64,7 @@ class WeightEntry:
 
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
-    """Where each parameter of a model goes. Another family that is built like these needs its type in FAMILIES; one
+    """Return the entries of a model. Another family that is built like these needs its type in FAMILIES; one
     that is built otherwise, entries of its own here and its settings in `model.config_of`.
 
     Raises:
@@ -121,7 +121,7 @@ def _layer(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout
 
 
 def _by_group(groups: int, heads: int) -> tuple[Fuse, Fuse]:
-    """Query, key and value rows of each group together: `heads` query heads, a key head and a value head."""
+    """Return functions that fuse query, key and value rows by group: `heads` query heads, a key and a value head."""
 
     def fuse(parts: list[Tensor]) -> list[Tensor]:
         return [torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)]
@@ -152,7 +152,7 @@ def _stack(experts: list[Tensor]) -> list[Tensor]:
 
 def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], layout: Layout, ranks: Mapping[str, int],
                   ) -> Iterator[tuple[str, Tensor, bool]]:
-    """This rank's slices by Megatron's names, and whether tp splits them; `ranks` says its number in `pp`, `tp` and
+    """Return this rank's slices by Megatron's names, and whether tp splits them; `ranks` gives its index in `pp`, `tp`,
     `ep`."""
     for entry in placed:
         if entry.stage == ranks["pp"]:

@@ -1,1 +1,1 @@
-"""Sampling by SGLang's server, in an environment of its own perhaps."""
+"""Sampling by an SGLang server, which may run in its own Python environment."""

@@ -1,4 +1,8 @@
-"""Generation by SGLang's server, which runs beside the training process and in an environment of its own."""
+"""Generation by an SGLang server, which runs beside the training process in its own Python environment.
+
+    SGLangRollout   the engine (this module)         PendingRequests   its session (`session`)
+    SGLangServer    the server process (`server`)    TPGroup           the ranks that share a server (`share`)
+"""
 
 from __future__ import annotations
 
@@ -26,18 +30,18 @@ from workers.engines.sglang.session import PendingRequests
 from workers.engines.sglang.share import TPGroup
 from workers.engines.sglang.weights import Buckets, checked
 
-_PULSE = 60.0
-"""Seconds in which a server that is well samples a token."""
-_BEAT = 10.0
-"""Seconds after which the other ranks hear that the server is still starting: no collective waits for long."""
+_HEALTH_TIMEOUT = 60.0
+"""Seconds in which a healthy server samples a token."""
+_KEEPALIVE = 10.0
+"""Seconds between broadcasts while the server starts, so that no collective times out."""
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
 class SGLangRollout(SeparateWeights):
-    """A model in SGLang's own form, in a server of its own. With tp > 1 the ranks of a share have one server together.
+    """A model in an SGLang server. With tp > 1 the ranks of a share use one server together.
 
     Raises:
-        EngineError: SGLang is not there, does not know the architecture, or cannot start; it says why.
+        EngineError: SGLang is not installed, does not know the architecture, or cannot start.
     """
 
     library = "SGLang"
@@ -53,8 +57,8 @@ class SGLangRollout(SeparateWeights):
         self.sessions: weakref.WeakSet[PendingRequests] = weakref.WeakSet()
         self.server: SGLangServer | None = None
         try:
-            self.share.tell(lambda: self._start(model, seed))
-            while not self.share.tell(lambda: self.server.wait(_BEAT)):
+            self.share.broadcast(lambda: self._start(model, seed))
+            while not self.share.broadcast(lambda: self.server.wait(_KEEPALIVE)):
                 continue
         except EngineError:
             self.close()
@@ -64,7 +68,7 @@ class SGLangRollout(SeparateWeights):
         folder = tempfile.TemporaryDirectory(prefix="sglang-")
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        # What else ends a row is said with each request.
+        # End tokens are passed with each request.
         config.eos_token_id = None
         config.save_pretrained(folder.name)
         self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
@@ -78,24 +82,24 @@ class SGLangRollout(SeparateWeights):
         settings, special = self.generation, _on_gpu if self.device == "cuda" else _on_cpu
         flags = {"model-path": folder, "load-format": "dummy", "dtype": str(self.dtype).removeprefix("torch."),
                  "random-seed": seed % 2**31, "max-running-requests": settings.batch_rows, "tp-size": self.share.size,
-                 "stream-interval": 1 << 30,  # a row is heard of at its first token and at its end
+                 "stream-interval": 1 << 30,  # events come at a row's first token and at its end
                  "log-level": "warning", **special(config, settings, self.dtype)}
         switches = ["--skip-tokenizer-init", "--sleep-on-idle",
                     *(["--enable-deterministic-inference"] * settings.batch_invariant),
                     "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> PendingRequests:
-        """What was read stays in any case, as long as there is room: the server finds it by its tokens."""
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> PendingRequests:
+        """Open a session. The server's prefix cache keeps sequences in any case, as long as there is memory."""
         session = PendingRequests(self, key, self.generation.temperature if temperature is None else temperature)
         self.sessions.add(session)
         return session
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Rows under way are read again: what was kept of them belongs to the old weights."""
+        """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         if self.share.leads:
             buckets = Buckets(weights, self.shapes, self.dtype, self.device)
-            with self._standing():
+            with self._paused_for_update():
                 for bucket in buckets:
                     self.server.call("/update_weights_from_tensor", {
                         "serialized_named_tensors": [bucket] * self.share.size, "flush_cache": False,
@@ -107,8 +111,8 @@ class SGLangRollout(SeparateWeights):
         return size
 
     @contextlib.contextmanager
-    def _standing(self) -> Iterator[None]:
-        """New weights may come; afterwards nothing is left that was read with the old ones."""
+    def _paused_for_update(self) -> Iterator[None]:
+        """Pause the server for new weights, and flush all caches of the old ones afterwards."""
         self.server.call("/pause_generation", {"mode": "retract"})
         self.server.call("/begin_weight_update", {})
         try:
@@ -133,8 +137,8 @@ class SGLangRollout(SeparateWeights):
             self.server.call("/continue_generation", {})
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """The server goes on even while the engine is paused: only so do rows end. What it samples meanwhile stays."""
+    def running(self) -> Iterator[None]:
+        """Let the server run even if the engine is paused, so that aborted rows end. Tokens sampled meanwhile stay."""
         if self.paused:
             self.server.call("/continue_generation", {})
         yield
@@ -142,7 +146,7 @@ class SGLangRollout(SeparateWeights):
             self.server.call("/pause_generation", {"mode": "in_place"})
 
     def end(self, requests: set[str]) -> None:
-        """Ask the server to end these."""
+        """Have the server abort requests."""
         if requests == {request for session in self.sessions for request in session.turns}:
             self.server.call("/abort_request", {"abort_all": True})
             return
@@ -150,25 +154,25 @@ class SGLangRollout(SeparateWeights):
             self.server.call("/abort_request", {"rid": request})
 
     def sleep(self) -> None:
-        """On a GPU all memory of weights and caches is given back; without one SGLang keeps it."""
+        """Free all memory of weights and caches on a GPU; on a CPU SGLang keeps it."""
         if any(session.turns for session in self.sessions):
             raise EngineError("SGLang cannot sleep while rows are under way: end their turns first, or  abort()")
         if self.server:
             self.server.call("/release_memory_occupation", {})
 
     def wake(self) -> None:
-        """Caches come back only with the weights, when the trainer's copies may have gone."""
+        """Allocate the weights; caches come back in `load`, when the trainer's copies may have been freed."""
         if self.server:
             self.server.call("/resume_memory_occupation", {"tags": ["weights"]})
         self.version, self.cached = -1, False
 
     def check_health(self) -> None:
-        self.share.tell(self._feel)
+        self.share.broadcast(self._check_server)
 
-    def _feel(self) -> None:
+    def _check_server(self) -> None:
         self.server.watch()
-        if self.cached and not self.paused:  # else it answers, but cannot sample
-            self.server.call("/health_generate", patience=_PULSE)
+        if self.cached and not self.paused:  # otherwise it answers, but cannot sample
+            self.server.call("/health_generate", patience=_HEALTH_TIMEOUT)
 
     def close(self) -> None:
         if self.server:

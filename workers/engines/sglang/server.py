@@ -1,4 +1,4 @@
-"""SGLang's server: started in its own environment, watched, called over the loopback, and gone when we are."""
+"""SGLang server process: started in its own environment, called over loopback, ended with its owner."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from distflow.config.models import ROLLOUTS
 from distflow.errors import EngineError
 from workers.engines.torchrun import torchrun_says
 
-_PATIENCE = 900.0
-"""Seconds that a server may take to start, and any call but `/generate` to be answered."""
-_FAREWELL = 10.0
-"""Seconds that a server may take to end when it is told to, or after its connections broke off, which is often seen
-first."""
+_TIMEOUT = 900.0
+"""Seconds for a server to start, and to answer any call but `/generate`."""
+_END_TIMEOUT = 10.0
+"""Seconds for a server to end when it is closed, or after its connections broke off, which is often noticed first."""
 _LAST_LINES = 25
-"""Of the log, in the error."""
+"""Lines of the log in an error."""
 _PROGRAM = """
 import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
-def outlive_nobody():
+def end_with_owner():
     os.read(0, 1)  # ends when the owner closes the pipe, or is dead
     for maps in glob.glob("/proc/[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -44,25 +43,25 @@ def outlive_nobody():
                         os.unlink(name)
     shutil.rmtree(os.getcwd(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
-threading.Thread(target=outlive_nobody, daemon=True).start()
+threading.Thread(target=end_with_owner, daemon=True).start()
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""The arguments come by the pipe: among them is the key, and a command line can be read by everybody. Shared memory
-that SGLang has a name for is removed by nobody else when its processes are killed, which is how SGLang itself ends."""
+"""Arguments come by the pipe: they hold the key, and command lines are public. Named shared memory of SGLang must be
+removed here when its processes are killed, which is how SGLang itself ends."""
 
 
 class SGLangServer:
-    """A server process with its children, which nobody but its owner can use.
+    """A server process with its children, protected by a key.
 
     `DISTFLOW_SGLANG_PYTHON` names the Python of the environment that has SGLang (default: this one), and
     `DISTFLOW_SGLANG_FLAGS` has further flags for the server.
 
     Raises:
-        EngineError: it cannot start, with the last lines that it said.
+        EngineError: it cannot start; with the last lines of its log.
     """
 
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
-        """`folder` is the server's until it is closed; its log is there. The model is split `ranks` ways."""
+        """`folder` belongs to the server until it is closed and holds its log. The model is split `ranks` ways."""
         self.folder = folder
         self.key, self.log = secrets.token_hex(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
@@ -80,10 +79,10 @@ class SGLangServer:
 
     def _environment(self, device: str, ranks: int) -> dict[str, str]:
         ours = {name: os.environ[name] for name in os.environ.keys() - torchrun_says()}
-        ours["TMPDIR"] = self.folder.name  # its sockets lie there, and go with it
+        ours["TMPDIR"] = self.folder.name  # its sockets are created and removed there
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
-            if ranks > 1:  # left alone, SGLang wants a NUMA node for each
+            if ranks > 1:  # by default SGLang requires a NUMA node for each
                 ours.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"0-{os.cpu_count() - 1}"] * ranks))
         return {"OMP_NUM_THREADS": "1", **ours}
 
@@ -96,12 +95,12 @@ class SGLangServer:
                               f"torch. Instead:  {ROLLOUTS['sglang'].pip}") from error
 
     def wait(self, patience: float) -> bool:
-        """Whether it answers within `patience` seconds. Raises EngineError if it will not any more."""
+        """Return whether the server answers within `patience` seconds. Raises EngineError if it has failed to start."""
         until = time.monotonic() + patience
         while not self._answers():
             self.watch()
-            if time.monotonic() > self.began + _PATIENCE:
-                raise self.failure(f"has not started in {_PATIENCE:.0f} s")
+            if time.monotonic() > self.began + _TIMEOUT:
+                raise self.failure(f"has not started in {_TIMEOUT:.0f} s")
             if time.monotonic() > until:
                 return False
             time.sleep(0.1)
@@ -113,25 +112,25 @@ class SGLangServer:
         return False
 
     def watch(self, patience: float = 0.0) -> None:
-        """Raises EngineError if it has died, or does so within `patience` seconds."""
+        """Raise EngineError if the server has died, or dies within `patience` seconds."""
         if self.process.stdin.closed:
             raise EngineError("this SGLang server was closed")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            raise self.failure(f"has ended with {_ending(self.process.wait(patience))}")
+            raise self.failure(f"has ended with {_describe_status(self.process.wait(patience))}")
 
     def failure(self, what: str) -> EngineError:
-        """With the last lines of its log."""
+        """Return an error with the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         said = "\n".join(f"    {line[:500]}" for line in lines[-_LAST_LINES:])
         return EngineError(f"SGLang's server {what}. It said last:\n\n{said}\n")
 
-    def call(self, path: str, body: dict[str, Any] | None = None, patience: float = _PATIENCE) -> bytes:
-        """POST `body` (None: GET); what it answers."""
+    def call(self, path: str, body: dict[str, Any] | None = None, patience: float = _TIMEOUT) -> bytes:
+        """POST `body` (None: GET); return the answer."""
         try:
             with self._request(path, body, patience) as reply:
                 answer = reply.read()
         except (OSError, http.client.HTTPException) as error:
-            self.watch(_FAREWELL)
+            self.watch(_END_TIMEOUT)
             raise self.failure(f"does not answer {path}: {type(error).__name__}: {error}") from error
         if reply.status != 200:
             raise EngineError(f"SGLang refuses {path} ({reply.status}): {answer[:2000].decode(errors='replace')}")
@@ -149,7 +148,7 @@ class SGLangServer:
             connection.close()
 
     def generate(self, body: dict[str, Any], events: queue.SimpleQueue) -> None:
-        """Ask for several rows at once; what is said of each comes to `events`, and so does an EngineError."""
+        """Request several rows at once; their events, or an EngineError, are put into `events`."""
         threading.Thread(target=self._follow, args=(body, events), daemon=True).start()
 
     def _follow(self, body: dict[str, Any], events: queue.SimpleQueue) -> None:
@@ -166,25 +165,25 @@ class SGLangServer:
                             left.discard(event["meta_info"]["id"])
                         events.put(event)
         except (OSError, http.client.HTTPException) as error:
-            events.put(self._broken_off(f"{type(error).__name__}: {error}"))
+            events.put(self._connection_error(f"{type(error).__name__}: {error}"))
             return
         if left:
-            events.put(self._broken_off(f"nothing more was said of {len(left)} rows"))
+            events.put(self._connection_error(f"nothing more was said of {len(left)} rows"))
 
-    def _broken_off(self, how: str) -> EngineError:
+    def _connection_error(self, how: str) -> EngineError:
         try:
-            self.watch(_FAREWELL)
+            self.watch(_END_TIMEOUT)
         except EngineError as error:
             return error
         return self.failure(f"broke off its answer ({how})")
 
     def close(self) -> None:
-        """End it, with its children."""
+        """End the server and its children."""
         if self.process.stdin.closed:
             return
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_FAREWELL)
+            self.process.wait(_END_TIMEOUT)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -198,5 +197,5 @@ def _free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def _ending(status: int) -> str:
+def _describe_status(status: int) -> str:
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

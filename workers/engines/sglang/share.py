@@ -1,4 +1,4 @@
-"""The ranks over which one model is spread: the first of them has the server, and tells the others."""
+"""Tensor-parallel ranks of one SGLang server: the first rank owns the server and broadcasts its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TPGroup:
     """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone.
 
     Raises:
-        EngineError: they are on several machines.
+        EngineError: the ranks are on several machines.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -30,22 +30,22 @@ class TPGroup:
         if self.group is not None:
             self._require_one_machine()
 
-    def tell(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` returns on the first rank, as JSON can say it; collective. Its EngineError is every rank's."""
+    def broadcast(self, ask: Callable[[], Any]) -> Any:
+        """Run `ask` on the first rank; return its JSON result, or raise its EngineError, on all ranks. Collective."""
         if self.group is None:
             return ask()
-        said: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
         try:
-            said["answer"] = ask() if self.leads else None
+            outcome["answer"] = ask() if self.leads else None
         except EngineError as error:
-            said["error"] = str(error)
-        told = json.loads(self._bytes(json.dumps(said).encode()))
-        if "error" in told:
-            raise EngineError(told["error"])
-        return told["answer"]
+            outcome["error"] = str(error)
+        received = json.loads(self._bytes(json.dumps(outcome).encode()))
+        if "error" in received:
+            raise EngineError(received["error"])
+        return received["answer"]
 
     def _require_one_machine(self) -> None:
-        elsewhere = torch.tensor([int(self.tell(machine_name) != machine_name())], device=self.device)
+        elsewhere = torch.tensor([int(self.broadcast(machine_name) != machine_name())], device=self.device)
         dist.all_reduce(elsewhere, group=self.group)
         if elsewhere.item():
             raise EngineError(f"SGLang's server is on one machine, and {elsewhere.item()} of the {self.size} ranks "
@@ -53,7 +53,7 @@ class TPGroup:
                               "machine, or write  rollout: vllm")
 
     def _bytes(self, own: bytes) -> bytes:
-        """The first rank's."""
+        """Broadcast the first rank's bytes."""
         size = torch.tensor([len(own)], device=self.device)
         dist.broadcast(size, group=self.group, group_src=0)
         text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.leads else torch.empty(0, dtype=torch.uint8)

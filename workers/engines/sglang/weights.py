@@ -1,4 +1,4 @@
-"""Hugging Face weights on their way into SGLang's server: bucket by bucket, through memory that both processes see."""
+"""Sends Hugging Face weights to an SGLang server, bucket by bucket through shared memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch.multiprocessing
 from torch import Tensor
 
 from distflow.errors import EngineError
-from workers.engines.rollout import misplaced
+from workers.engines.rollout import weight_mismatch
 
 BUCKET = 256 << 20
-"""Bytes; a tensor that is larger has a bucket of its own."""
+"""Bytes of a bucket; a larger tensor has a bucket of its own."""
 _ALIGNED = 16
 Named = list[tuple[str, Tensor]]
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The same; SGLang itself would skip a name that it does not know.
+    """Yield the weights and check their names and shapes, since SGLang skips unknown names.
 
     Raises:
         EngineError: a name or a shape is not the model's.
     """
     for name, tensor in weights:
-        if wrong := misplaced(name, tensor, shapes):
+        if wrong := weight_mismatch(name, tensor, shapes):
             raise EngineError(wrong)
         yield name, tensor
 
 
-def apart(name: str, tensor: Tensor) -> Named:
-    """As SGLang loads it: transformers has the experts of a layer in one tensor, checkpoints have them one by one."""
+def unfused(name: str, tensor: Tensor) -> Named:
+    """Split fused experts into single tensors, as checkpoints and SGLang have them."""
     layer, _, kind = name.rpartition(".")
     if not layer.endswith(".experts"):
         return [(name, tensor)]
@@ -43,7 +43,7 @@ def apart(name: str, tensor: Tensor) -> Named:
 
 
 class Buckets:
-    """Whole tensors, packed into shared memory as many at a time as fit. `size` counts their bytes."""
+    """Whole tensors, packed into shared-memory buckets. `size` counts their bytes."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
                  device: str):
@@ -52,18 +52,18 @@ class Buckets:
         self.room, self.size = min(BUCKET, whole), 0
 
     def __iter__(self) -> Iterator[str]:
-        """Each bucket as `/update_weights_from_tensor` wants it."""
+        """Yield each bucket in the format of `/update_weights_from_tensor`."""
         named: Named = []
-        place, used = torch.empty(0), 0
+        bucket_memory, used = torch.empty(0), 0
         for name, tensor in checked(self.weights, self.shapes):
             bytes_ = tensor.numel() * self.dtype.itemsize
-            if named and used + bytes_ > len(place):
+            if named and used + bytes_ > len(bucket_memory):
                 yield sealed(named)
                 named, used = [], 0
-            if not named:  # a new one each time: the server may still copy from the one before, on its own stream
-                place = self._shared(max(self.room, bytes_))
-            copy = place[used : used + bytes_].view(self.dtype).view(tensor.shape)
-            named += apart(name, copy.copy_(tensor))
+            if not named:  # not reused: the server may still copy from the previous one, on its own stream
+                bucket_memory = self._shared(max(self.room, bytes_))
+            copy = bucket_memory[used : used + bytes_].view(self.dtype).view(tensor.shape)
+            named += unfused(name, copy.copy_(tensor))
             self.size += bytes_
             used += -(-bytes_ // _ALIGNED) * _ALIGNED
         if named:
@@ -77,9 +77,9 @@ class Buckets:
 
 
 def sealed(named: Named) -> str:
-    """Names, shapes and handles of memory that another process can open; the values stay where they are.
+    """Serialise names, shapes and shared-memory handles; the values stay where they are.
 
-    The form is the one that SGLang reads: a pickle, which only we write and only our own server gets.
+    SGLang requires a pickle; it is written here and read by our own server alone.
     """
     buffer = io.BytesIO()
     with _files():
@@ -88,7 +88,7 @@ def sealed(named: Named) -> str:
 
 
 class _files:
-    """Shared memory is handed over by name: the server is no child of ours, to which descriptors could be passed."""
+    """Context in which torch shares memory by file name, since no descriptors can be passed to the server."""
 
     def __enter__(self) -> None:
         self.before = torch.multiprocessing.get_sharing_strategy()

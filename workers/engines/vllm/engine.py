@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class VLLMRollout(SeparateWeights):
-    """A model in vLLM's own form, beside the trainer's. With tp > 1 the ranks of a share have one engine together.
+    """A vLLM engine beside the trainer's model. With tp > 1 the ranks of a share run one engine together.
 
     Raises:
-        EngineError: vLLM does not know the architecture, or cannot start; it says why.
+        EngineError: vLLM does not know the architecture, or cannot start.
     """
 
     library = "vLLM"
@@ -37,7 +37,7 @@ class VLLMRollout(SeparateWeights):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation: Generation = settings.generation
         self.end_tokens = torch.tensor(end_tokens)
-        # vLLM refuses those that the model cannot say.
+        # vLLM refuses tokens outside the vocabulary.
         self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
         self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -50,36 +50,36 @@ class VLLMRollout(SeparateWeights):
         self.copies = untied(model, mesh.device_type)
         self.llm = start(model, self.generation, self.dtype, mesh.device_type, tp, seed)
         self.core = self.llm.engine_core
-        """vLLM's engine itself: what surrounds it writes text, and takes as long as a small model for it."""
+        """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
         self.closing = weakref.finalize(self, shut, self.core.engine_core)
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
 
-    def session(self, key: int, temperature: float | None = None, keeps: bool = False) -> VLLMSession:
-        """What was read stays in any case, as long as there is room: vLLM finds it by its tokens."""
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> VLLMSession:
+        """Open a session. vLLM's prefix cache keeps sequences in any case, as long as there is memory."""
         session = VLLMSession(self, key, self.generation.temperature if temperature is None else temperature)
         self.sessions.add(session)
         return session
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Rows under way are read again: what was kept of them belongs to the old weights."""
+        """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         self.check_health()
         device = self.llm.vllm_config.device_config.device
-        arrivals = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
         with translated("take new weights"):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(arrivals)})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loader)})
             if not self.cached:
                 self.llm.wake_up(tags=["kv_cache"])
                 self.cached = True
             self.llm.reset_prefix_cache(reset_running_requests=True)
-        arrivals.check()
+        loader.check()
         self.version = version
-        return arrivals.size
+        return loader.size
 
     def sleep(self) -> None:
-        """On a GPU all memory of weights and caches is given back; without one vLLM keeps it."""
+        """Free all memory of weights and caches on a GPU; on a CPU vLLM keeps it."""
         if any(session.turns for session in self.sessions):
             raise EngineError("vLLM cannot sleep while rows are under way: end their turns first, or  abort()")
         with translated("sleep"):
@@ -87,7 +87,7 @@ class VLLMRollout(SeparateWeights):
         self.cached = False
 
     def wake(self) -> None:
-        """Caches come back only with the weights, when the trainer's copies may have gone."""
+        """Allocate the weights; caches come back in `load`, when the trainer's copies may have been freed."""
         with translated("wake"):
             self.llm.wake_up(tags=["weights"])
         self.version = -1
@@ -102,7 +102,7 @@ class VLLMRollout(SeparateWeights):
         self.closing()
 
     def advance(self) -> None:
-        """One step of vLLM, for the rows of all sessions."""
+        """Run one step of vLLM for the rows of all sessions."""
         self.check_health()
         try:
             with translated("sample"):
@@ -114,11 +114,11 @@ class VLLMRollout(SeparateWeights):
         for output in outputs:
             for session in sessions:
                 if output.request_id in session.turns:
-                    session.hear(output)
+                    session.receive(output)
 
 
 class VLLMSession(Session):
-    """vLLM's session: each turn of a row is a request."""
+    """Session of vLLM: each turn of a row is a request."""
 
     def __init__(self, engine: VLLMRollout, key: int, temperature: float):
         self.engine, self.key, self.temperature = engine, key, temperature
@@ -158,8 +158,8 @@ class VLLMSession(Session):
         ended, self.ended = self.ended, []
         return ended
 
-    def hear(self, output: EngineCoreOutput) -> None:
-        """What vLLM sampled for a turn in this step."""
+    def receive(self, output: EngineCoreOutput) -> None:
+        """Append the tokens that vLLM has sampled for a turn in this step."""
         turn = self.turns[output.request_id]
         turn.tokens += output.new_token_ids
         heartbeat.current().tick()
@@ -182,7 +182,7 @@ class VLLMSession(Session):
 
 
 class _Turn:
-    """What a row got so far."""
+    """Tokens of a turn under way."""
 
     def __init__(self, row: SampledRow):
         self.row = row
@@ -197,5 +197,5 @@ class _Turn:
 
 
 def _abandon(core: EngineCoreClient, turns: dict[str, _Turn]) -> None:
-    """Nobody waits for these any more."""
+    """Abort the requests of a session that nobody uses any more."""
     core.abort_requests(list(turns))

@@ -1,8 +1,8 @@
-"""Our sampling inside vLLM, through its interface for logits processors.
+"""Sampling of `workers.engines.sampling` inside vLLM, as a logits processor.
 
-vLLM's own seeds belong to requests: a row that is aborted and extended would draw other tokens than one that was let
-alone, and its log-probabilities are those after top-k and top-p. Here a token depends on (key, row id, position), as in
-every engine that can, and its log-probability is the one that the trainer computes.
+vLLM's own seeds belong to requests: an aborted and extended row would draw different tokens, and its log-probabilities
+are taken after top-k and top-p. Here a token depends on (key, row id, position), and its log-probability is the one
+that the trainer computes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from workers.engines.sampling import pick, uniform
 
 _CHUNK = 1 << 23
-"""Logits that are sampled from at a time: vLLM does not reckon with the memory that it takes."""
+"""Logits that are sampled from at a time: vLLM does not account for this memory."""
 MODE = "processed_logits"
-"""vLLM reports what it finds at the chosen token after this processor: the log-probability."""
+"""Makes vLLM report the value at the chosen token after this processor, which is the log-probability."""
 
 
 class _Choice(NamedTuple):
-    """How to choose; rows that share it are sampled together."""
+    """Sampling parameters; rows that share them are sampled together."""
 
     key: int
     temperature: float
@@ -33,8 +33,7 @@ class _Choice(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A row in vLLM's batch: its id, the position of its turn's first token, and the turn's tokens so far, which vLLM
-    appends to."""
+    """Row in vLLM's batch: its id, the position of its turn's first token, and the tokens that vLLM appends to."""
 
     choice: _Choice
     id: int
@@ -44,7 +43,7 @@ class _Slot(NamedTuple):
 
 def parameters(key: int, temperature: float, top_k: int, top_p: float, id: int, first: int, limit: int,
                ends: list[int]) -> SamplingParams:
-    """A request whose tokens `Drawing` chooses. `first`: the position of its first token behind the prompt."""
+    """Return a request whose tokens `Drawing` samples. `first`: position of its first token after the prompt."""
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
         skip_clone=True,
@@ -52,14 +51,13 @@ def parameters(key: int, temperature: float, top_k: int, top_p: float, id: int, 
 
 
 class Drawing(LogitsProcessor):
-    """Chooses a token for each row, and leaves its log-probability at its place and nothing anywhere else, so that
-    vLLM's greedy choice finds it."""
+    """Samples a token for each row and sets all logits but its own to -inf, so that vLLM's greedy choice takes it."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self.device = device
         self.slots: dict[int, _Slot] = {}
         self.groups: list[tuple[_Choice, Tensor, Tensor, list[_Slot]]] = []
-        """Rows with one choice: their places in the batch [R] and their ids [R]."""
+        """Rows with one choice: their indices in the batch [R] and their ids [R]."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -82,12 +80,12 @@ class Drawing(LogitsProcessor):
         self._group()
 
     def _group(self) -> None:
-        places: dict[_Choice, list[int]] = defaultdict(list)
+        indices: dict[_Choice, list[int]] = defaultdict(list)
         for index in sorted(self.slots):
-            places[self.slots[index].choice].append(index)
+            indices[self.slots[index].choice].append(index)
         self.groups = [(choice, torch.tensor(indices, device=self.device),
                         torch.tensor([self.slots[index].id for index in indices], device=self.device),
-                        [self.slots[index] for index in indices]) for choice, indices in places.items()]
+                        [self.slots[index] for index in indices]) for choice, indices in indices.items()]
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> Tensor:
@@ -95,16 +93,16 @@ class Drawing(LogitsProcessor):
         chosen = [self._choose(logits, *group) for group in self.groups]
         if chosen:
             logits.fill_(-torch.inf)
-        for (_, places, _, _), (tokens, logprobs) in zip(self.groups, chosen):
-            logits[places, tokens] = logprobs
+        for (_, indices, _, _), (tokens, logprobs) in zip(self.groups, chosen):
+            logits[indices, tokens] = logprobs
         return logits
 
-    def _choose(self, logits: Tensor, choice: _Choice, places: Tensor, ids: Tensor,
+    def _choose(self, logits: Tensor, choice: _Choice, indices: Tensor, ids: Tensor,
                 slots: list[_Slot]) -> tuple[Tensor, Tensor]:
         position = torch.tensor([slot.first + len(slot.output) for slot in slots], device=self.device)
         noise = uniform(choice.key, ids, position)
         count = max(1, _CHUNK // logits.shape[1])
         picked = [pick(logits[some], part, choice.temperature, choice.top_k, choice.top_p)
-                  for some, part in zip(places.split(count), noise.split(count))]
+                  for some, part in zip(indices.split(count), noise.split(count))]
         tokens, logprobs = zip(*picked)
         return torch.cat(tokens), torch.cat(logprobs)

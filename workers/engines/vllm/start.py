@@ -1,4 +1,4 @@
-"""How vLLM starts and ends in a process that also trains."""
+"""Starts and ends vLLM in a process that also trains."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-         "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the first one
+         "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the V1 model runner
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_BLOCK = 32
-"""Tokens whose keys and values lie together: prompts share whole blocks only, and vLLM's own choice is 128."""
-_PATIENCE, _MOMENT, _LOOK = 240.0, 1.0, 0.05
-"""Seconds for which engines may wait for others to start, until the other ranks hear of it, and between two looks."""
+"""Tokens of a cache block: prompts share whole blocks only, and vLLM's default is 128."""
+_TURN_TIMEOUT, _KEEPALIVE, _POLL_INTERVAL = 240.0, 1.0, 0.05
+"""Seconds to wait for other engines to start, between broadcasts meanwhile, and between two polls."""
 _open: set[int] = set()
-"""The engines of this process, which share their process groups."""
+"""Engines of this process, which share process groups."""
 
 
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
-    """vLLM's errors as ours."""
+    """Turn vLLM's errors into EngineError."""
     try:
         yield
     except _failures() as error:
@@ -48,15 +48,15 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What vLLM raises in our process: errors of its own, if it got as far as defining them, and Python's."""
+    """Return the exceptions that vLLM raises: Python's, and its own if they are defined by now."""
     own = getattr(sys.modules.get("vllm.exceptions"), "VLLMError", RuntimeError)
     return (own, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError, ImportError)
 
 
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
           seed: int) -> LLMEngine:
-    """An engine for the model's architecture, with weights that mean nothing yet."""
-    with _by_turns(device, tp), translated("start"), _surroundings(generation, tp), \
+    """Start an engine for the model's architecture, with undefined weights."""
+    with _one_start_at_a_time(device, tp), translated("start"), _environment(generation, tp), \
             tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
@@ -74,31 +74,30 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
             **(on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
-        _unname_shared_memory()
+        _unlink_shared_memory()
     _open.add(id(engine.engine_core.engine_core))
     return engine
 
 
 @contextlib.contextmanager
-def _by_turns(device: str, tp: int) -> Iterator[None]:
-    """On CPU the ranks of a split model find each other by a name that all such engines of the machine have: those of
-    another group of ranks start before or after, not at the same time.
+def _one_start_at_a_time(device: str, tp: int) -> Iterator[None]:
+    """Start engines with split models one after the other on a CPU, where vLLM uses one name for all of a machine.
 
     Raises:
-        EngineError: on all ranks; others have been starting for too long.
+        EngineError: on all ranks; other engines have been starting for too long.
         RankMissing: a rank has ended meanwhile.
     """
     if device != "cpu" or tp == 1:
         yield
         return
-    until, turn = time.monotonic() + _PATIENCE, os.open("/dev/shm", os.O_RDONLY)  # where these names are
+    until, turn = time.monotonic() + _TURN_TIMEOUT, os.open("/dev/shm", os.O_RDONLY)  # the folder of these names
     try:
         while (said := gather(_turn(turn, until))[0]) == b"wait":
             continue
         if said == b"late":
-            raise EngineError(f"other engines of this machine have been starting for {_PATIENCE:.0f} s, and two with "
-                              "split models cannot start at once on a CPU. It is the turn of "
-                              f"{_whose(turn)}, which may hang")
+            raise EngineError(f"other engines of this machine have been starting for {_TURN_TIMEOUT:.0f} s, and two "
+                              "with split models cannot start at once on a CPU. It is the turn of "
+                              f"{_holder(turn)}, which may hang")
         yield
         gather(b"")
     finally:
@@ -107,26 +106,26 @@ def _by_turns(device: str, tp: int) -> Iterator[None]:
 
 
 def _turn(turn: int, until: float) -> bytes:
-    """What the first rank tells the others, within a moment: whether it is their turn."""
-    moment = time.monotonic() + _MOMENT
+    """Return the first rank's state to broadcast: `ours` (it holds the lock), `wait` or `late`."""
+    moment = time.monotonic() + _KEEPALIVE
     while dist.get_rank() == 0 and time.monotonic() < moment:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return b"ours"
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     return b"wait" if time.monotonic() < until else b"late"
 
 
-def _whose(turn: int) -> str:
-    """Who has the lock, as far as the kernel tells."""
+def _holder(turn: int) -> str:
+    """Return the process that holds the lock, if known."""
     place = f":{os.fstat(turn).st_ino}"
     locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
     return "process " + next((lock[4] for lock in locks if lock[5].endswith(place)), "unknown")
 
 
-def _unname_shared_memory() -> None:
-    """On CPU the ranks of a split model talk through shared memory. They have it by now; its name, which is the same in
-    every run, would outlive a run that is killed and stop all later ones."""
+def _unlink_shared_memory() -> None:
+    """Unlink the shared memory of a split model's ranks on a CPU: its name, equal in every run, would outlive a killed
+    run and block later ones."""
     from vllm.distributed import get_tp_group
 
     name = getattr(getattr(get_tp_group().device_communicator, "dist_module", None), "group_name", "").lstrip("/")
@@ -136,35 +135,34 @@ def _unname_shared_memory() -> None:
 
 
 def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
-    """What is one tensor in the model and two in vLLM: its name, and the other one's. On CPU vLLM packs what follows
-    the last layer when it starts, and a reload of the embeddings that it is tied to would not reach it."""
+    """Return tied tensors that vLLM has twice, {name: second name}: on a CPU it packs the head at start, so that a
+    reload of the tied embeddings would not reach it."""
     tied = device == "cpu" and model.config.tie_word_embeddings
     return {source: target for target, source in model.all_tied_weights_keys.items()} if tied else {}
 
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
-    """Arguments where there is no GPU."""
+    """Return vLLM's arguments for a CPU."""
     tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
     return {"enforce_eager": True, "max_model_len": config.get_text_config().max_position_embeddings,
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
 def _on_gpu(generation: Generation) -> dict[str, object]:
-    """Rows may be as long as the memory allows, and the model."""
+    """Return vLLM's arguments for a GPU; rows may be as long as memory and model allow."""
     return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
 
 
 @contextlib.contextmanager
-def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
-    """The environment in which vLLM starts. Its own settings stay, since it reads them at any time, some of them when
-    it is imported."""
+def _environment(generation: Generation, tp: int) -> Iterator[None]:
+    """Set the environment for vLLM's start. Its own variables stay set, since it reads them at any time."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.update(_OURS)
     if generation.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     said = torchrun_says()
-    # An engine of one rank alone is no part of the run's group; ranks that share one may have a group of their own.
+    # An engine of one rank is not part of the run's group; ranks that share an engine may have a group of their own.
     shown = said | {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())} if tp > 1 else {}
     for name in said:
         del os.environ[name]
@@ -178,8 +176,8 @@ def _surroundings(generation: Generation, tp: int) -> Iterator[None]:
 
 
 def shut(core: EngineCore) -> None:
-    """End an engine. The last one of a process gives the process groups back that vLLM made, but not the default one,
-    which vLLM's own `shutdown` would destroy."""
+    """End an engine. The last one of a process destroys vLLM's process groups, but not the default group, as vLLM's own
+    `shutdown` would."""
     from vllm.distributed import parallel_state
 
     core.model_executor.shutdown()

@@ -1,1 +1,1 @@
-"""What a model talks to in its turns, and the processes in which that runs."""
+"""Shipped environments."""

@@ -1,4 +1,4 @@
-"""A calculator: whole numbers, one operation a turn."""
+"""Calculator for whole numbers, one operation per turn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from distflow import Turn, environment
 
 _SUM = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=?\s*$")
-_LONGEST = 100
-"""Characters of a number. Products of long ones take long."""
+_MAX_LENGTH = 100
+"""Characters of an expression: products of long numbers take long."""
 
 
 @environment(safe=True)
@@ -19,13 +19,13 @@ class Calculator:
     """
 
     def __init__(self, answer: str):
-        self.wanted = _number(answer)
+        self.expected = _number(answer)
 
     def step(self, text: str) -> Turn:
         last = text.rpartition(",")[2]
         found = _SUM.fullmatch(last)
-        if found is None or "####" in text or len(last) > _LONGEST:
-            return Turn(done=True, reward=float("####" in text and _number(text) == self.wanted))
+        if found is None or "####" in text or len(last) > _MAX_LENGTH:
+            return Turn(done=True, reward=float("####" in text and _number(text) == self.expected))
         left, sign, right = int(found[1]), found[2], int(found[3])
         if sign == "/":
             return Turn(f"{left // right}" if right and left % right == 0 else "not a whole number")

@@ -1,4 +1,4 @@
-"""Facts to be asked for by name."""
+"""Lookup of facts by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lookup:
         self.answer = answer.rpartition("####")[2].strip()
 
     def step(self, text: str) -> Turn:
-        asked, found, key = text.strip().rpartition("\n")[2].partition("lookup:")
+        _, found, key = text.strip().rpartition("\n")[2].partition("lookup:")
         if not found:
             return Turn(done=True, reward=float(bool(self.answer) and self.answer.lower() in text.lower()))
         known = {name.lower(): value for name, value in self.facts.items()}

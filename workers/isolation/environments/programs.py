@@ -1,4 +1,4 @@
-"""Python programs, run in the sandbox."""
+"""Runs the model's Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 class PythonSandbox:
     """Runs the last fenced program of a turn and shows what it printed; a turn without one is the last.
 
-    Each program starts anew. The last turn earns 1 if what follows its `####` is what follows the answer's, else 0.
-    See `workers.isolation.sandbox.runner` for what the programs cannot do.
+    Each program runs in a new process. The last turn earns 1 if what follows its `####` is what follows the answer's,
+    else 0. See `workers.isolation.sandbox.runner` for what the programs cannot do.
     """
 
     def __init__(self, answer: str, *, seconds: float = 5.0, memory_mib: int = 512, output: int = 2000):
         """`seconds` and `memory_mib` that a program may take; characters of its `output` that are shown."""
-        self.wanted = _final(answer)
+        self.expected = _final(answer)
         self.seconds, self.memory_mib, self.output = seconds, memory_mib, output
 
     async def step(self, text: str) -> Turn:
         programs = _PROGRAM.findall(text)
         if not programs or "####" in text:
-            return Turn(done=True, reward=float("####" in text and _final(text) == self.wanted))
+            return Turn(done=True, reward=float("####" in text and _final(text) == self.expected))
         done = await asyncio.to_thread(run_python, programs[-1], seconds=self.seconds, memory_mib=self.memory_mib)
-        said = done.stdout if done.ok else f"{done.stdout}{done.stderr}\n({_end(done.ended, self.seconds)})"
-        return Turn(said if len(said) <= self.output else f"{said[: self.output]}…")
+        shown = done.stdout if done.ok else f"{done.stdout}{done.stderr}\n({_end(done.ended, self.seconds)})"
+        return Turn(shown if len(shown) <= self.output else f"{shown[: self.output]}…")
 
 
 def _final(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Reward functions, and the processes beside a rank that run them. Nothing here loads torch."""
+"""Shipped reward functions. Nothing here loads torch."""

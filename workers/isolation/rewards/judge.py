@@ -1,4 +1,4 @@
-"""The reward `judge`: what another model, behind an OpenAI-compatible address, thinks of an answer."""
+"""Reward `judge`: grades an answer by another model, behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Answer to be graded:
 {completion}
 
 End with one line:  Score: N  where N is a whole number from 0 (wrong) to 10 (right and complete)."""
-_CALLS = 64
-"""Requests that wait at the same time in one process; more would have to be asked for by `concurrency` in vain."""
-_LONGEST = 1 << 20
-"""Bytes of an answer that are read."""
+_THREADS = 64
+"""Most requests at a time in one process; bounds `concurrency`."""
+_MAX_BYTES = 1 << 20
+"""Most bytes of a response that are read."""
 
 
 def _wrong(address: str, prompt: str = PROMPT, score: str = "()", highest: float = 10.0, max_tokens: int = 512,
@@ -49,25 +49,25 @@ def _wrong(address: str, prompt: str = PROMPT, score: str = "()", highest: float
 async def judge(completion: str, answer: str, question: str, *, address: str, model: str, prompt: str = PROMPT,
                 score: Regex = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", highest: float = 10.0, key_variable: str | None = None,
                 max_tokens: int = 512, temperature: float = 0.0, seconds: float = 60.0) -> float:
-    """The judge's score divided by `highest`, cut to 0.0 … 1.0. An answer without a score is a failed call.
+    """Return the judge's score divided by `highest`, clipped to 0.0 … 1.0.
 
     Args:
-        address: of the API up to its version, as `http://localhost:8000/v1`; `/chat/completions` is added.
-        prompt: with `{question}`, `{answer}` and `{completion}` where they are to stand; other braces stay.
-        score: a regular expression whose first group is the score; the last match counts, so that a judge may think.
-        key_variable: the environment variable that holds the key; none is sent without it.
-        seconds: for one request; also set `timeout` if it is to be longer than 60.
+        address: base URL of the API, as `http://localhost:8000/v1`; `/chat/completions` is added.
+        prompt: template with `{question}`, `{answer}` and `{completion}`; other braces stay.
+        score: regular expression whose first group is the score; the last match counts, so that a judge may reason.
+        key_variable: environment variable with the API key; default: no key is sent.
+        seconds: limit of one request; above 60 also set `timeout`.
 
     Raises:
-        InvalidInput: the variable is not set, or the address is none of http. It ends the run.
+        InvalidInput: `key_variable` is not set, or `address` is no HTTP address. Ends the run.
         OSError: the judge cannot be reached, or refuses.
-        ValueError: what it says holds no score.
+        ValueError: the response holds no score.
     """
     text = _filled(prompt, {"question": question, "answer": answer, "completion": completion})
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
             "temperature": temperature}
     request = _request(address, body, key_variable)
-    reply = await asyncio.get_running_loop().run_in_executor(_threads(), _ask, request, seconds)
+    reply = await asyncio.get_running_loop().run_in_executor(_executor(), _ask, request, seconds)
     found = re.findall(score, reply)
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
@@ -75,12 +75,12 @@ async def judge(completion: str, answer: str, question: str, *, address: str, mo
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CALLS)
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS)
 
 
 def _filled(prompt: str, values: dict[str, str]) -> str:
-    """All at once, so that braces in an answer are left alone."""
+    """Fill in all values at once, so that braces in an answer stay as they are."""
     return re.sub(r"\{(question|answer|completion)\}", lambda match: values[match[1]], prompt)
 
 
@@ -98,7 +98,7 @@ def _request(address: str, body: dict, key_variable: str | None) -> urllib.reque
 def _ask(request: urllib.request.Request, seconds: float) -> str:
     try:
         with urllib.request.urlopen(request, timeout=seconds) as reply:
-            data = json.loads(reply.read(_LONGEST))
+            data = json.loads(reply.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         more = error.read(500).decode(errors="replace")
         raise OSError(f"the judge answers {error.code} {error.reason}: {more}") from None

@@ -1,4 +1,4 @@
-"""The reward `code`: does a program pass its tests? It runs in a sandbox, see `workers.isolation.sandbox.runner`."""
+"""Reward `code`: runs a program against its tests in a sandbox; see `workers.isolation.sandbox.runner`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from workers.isolation.sandbox.runner import Outcome, run_python
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _HARNESS = """\
 import sys
-_program, _tests, _word = {program!r}, {tests!r}, sys.stdin.readline()
+_program, _tests, _token = {program!r}, {tests!r}, sys.stdin.readline()
 _names = {{"__name__": "__main__"}}
 try:
     exec(compile(_program, "program.py", "exec"), _names)
 except SystemExit:
     pass
 exec(compile(_tests, "tests.py", "exec"), _names)
-sys.__stdout__.write("\\n" + _word)
+sys.__stdout__.write("\\n" + _token)
 """
-"""The word comes by standard input, so that a program that ends early, or prints much, has not passed by that."""
+"""The token comes by standard input, so that a program that exits early or prints much does not pass."""
 
 
-_LEAST = 32
-"""MiB of addresses without which no interpreter starts."""
+_MIN_MEMORY_MIB = 32
+"""Address space in MiB below which no interpreter starts."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,32 @@ class _Sandbox:
 
 
 def _wrong(seconds: float = 10.0, memory_mib: int = 512, **_: object) -> str:
-    return "" if seconds > 0 and memory_mib >= _LEAST else \
-        f"needs `seconds` above 0 and `memory_mib` of at least {_LEAST}: no program could pass"
+    return "" if seconds > 0 and memory_mib >= _MIN_MEMORY_MIB else \
+        f"needs `seconds` above 0 and `memory_mib` of at least {_MIN_MEMORY_MIB}: no program could pass"
 
 
 @reward(timeout=120.0, check=_wrong)
 def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int = 512, partial: bool = False,
          network: Literal["deny", "allow"] = "deny", files: Literal["deny", "allow"] = "deny") -> float:
-    """1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share that it passes.
+    """Return 1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share it passes.
 
-    The program is what stands in the completion's last block of Python (``` fences), else the whole completion.
-    `tests` is a column of the data. It holds either Python that raises if something is wrong, as
-    `assert add(1, 2) == 3`, run after the program with its names, and counted as one test; or JSON, a list of
-    {"input": text, "output": text}, for a program that reads and writes its standard streams: space at the ends of
-    lines and of the text does not count. A program that does not compile, raises, takes too long or wants too much
-    has not passed.
+    The program is the completion's last Python block (``` fences), else the whole completion. The data's column `tests`
+    holds either Python that raises on failure, as `assert add(1, 2) == 3`, which runs after the program with its names
+    and counts as one test; or JSON, a list of {"input": text, "output": text} for the standard streams, where space at
+    the ends of lines and of the text does not count. A program that does not compile, raises or exceeds a limit fails.
 
-    A program that is out to cheat can find Python tests in its own process; it never sees the outputs of JSON tests.
+    A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
     Args:
-        seconds: for each run of the program.
-        memory_mib: of addresses, for each process.
-        network: `allow` leaves programs the network.
-        files: `allow` runs them even where the kernel cannot keep them from reading and changing this user's files.
+        seconds: limit of each run.
+        memory_mib: address space of each process.
+        network: `allow` gives access to the network.
+        files: `allow` runs even if the kernel cannot keep programs from reading and changing this user's files.
 
     Raises:
-        EngineError: programs cannot be isolated here. It ends the run.
-        ValueError: there are no tests, or they are JSON of another form. The sample is left out.
-        OSError: one sandbox could not be made or ended. The sample is tried again, then left out.
+        EngineError: programs cannot be isolated here. Ends the run.
+        ValueError: there are no tests, or JSON of another form. The sample is left out.
+        OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
     sandbox, program = _Sandbox(seconds, memory_mib, network, files), program_of(completion)
     passed = total = 0
@@ -83,7 +81,7 @@ def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int 
 
 
 def program_of(completion: str) -> str:
-    """The last block of Python in a text; the text itself if there is none."""
+    """Return the last Python block of a text; the text itself if there is none."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 
@@ -91,9 +89,9 @@ def program_of(completion: str) -> str:
 def _run_tests(program: str, tests: str, sandbox: _Sandbox) -> Iterator[bool]:
     cases = _cases(tests)
     if cases is None:
-        word = secrets.token_hex(16)
-        outcome = sandbox.run(_HARNESS.format(program=program, tests=tests), f"{word}\n")
-        yield outcome.ok and outcome.stdout.splitlines()[-1:] == [word]
+        token = secrets.token_hex(16)
+        outcome = sandbox.run(_HARNESS.format(program=program, tests=tests), f"{token}\n")
+        yield outcome.ok and outcome.stdout.splitlines()[-1:] == [token]
         return
     for case in cases:
         outcome = sandbox.run(program, case["input"])
@@ -101,10 +99,10 @@ def _run_tests(program: str, tests: str, sandbox: _Sandbox) -> Iterator[bool]:
 
 
 def _cases(tests: str) -> list[dict[str, str]] | None:
-    """The inputs and outputs; None if the tests are Python.
+    """Return inputs and outputs; None if the tests are Python.
 
     Raises:
-        ValueError: they are JSON of another form, or none.
+        ValueError: the tests are empty, or JSON of another form.
     """
     if not tests.strip():
         raise ValueError("there are no tests: whatever runs would pass")

@@ -1,7 +1,4 @@
-"""Rewards for what a text says and how: `math`, `format`, `length`.
-
-Reads final answers: where the answer stands in a text, and which number it is.
-"""
+"""Rewards of a text's content and form: `math`, `format`, `length`. Parses final answers and numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
 _BEFORE = re.compile(r"[\w\s.,;:'’€£¥&-]*[=≈]?\s*")
 _AFTER = re.compile(r"[\w\s.,;:'’€£¥%/&-]*(?:(?<=[^\W\d_])!)?")
 _OPERATOR = re.compile(r"\s[-/&]|[-/&](?:\s|$)|^&|^[-/](?![^\W\d_]{3})")
-"""Behind a number: what is no part of a word, as `km/h` and `24-year-old` are."""
+"""Operators after a number that are not part of a word, unlike `km/h` and `24-year-old`."""
 _WORD = re.compile(r"[^\W\d_]+")
 _UNITS = frozenset([
     "g", "m", "s", "h", "l", "L", "C", "F", "W", "V", "J", "N", "cm", "mm", "km", "nm", "ms", "kg", "mg", "lb", "oz",
@@ -56,7 +53,7 @@ _NOT_AFTER = frozenset([
     "itself", "squared", "cubed", "power", "root", "factorial", "half", "halves", "quarter", "quarters", "third",
     "thirds", "fourths", "fifth", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenth", "tenths", "hundredth",
     "hundredths", "thousandth", "thousandths", "dozen", "dozens", "hundreds", "thousands", "millions", "billions"])
-"""Words with which a number is not the answer, or not alone."""
+"""Words that change the meaning of a number."""
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[€£¥]?\s*\.?[0-9])", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
 _LABEL = re.compile(r"[:=≈]\s*$")
@@ -93,7 +90,7 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\\%", "%"),
     (r"\\\$|\\[()\[\],;: ]|\\quad|[$*_`~\"“”\u00a0\u2009\u202f]", " "),
 ))
-"""What says nothing about the value, in this order: patterns, and what comes in their place."""
+"""Markup without a meaning for the value: patterns and replacements, applied in this order."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +173,10 @@ def _inside(text: str) -> str:
     if not text.startswith("{"):
         return re.match(r"\w*", text)[0]
     depth = 0
-    for place, sign in enumerate(text):
+    for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
         if not depth:
-            return text[1:place].strip()
+            return text[1:index].strip()
     return ""
 
 
@@ -253,20 +250,20 @@ def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> 
 
 @reward(timeout=10.0, shortcut=_without_a_process)
 def math(completion: str, answer: str, *, strict: bool = True) -> float:
-    """1.0 if the completion's final answer equals the reference's, else 0.0.
+    """Return 1.0 if the completion's final answer equals the reference's, else 0.0.
 
     The final answer is what stands in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later. A
     completion without either has none, unless the reference has no `####` either: then it is the whole text, or its
     last sentence.
 
-    Where the reference is a number, the answer must be one: see `number` for how it may be
-    written. Numbers are compared exactly. `50%` answers 50 and 0.5, and `1/2` answers 0.5, but `48/2` does not answer
-    24. Anything else (LaTeX, sets, equations) is compared by math-verify.
+    Where the reference is a number, the answer must be one (see `number`), and numbers are compared exactly. `50%`
+    answers 50 and 0.5, and `1/2` answers 0.5, but `48/2` does not answer 24. Anything else (LaTeX, sets, equations) is
+    compared by math-verify.
     `tests/workers/isolation/rewards/answers.jsonl` lists forms of answers with the verdicts of other graders.
 
     Args:
-        strict: False also takes what is merely equal to a number that was asked for, as `13-7` for 6, and the last
-            number of a completion in which no answer is marked.
+        strict: False also accepts an expression that equals the number, as `13-7` for 6, and the last number of a
+            completion without a marked answer.
     """
     verdict = _without_a_process(completion, answer, strict=strict)
     if verdict is not None:
@@ -289,7 +286,7 @@ def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = 
 
 @reward(check=_wrong_form)
 def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None) -> float:  # noqa: A001
-    """1.0 if the completion has the form, else 0.0.
+    """Return 1.0 if the completion has the form, else 0.0.
 
     Args:
         pattern: a regular expression for the whole completion; `.` stands for line ends too.
@@ -309,11 +306,10 @@ def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | N
 
 @reward(in_rank=True, check=_wrong_length)
 def length(response: list[int], *, cap: int | None = None, margin: int = 0, target: int | None = None) -> float:
-    """Between 0.0, for a good length in tokens, and -1.0.
+    """Return a penalty between 0.0, for a good length in tokens, and -1.0.
 
-    With `cap`, a response is good up to `cap - margin` tokens; from there it falls in a straight line to -1.0 at
-    `cap` (the soft overlong punishment of DAPO, Yu et al. 2025, eq. 13). With `target`, it falls by
-    |tokens - target| / target.
+    With `cap`, the penalty is 0.0 up to `cap - margin` tokens and falls linearly to -1.0 at `cap` (the soft overlong
+    punishment of DAPO, Yu et al. 2025, eq. 13). With `target`, it is -|tokens - target| / target, at least -1.0.
     """
     if wrong := _wrong_length(cap, margin, target):
         raise InvalidInput(f"reward `length` {wrong}")

@@ -1,5 +1,4 @@
-"""The other side of `workers.isolation.sandbox.runner`: what a program's first process does to itself before the
-program starts.
+"""Sandbox for untrusted programs. `runner` is the entrance; all else runs in child processes of their own.
 
-It runs in a small interpreter of its own and imports the standard library alone.
+Child processes import the standard library alone.
 """

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel that Python 3.11 does not offer. All raise OSError, which names the call."""
+"""Linux system calls that Python 3.11 lacks. All raise OSError with the name of the call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """`x86_64` or `aarch64`.
+    """Return `x86_64` or `aarch64`.
 
     Raises:
-        OSError: another one, whose call numbers are not known here.
+        OSError: another architecture, whose call numbers are not known here.
     """
     name = platform.machine()
     if name not in _PIVOT_ROOT:
@@ -39,7 +39,7 @@ def checked(name: str, result: int) -> int:
 
 
 def call(name: str, number: int, *arguments: object) -> int:
-    """A system call by number."""
+    """Make a system call by number."""
     return checked(name, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
@@ -49,7 +49,7 @@ def prctl(option: int, *values: object) -> None:
 
 
 def flag(option: int, value: int = 1) -> None:
-    """A `prctl` with one number."""
+    """Call `prctl` with one number."""
     prctl(option, ctypes.c_ulong(value))
 
 
@@ -63,7 +63,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def bind_read_only(source: str, target: str) -> None:
-    """Show `source`, with all that is mounted below it, at `target`, where nobody can write to it (Linux 5.12)."""
+    """Bind-mount `source`, with all mounts below it, read-only at `target` (Linux 5.12)."""
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = (ctypes.c_uint64 * 4)(_ATTR_READ_ONLY | _ATTR_NO_SETUID, 0, 0, 0)
     call(f"mount_setattr on {target}", _MOUNT_SETATTR, ctypes.c_int(_AT_FDCWD), os.fsencode(target),
@@ -71,7 +71,7 @@ def bind_read_only(source: str, target: str) -> None:
 
 
 def change_root(folder: str) -> None:
-    """Make `folder`, a mount point, the root, and let go of the old one."""
+    """Make `folder`, a mount point, the root, and unmount the old one."""
     os.chdir(folder)
     call("pivot_root", _PIVOT_ROOT[machine()], b".", b".")
     checked("umount", _libc.umount2(b".", ctypes.c_int(_MNT_DETACH)))

@@ -1,4 +1,4 @@
-"""Which files a program may see where it has no root of its own: Landlock (Linux 5.13)."""
+"""Restricts a program's file access with Landlock (Linux 5.13), where it has no root of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from workers.isolation.sandbox import kernel
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many rights each version of Landlock knows; newer ones know no more of files."""
+"""Number of file rights by Landlock version; newer versions add none."""
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | 1 << 15
-"""Those that a rule about a file may name: truncate and ioctl are the last two."""
+"""Rights that apply to files; the last two are truncate and ioctl."""
 
 
 def version() -> int:
-    """0 if the kernel has no Landlock."""
+    """Return the kernel's Landlock version; 0 without Landlock."""
     try:
         return kernel.call("landlock", _CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
@@ -25,7 +25,7 @@ def version() -> int:
 
 
 def confine(readable: list[str], writable: list[str]) -> None:
-    """Leave this process, and all that it becomes and starts, these files and what lies below them.
+    """Restrict this process and its descendants to these paths and everything below them.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -42,9 +42,9 @@ def confine(readable: list[str], writable: list[str]) -> None:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     known = (1 << _RIGHTS[min(version(), 5)]) - 1
     rights &= known if os.path.isdir(path) else known & _FILE_RIGHTS
     kernel.call(f"landlock_add_rule for {path}", _ADD, ctypes.c_int(rules), ctypes.c_int(1),
-                struct.pack("=Qi", rights, place), ctypes.c_uint(0))
-    os.close(place)
+                struct.pack("=Qi", rights, descriptor), ctypes.c_uint(0))
+    os.close(descriptor)

@@ -1,9 +1,9 @@
-"""The process between the caller of `run_python` and the program: makes the walls, starts the program, ends all of it.
+"""Launcher process between the caller of `run_python` and the program: isolates, starts and ends the program.
 
     launcher ── init (process 1 of its namespace) ── program …      kind "namespaces"
     launcher ── program …                                           kind "filters"
 
-The launcher ends everything when the program is over and when the caller closes its end of their line or dies.
+The launcher kills everything when the program has ended and when the caller closes the connection or dies.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from workers.isolation.sandbox import kernel, landlock, seccomp
 from workers.isolation.sandbox.processes import kill_descendants
 
-_ROOT = "/proc"
-"""Where the program's root is put together: a folder that is there everywhere and holds nothing that it needs."""
+_NEW_ROOT = "/proc"
+"""Mount point of the program's root: a folder that exists everywhere and holds nothing the program needs."""
 _FIRST_USER = 1_000_000_000
-"""Root gives each program a user id of its own, above all that people have, by the number of its process."""
+"""A caller that is root gives each program a user id of its own: this plus the process id."""
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_LEFT = 3
-"""Processes of the sandbox itself, which the kernel counts with the program's."""
+_OWN_PROCESSES = 3
+"""Processes of the sandbox itself, which count towards the program's limit."""
 
 Job = dict[str, Any]
 
@@ -36,7 +36,7 @@ Job = dict[str, Any]
 def main() -> None:
     """Run the job that the first argument describes as JSON (see `workers.isolation.sandbox.runner`)."""
     job = json.loads(sys.argv[1])
-    for name in ("line", "source"):
+    for name in ("connection", "source"):
         os.set_inheritable(job[name], False)
     job["user"] = _FIRST_USER + os.getpid() if os.geteuid() == 0 else None
     try:
@@ -45,13 +45,13 @@ def main() -> None:
         _report(job, failed=str(error))
         os._exit(1)
     ended = os.pidfd_open(child)
-    waiting = select.poll()  # `select` knows no file above 1023, and the line has its number in the caller
-    for file in (ended, job["line"]):
+    waiting = select.poll()  # `select` takes no descriptor above 1023, which the caller's connection may be
+    for file in (ended, job["connection"]):
         waiting.register(file, select.POLLIN)
     if ended not in dict(waiting.poll()):
         os.kill(child, signal.SIGKILL)
     if job["kind"] == "namespaces":
-        os.waitpid(child, 0)  # comes back when all processes of the namespace are gone
+        os.waitpid(child, 0)  # returns when all processes of the namespace have ended
     else:
         _, status = os.waitpid(child, 0)
         _end_descendants(job["user"])
@@ -59,9 +59,9 @@ def main() -> None:
     os._exit(0)
 
 
-def _report(job: Job, **said: Any) -> None:
+def _report(job: Job, **fields: Any) -> None:
     with contextlib.suppress(BrokenPipeError):
-        os.write(job["line"], json.dumps(said).encode() + b"\n")
+        os.write(job["connection"], json.dumps(fields).encode() + b"\n")
 
 
 def _start_in_namespaces(job: Job) -> int:
@@ -71,27 +71,27 @@ def _start_in_namespaces(job: Job) -> int:
     kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
     if user:
         mapped = {"setgroups": "deny", "uid_map": f"{_NOBODY} {user} 1", "gid_map": f"{_NOBODY} {group} 1"}
-        for name, line in mapped.items():
+        for name, text in mapped.items():
             with open(f"/proc/self/{name}", "w") as file:
-                file.write(line)
+                file.write(text)
     child = os.fork()
     if child:
         return child
     try:
-        _be_init(job)
+        _run_init(job)
     except OSError as error:
         _report(job, failed=str(error))
     os._exit(1)
 
 
-def _be_init(job: Job) -> None:
-    """Process 1: with its end the kernel ends all others of the namespace."""
+def _run_init(job: Job) -> None:
+    """Run as process 1: when it ends, the kernel kills all others of the namespace."""
     _build_root(job)
-    _give_up_rights(job["user"])
+    _drop_rights(job["user"])
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     program = os.fork()
     if not program:
-        _become_program(job, "/tmp/main.py")
+        _exec_program(job, "/tmp/main.py")
     while True:
         process, status = os.wait()
         if process == program:
@@ -100,21 +100,21 @@ def _be_init(job: Job) -> None:
 
 
 def _build_root(job: Job) -> None:
-    """A root that holds the interpreter, three devices and an empty /tmp, and is written to nowhere else."""
+    """Build a root with the interpreter, three devices and an empty /tmp, the only writable folder."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("tmpfs", _ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
-    os.mkdir(f"{_ROOT}/tmp")
-    kernel.mount("tmpfs", f"{_ROOT}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV,
+    kernel.mount("tmpfs", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    os.mkdir(f"{_NEW_ROOT}/tmp")
+    kernel.mount("tmpfs", f"{_NEW_ROOT}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV,
                  f"size={job['disk']},nr_inodes=4096,mode=1777")
     for path in (*job["readable"], *_DEVICES):
-        _show(path, _ROOT + path)
-    kernel.change_root(_ROOT)
+        _mount_read_only(path, _NEW_ROOT + path)
+    kernel.change_root(_NEW_ROOT)
     kernel.mount(None, "/", None,
                  kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
     os.chdir("/tmp")
 
 
-def _show(path: str, target: str) -> None:
+def _mount_read_only(path: str, target: str) -> None:
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -135,15 +135,15 @@ def _start_behind_filters(job: Job) -> int:
         if job["user"] is not None:
             os.chown(job["folder"], job["user"], job["user"])
         os.chdir(job["folder"])
-        _give_up_rights(job["user"])
+        _drop_rights(job["user"])
         kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        _become_program(job, "main.py")
+        _exec_program(job, "main.py")
     except OSError as error:
         _report(job, failed=str(error))
     os._exit(1)
 
 
-def _give_up_rights(user: int | None) -> None:
+def _drop_rights(user: int | None) -> None:
     if user is not None:
         try:
             os.setgroups([])
@@ -152,14 +152,14 @@ def _give_up_rights(user: int | None) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            os.setresgid(_NOBODY, _NOBODY, _NOBODY)  # this root has few user ids of its own
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)  # in a user namespace with few user ids
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     kernel.drop_capabilities()
     kernel.flag(kernel.PR_SET_NO_NEW_PRIVS)
 
 
-def _become_program(job: Job, path: str) -> None:
-    """Never comes back; the caller hears what failed."""
+def _exec_program(job: Job, path: str) -> None:
+    """Replace this process by the program; report any failure and exit."""
     try:
         with open(job["source"], "rb") as source, open(path, "wb") as file:
             file.write(source.read())
@@ -180,15 +180,15 @@ def _become_program(job: Job, path: str) -> None:
 
 
 def _limit(job: Job) -> None:
-    limits = {"AS": job["memory"], "FSIZE": job["disk"], "NPROC": job["processes"] + _LEFT, "NOFILE": 64, "CORE": 0,
-              "MSGQUEUE": 0, "MEMLOCK": 0}
+    limits = {"AS": job["memory"], "FSIZE": job["disk"], "NPROC": job["processes"] + _OWN_PROCESSES, "NOFILE": 64,
+              "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"], job["cpu_seconds"] + 1))
 
 
 def _end_descendants(user: int | None) -> None:
-    """Kill what the program left behind. Orphans become children of this process, wherever they hide."""
+    """Kill what the program has left behind. Orphans become children of this process, a subreaper."""
     while _reaped():
         if user is not None:
             _kill_all_of(user)
@@ -196,7 +196,7 @@ def _end_descendants(user: int | None) -> None:
 
 
 def _kill_all_of(user: int) -> None:
-    """At once all that has this user id, however fast it forks; by a process that takes that id for it."""
+    """Kill all processes of this user id at once, however fast they fork, from a process with that id."""
     if os.fork():
         return
     try:
@@ -207,7 +207,7 @@ def _kill_all_of(user: int) -> None:
 
 
 def _reaped() -> bool:
-    """Whether a child is left; those that have ended are not."""
+    """Reap ended children; return whether any child is left."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

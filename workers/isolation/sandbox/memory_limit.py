@@ -1,8 +1,8 @@
-"""Shared memory of a process and its descendants, which resource limits do not see: RLIMIT_DATA counts private memory.
+"""Measures the shared memory of a process and its descendants, which no resource limit covers (RLIMIT_DATA counts
+private memory).
 
-Counted are files of `memfd_create` that they hold open, those of /dev/shm that they hold open for writing or have held
-open so and left there, and pages that they have mapped in common: tmpfs files, System V segments and anonymous
-`MAP_SHARED`. What one process closes within a look that it has opened since the last is not seen.
+Counted are open files of `memfd_create`, files of /dev/shm that are or were open for writing, and shared mappings:
+tmpfs files, System V segments and anonymous `MAP_SHARED`. A file opened and closed between two polls is missed.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FILES = ("/dev/shm/", "/memfd:")
-_LOOK, _SHARE = 0.25, 20.0
-"""Seconds between two looks, and how often the time that a look takes passes before the next one."""
+_INTERVAL, _RATIO = 0.25, 20.0
+"""Shortest pause between polls in seconds, and the shortest in multiples of the time that a poll takes."""
 Inode = tuple[int, int]
 
 
 class SharedMemoryUse:
-    """What a process and its descendants share.
-
-    Args:
-        limit: bytes.
-    """
+    """Shared memory of a process and its descendants. `limit` is in bytes."""
 
     def __init__(self, process: int, limit: int):
         self.process, self.limit = process, limit
         self.left: dict[str, Inode] = {}
-        """Files of /dev/shm that they have opened for writing."""
+        """Files of /dev/shm that the processes have opened for writing."""
 
     def exceeded(self) -> bool:
-        """Whether it is more than the limit."""
+        """Return whether the shared memory is above the limit."""
         processes = list(_family(self.process))
         files = self._files(processes)
         total = sum(files.values())
@@ -42,7 +38,7 @@ class SharedMemoryUse:
         return total + sum(_mapped(process, files) for process in processes) > self.limit
 
     def _files(self, processes: list[int]) -> dict[Inode, int]:
-        """The bytes of each file."""
+        """Return the bytes of each file."""
         found: dict[Inode, int] = {}
         for path, open_file in _open_files(processes):
             with contextlib.suppress(OSError):
@@ -60,18 +56,18 @@ class SharedMemoryUse:
         return found
 
 
-class LookSchedule:
-    """When to look: often, but with a small share of the time."""
+class PollSchedule:
+    """Pause between polls, which keeps polling below 5% of the time."""
 
     def __init__(self) -> None:
-        self.pause = _LOOK
+        self.pause = _INTERVAL
 
     @contextlib.contextmanager
-    def look(self) -> Iterator[None]:
-        """The next pause is as long as what is done meanwhile asks for."""
+    def poll(self) -> Iterator[None]:
+        """Time one poll and set the next pause by it."""
         began = time.monotonic()
         yield
-        self.pause = max(_LOOK, _SHARE * (time.monotonic() - began))
+        self.pause = max(_INTERVAL, _RATIO * (time.monotonic() - began))
 
 
 def _family(process: int) -> Iterator[int]:
@@ -83,20 +79,21 @@ def _family(process: int) -> Iterator[int]:
 
 
 def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
-    """The names of those that lie in memory, and how to reach each. A file of /dev/shm that is only read is somebody
-    else's."""
+    """Yield the name and the /proc path of each open file that lies in memory, but of /dev/shm only those open for
+    writing: the others belong to other processes."""
     for process in processes:
         with contextlib.suppress(OSError):
             for number in os.listdir(folder := f"/proc/{process}/fd"):
                 with contextlib.suppress(OSError):
                     path = os.readlink(f"{folder}/{number}")
-                    written = os.lstat(f"{folder}/{number}").st_mode & stat.S_IWUSR  # of the link: how it is open
+                    # the link's own mode says how the file is open
+                    written = os.lstat(f"{folder}/{number}").st_mode & stat.S_IWUSR
                     if path.startswith(_FILES) and (written or not path.startswith(_FILES[0])):
                         yield path, f"{folder}/{number}"
 
 
 def _resident(process: int) -> int:
-    """Bytes of shared memory that a process has mapped and touched."""
+    """Return the bytes of shared memory that a process has mapped and touched."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("RssShmem:"):
@@ -105,7 +102,7 @@ def _resident(process: int) -> int:
 
 
 def _mapped(process: int, counted: dict[Inode, int]) -> int:
-    """The share of a process in the pages that it has mapped in common with others, without files that are counted."""
+    """Return the process's proportional share (PSS) of shared mappings, without the files in `counted`."""
     total, counts = 0, False
     with contextlib.suppress(OSError), open(f"/proc/{process}/smaps", errors="replace") as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""What a process has started, directly or not, and ending all of it."""
+"""Finds the descendants of a process and ends them; ends a process with its parent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from workers.isolation.sandbox import kernel
 
 AGENT = "DISTFLOW_AGENT"
-"""Environment variable: the process of torchrun, if `distflow` has started it."""
+"""Environment variable with torchrun's process id, if `distflow` has started it."""
 
 
 def descendants(root: int, but: Collection[int] = ()) -> set[int]:
-    """The living processes below `root`, those of `but` and below left out.
+    """Return the living descendants of `root`, without those of `but` and their descendants.
 
-    All of them if `root` is a subreaper: orphans become its children then.
+    The result is complete only if `root` is a subreaper, to which orphans return.
     """
     parents = {}
     for name in os.listdir("/proc"):
@@ -34,17 +34,17 @@ def descendants(root: int, but: Collection[int] = ()) -> set[int]:
 
 
 def kill_descendants(root: int, but: Collection[int] = ()) -> set[int]:
-    """End what `descendants` finds; returns those that it has killed."""
+    """Kill all descendants; return those that were killed."""
     killed: set[int] = set()
     while new := descendants(root, but) - killed:
-        _send(new, signal.SIGSTOP)  # one that stands still cannot fork
+        _signal(new, signal.SIGSTOP)  # a stopped process cannot fork
         killed |= new
-    _send(killed, signal.SIGKILL)
+    _signal(killed, signal.SIGKILL)
     return killed
 
 
 def kill_marked(name: str, value: str) -> None:
-    """End each process that was started with this environment variable, or by one that was."""
+    """Kill each process that was started with this environment variable or has inherited it."""
     wanted = f"{name}={value}".encode()
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
@@ -52,24 +52,24 @@ def kill_marked(name: str, value: str) -> None:
                 os.kill(int(process), signal.SIGKILL)
 
 
-def _send(processes: set[int], sign: int) -> None:
+def _signal(processes: set[int], sign: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, sign)
 
 
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, in whatever way; end at once if it has."""
+    """Have the kernel signal this process when its parent ends; exit at once if it has ended already."""
     kernel.flag(kernel.PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def end_with_torchrun() -> None:
-    """End when torchrun does, if it has started this process: by SIGTERM, so that what this has started ends too."""
+    """End with torchrun, if it has started this process: by SIGTERM, so that this process can end its children."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return  # a shell may leave its children alone
+        return  # started by a shell
     kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     agent = os.environ.get(AGENT)
-    if agent and not Path(f"/proc/{agent}").exists():  # it died while this process started
+    if agent and not Path(f"/proc/{agent}").exists():  # torchrun died while this process started
         os._exit(1)

@@ -1,28 +1,27 @@
-"""Running a Python program that nobody has read: what a model wrote.
+"""Runs untrusted Python programs, as a model writes them, in a sandbox.
 
-Linux only, on x86_64 and aarch64. `isolation()` finds out once which kind this machine can do:
+Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on this machine:
 
 `namespaces` (root with CAP_SYS_ADMIN, or user namespaces; Linux 5.12)
     network: a namespace without interfaces, and `socket` is refused.
-    files: a root of its own with the interpreter, the system's libraries, both read-only, and an empty /tmp in memory.
-    other processes: cannot be seen or signalled.
-    descendants: die with the namespace, whatever they do.
-    disk: all files together have `disk_mib`.
-`filters` (seccomp and Landlock; Linux 5.13), which most containers can do
+    files: a root with the interpreter and system libraries, read-only, and an empty /tmp in memory.
+    other processes: neither visible nor signalled.
+    descendants: die with the namespace.
+    disk: `disk_mib` for all files together.
+`filters` (seccomp and Landlock; Linux 5.13), which works in most containers
     network: `socket` is refused.
-    files: the same can be read, and an empty folder written to; of others only names and sizes can be asked for.
-        Refused with that, for its own files too: to change owner, mode, times or attributes, and `truncate`.
-    other processes: signals to them are refused, those to its own children with them.
+    files: the same are readable and an empty folder is writable; of others only names and sizes are visible. Changing
+        owner, mode, times or attributes and `truncate` are refused, for own files too.
+    other processes: signals are refused, to its own children too.
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
-    disk: each file has `disk_mib`; how many files there are is not limited. Shared memory and queues are refused.
+    disk: `disk_mib` for each file, without a limit on their number. Shared memory and queues are refused.
 
-In both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities and no way to gain any;
-no input but `stdin`; no open files of the caller's; the kernel's limits on memory, processor time, processes, open
-files and the size of a file. If the caller is root, each program has a user id of its own.
+Both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities; no input but `stdin`; no
+open files of the caller; kernel limits on memory, CPU time, processes, open files and file size. If the caller is root,
+each program has a user id of its own.
 
-Not promised: the memory limit is for each process, so that `processes` of them may take as much each. Processor cores
-are shared. For a caller other than root, `processes` counts this program alone only from Linux 5.14 on. A hole in the
-kernel is a hole in the sandbox.
+Not guaranteed: the memory limit applies to each of up to `processes` processes. CPU cores are shared. Unless the caller
+is root, `processes` counts this program alone only from Linux 5.14 on. A hole in the kernel is a hole in the sandbox.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ from typing import IO, Any, Literal
 from distflow.errors import EngineError
 
 KINDS = ("namespaces", "filters")
-_GRACE = 5.0
-"""Seconds that the launcher gets to end what it started, before it is killed itself."""
-_START = 10.0
-"""Seconds until the program must have started, on a machine with much else to do; they do not count as its own."""
+_END_TIMEOUT = 5.0
+"""Seconds for the launcher to end everything before it is killed itself."""
+_START_TIMEOUT = 10.0
+"""Seconds for the program to start on a busy machine; not part of its own time."""
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _PREFIX = "distflow-sandbox-"
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -66,8 +65,8 @@ _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.isolation.sandb
 class Outcome:
     """How a program ended.
 
-    `ended` is `exited` (by itself, with `status`), `killed` (by the signal -`status`), `time` (it took longer than it
-    may, by the clock or in processor time) or `output` (it printed more than it may).
+    `ended` is `exited` (with `status`), `killed` (by signal -`status`), `time` (above its wall-clock or CPU time) or
+    `output` (printed too much).
     """
 
     ended: Literal["exited", "killed", "time", "output"]
@@ -78,13 +77,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """It came to its end without an error."""
+        """Whether the program ended without an error."""
         return self.ended == "exited" and self.status == 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. `memory_mib` is of addresses, for each process; `output_kib` of each stream."""
+    """Limits of a program. `memory_mib` is the address space of each process; `output_kib` is per stream."""
 
     seconds: float = 10.0
     memory_mib: int = 512
@@ -97,21 +96,21 @@ class Limits:
 def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 16,
                disk_mib: int = 32, output_kib: int = 256, network: Literal["deny", "allow"] = "deny",
                files: Literal["deny", "allow"] = "deny", kind: str | None = None) -> Outcome:
-    """Run `source` as a program, with the standard library alone, in a sandbox; see the module for what it guarantees.
+    """Run `source` as a program, with the standard library alone, in a sandbox; see the module for its guarantees.
 
-    When it comes back nothing of the program is left: no process, no file. If the caller is killed meanwhile, no
-    process; behind filters its folder stays until the next caller. It blocks its thread; several threads may call it.
+    On return no process and no file of the program is left. If the caller is killed, no process is left, and with
+    `filters` the next caller removes the folder. Blocks; thread-safe.
 
     Args:
-        stdin: what the program reads from its standard input.
-        seconds: by the clock; its processor time is limited to as much, rounded up.
-        network: `allow` leaves it the machine's network.
-        files: `allow` runs it even where the kernel cannot keep it from reading and changing the caller's files.
-        kind: of the isolation; by default the better one of those that work here.
+        stdin: text on the program's standard input.
+        seconds: limit of wall-clock time, and rounded up of CPU time.
+        network: `allow` gives access to the machine's network.
+        files: `allow` runs even if the kernel cannot keep the program from reading and changing the caller's files.
+        kind: of the isolation; default: the better one that works here.
 
     Raises:
         EngineError: this kernel cannot isolate a program; says why, and what to allow. Nothing was run.
-        OSError: this sandbox could not be made or ended, for want of memory, processes or time perhaps. Others can.
+        OSError: this sandbox could not be created or ended, perhaps for lack of memory, processes or time.
     """
     limits = Limits(seconds, memory_mib, processes, disk_mib, output_kib)
     kind = kind or isolation(network, files)
@@ -123,15 +122,15 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
 
 @functools.cache
 def isolation(network: str = "deny", files: str = "deny") -> str:
-    """The kind of isolation that works here, the best first; tried once, with a program that does nothing.
+    """Return the best kind of isolation that works here; tried once with a trivial program.
 
     Raises:
-        EngineError: none does.
-        OSError: it could not be found out, as the machine is too busy.
+        EngineError: none works.
+        OSError: the machine is too busy to find out.
     """
     reasons = {}
     for kind in KINDS:
-        found = _run("print(6 * 7)", "", Limits(_START), kind, network == "allow", files == "deny")
+        found = _run("print(6 * 7)", "", Limits(_START_TIMEOUT), kind, network == "allow", files == "deny")
         if isinstance(found, Outcome) and found.stdout == "42\n":
             return kind
         reasons[kind] = found if isinstance(found, str) else f"{found.ended} {found.status}: {found.stderr[-300:]}"
@@ -142,36 +141,36 @@ def isolation(network: str = "deny", files: str = "deny") -> str:
 
 
 def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide_files: bool) -> Outcome | str:
-    """The outcome, or why the sandbox could not be made."""
+    """Return the outcome, or why the sandbox could not be created."""
     with ExitStack() as stack:
         folder = stack.enter_context(_Folder()) if kind == "filters" else None
-        line, end = (stack.enter_context(each) for each in socket.socketpair())
+        connection, their_end = (stack.enter_context(each) for each in socket.socketpair())
         text, program = (stack.enter_context(_in_memory(each)) for each in (stdin, source))
-        job = {"line": end.fileno(), "source": program.fileno(), "kind": kind, "network": network, "folder": folder,
-               "hide_files": hide_files, "readable": _interpreter(), "executable": os.path.realpath(sys.executable),
-               "cpu_seconds": math.ceil(limits.seconds), "memory": limits.memory_mib << 20,
-               "processes": limits.processes, "disk": limits.disk_mib << 20}
+        job = {"connection": their_end.fileno(), "source": program.fileno(), "kind": kind, "network": network,
+               "folder": folder, "hide_files": hide_files, "readable": _interpreter(),
+               "executable": os.path.realpath(sys.executable), "cpu_seconds": math.ceil(limits.seconds),
+               "memory": limits.memory_mib << 20, "processes": limits.processes, "disk": limits.disk_mib << 20}
         launcher = subprocess.Popen([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], stdin=text,
                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
-                                    pass_fds=(end.fileno(), program.fileno()), start_new_session=True)
+                                    pass_fds=(their_end.fileno(), program.fileno()), start_new_session=True)
         stack.enter_context(launcher)
-        end.close()
-        return _ProgramWatch(launcher, line, limits).outcome()
+        their_end.close()
+        return _ProgramWatch(launcher, connection, limits).outcome()
 
 
 class _ProgramWatch:
-    """Reads what a program and its launcher say until both are gone, and pulls the leash when it is time to."""
+    """Reads the output of a program and its launcher until both end, and ends them at a limit."""
 
-    def __init__(self, launcher: subprocess.Popen, line: socket.socket, limits: Limits):
-        self.launcher, self.line, self.limits = launcher, line, limits
-        self.said = {"stdout": bytearray(), "stderr": bytearray(), "line": bytearray()}
-        self.began: float | None = None
+    def __init__(self, launcher: subprocess.Popen, connection: socket.socket, limits: Limits):
+        self.launcher, self.connection, self.limits = launcher, connection, limits
+        self.output = {"stdout": bytearray(), "stderr": bytearray(), "connection": bytearray()}
+        self.started_at: float | None = None
         self.ended = ""
-        self.deadline = time.monotonic() + _START
+        self.deadline = time.monotonic() + _START_TIMEOUT
 
     def outcome(self) -> Outcome | str:
         with selectors.DefaultSelector() as selector:
-            streams = {"stdout": self.launcher.stdout, "stderr": self.launcher.stderr, "line": self.line}
+            streams = {"stdout": self.launcher.stdout, "stderr": self.launcher.stderr, "connection": self.connection}
             for name, stream in streams.items():
                 selector.register(stream, selectors.EVENT_READ, name)
             while selector.get_map():
@@ -179,46 +178,46 @@ class _ProgramWatch:
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fileobj)
-                    self._hear(key.data, data)
+                    self._receive(key.data, data)
                 if time.monotonic() >= self.deadline:
                     self._end("time")
-        seconds = time.monotonic() - (self.began or self.deadline)
-        return self._judge([json.loads(line) for line in self.said["line"].splitlines()], seconds)
+        seconds = time.monotonic() - (self.started_at or self.deadline)
+        return self._outcome([json.loads(line) for line in self.output["connection"].splitlines()], seconds)
 
-    def _hear(self, name: str, data: bytes) -> None:
+    def _receive(self, name: str, data: bytes) -> None:
         limit = self.limits.output_kib << 10
-        self.said[name] += data[: max(0, limit + 1 - len(self.said[name]))]
-        if name == "line" and self.began is None and not self.ended and b"started" in self.said[name]:
-            self.began = time.monotonic()
-            self.deadline = self.began + self.limits.seconds
-        if name != "line" and len(self.said[name]) > limit and not self.ended:
+        self.output[name] += data[: max(0, limit + 1 - len(self.output[name]))]
+        if name == "connection" and self.started_at is None and not self.ended and b"started" in self.output[name]:
+            self.started_at = time.monotonic()
+            self.deadline = self.started_at + self.limits.seconds
+        if name != "connection" and len(self.output[name]) > limit and not self.ended:
             self._end("output")
 
     def _end(self, why: str) -> None:
-        """Pull the leash: the launcher kills all and leaves. One that has not done so in time is killed itself."""
+        """Close the connection, upon which the launcher kills everything; kill the launcher if it does not."""
         if self.ended:
             self.launcher.kill()
-            raise OSError(f"a sandboxed program has not ended {_GRACE:.0f} s after it was killed: this machine is very "
-                          "busy, or a process of it hangs in the kernel, of which `dmesg` would say more")
+            raise OSError(f"a sandboxed program has not ended {_END_TIMEOUT:.0f} s after it was killed: the machine is "
+                          "very busy, or a process of it hangs in the kernel, of which `dmesg` would say more")
         self.ended = why
-        self.deadline = time.monotonic() + _GRACE
-        self.line.shutdown(socket.SHUT_WR)
+        self.deadline = time.monotonic() + _END_TIMEOUT
+        self.connection.shutdown(socket.SHUT_WR)
 
-    def _judge(self, reports: list[dict[str, Any]], seconds: float) -> Outcome | str:
-        said = {name: value for report in reports for name, value in report.items()}
-        texts = [bytes(self.said[name][: self.limits.output_kib << 10]).decode(errors="replace")
+    def _outcome(self, reports: list[dict[str, Any]], seconds: float) -> Outcome | str:
+        fields = {name: value for report in reports for name, value in report.items()}
+        texts = [bytes(self.output[name][: self.limits.output_kib << 10]).decode(errors="replace")
                  for name in ("stdout", "stderr")]
-        if self.began is None and self.ended and "failed" not in said:
-            raise OSError(f"a sandbox has not come up within {_START:g} s: this machine is very busy")
-        if "failed" in said or self.began is None:
-            return said.get("failed") or f"it has not started: {texts[1][-300:] or 'no reason given'}"
-        status = os.waitstatus_to_exitcode(said.get("status", signal.SIGKILL))
+        if self.started_at is None and self.ended and "failed" not in fields:
+            raise OSError(f"a sandbox has not come up within {_START_TIMEOUT:g} s: this machine is very busy")
+        if "failed" in fields or self.started_at is None:
+            return fields.get("failed") or f"it has not started: {texts[1][-300:] or 'no reason given'}"
+        status = os.waitstatus_to_exitcode(fields.get("status", signal.SIGKILL))
         ended = self.ended or ("time" if status == -signal.SIGXCPU else "killed" if status < 0 else "exited")
         return Outcome(ended, status, *texts, seconds)  # type: ignore[arg-type]
 
 
 def _in_memory(text: str) -> IO[bytes]:
-    """A file that lies on no disk, ready to be read."""
+    """Return a file in memory, ready to be read."""
     file = os.fdopen(os.memfd_create("text"), "r+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -226,9 +225,9 @@ def _in_memory(text: str) -> IO[bytes]:
 
 
 class _Folder:
-    """An empty folder that goes away with all that is in it, whatever rights and depth it was given.
+    """Temporary folder that is removed with its contents, whatever their rights and depth.
 
-    It is locked as long as its owner lives. What an owner left that was killed, the next process finds unlocked.
+    It is locked while its owner lives; the next process removes unlocked folders of owners that were killed.
     """
 
     def __enter__(self) -> str:
@@ -244,13 +243,13 @@ class _Folder:
 
 
 @functools.cache
-def _remove_abandoned(place: str) -> None:
-    """Once in a process: the folders here of callers that were killed while a program ran."""
-    for path in Path(place).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is another user's, or locked, or was just removed
+def _remove_abandoned(folder: str) -> None:
+    """Remove the folders of callers that were killed while a program ran; once per process."""
+    for path in Path(folder).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, locked, or just removed
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if time.time() - os.fstat(lock).st_mtime > _START:  # a younger one may be about to be locked
+                if time.time() - os.fstat(lock).st_mtime > _START_TIMEOUT:  # a newer one may not be locked yet
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _remove(str(path))
             finally:
@@ -258,8 +257,8 @@ def _remove_abandoned(place: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """A folder and what is in it. Folders in it are moved up, so that there may be more of them in each other than
-    this process has open files, and than a path has room for."""
+    """Remove a folder. Inner folders are moved up first: they may nest deeper than the limits on open files and
+    path lengths."""
     mark, number = secrets.token_hex(8), itertools.count()
     while folders := _folders_alone(path):
         for folder in folders:
@@ -270,7 +269,7 @@ def _remove(path: str) -> None:
 
 
 def _folders_alone(path: str) -> list[str]:
-    """The folders in a folder, which may be entered now; all else there is removed."""
+    """Remove everything but folders from a folder; make these accessible and return them."""
     with os.scandir(path) as found:
         entries = list(found)
     for entry in entries:
@@ -283,7 +282,7 @@ def _folders_alone(path: str) -> list[str]:
 
 @functools.cache
 def _interpreter() -> list[str]:
-    """What an interpreter needs of the file system; nothing that lies below something else of it."""
+    """Return the paths that an interpreter needs, none below another."""
     base = Path(sys.base_prefix)
     wanted = [Path(sys.executable).resolve(), base / "lib", base / "lib64", Path(sysconfig.get_path("stdlib")),
               *map(Path, _SYSTEM)]

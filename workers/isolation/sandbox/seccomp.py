@@ -1,4 +1,4 @@
-"""System calls that a sandboxed program may not make: a seccomp filter, written out in the kernel's BPF."""
+"""Seccomp filter (in BPF) of the system calls that a sandboxed program may not make."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import struct
 from workers.isolation.sandbox import kernel
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_PLACE = {"x86_64": 0, "aarch64": 1}
+_INDEX = {"x86_64": 0, "aarch64": 1}
 _X32 = 0x40000000
-"""Bit of the numbers of x86_64's second table of calls, which would pass by the filter."""
+"""Bit of call numbers in x86_64's x32 table, which would bypass the filter."""
 Numbers = dict[str, tuple[int | None, int | None]]
-"""Of a call, on x86_64 and on aarch64."""
+"""Call numbers on x86_64 and aarch64."""
 _ALWAYS: Numbers = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "unshare": (272, 97),
     "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
     "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442), "keyctl": (250, 219),
     "add_key": (248, 217), "request_key": (249, 218), "memfd_create": (319, 279)}
-"""io_uring has sockets of its own; memfd_create is memory without limit."""
+"""io_uring can open sockets; memfd_create is memory without limit."""
 _SOCKET: Numbers = {"socket": (41, 198)}
 _OTHERS: Numbers = {
     "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "setpriority": (141, 140),
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239)}
-"""What reaches other processes of the same user."""
+"""Calls that affect other processes of the same user."""
 _FILES: Numbers = {
     "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)}
-"""What changes files that may not be opened: Landlock does not know these calls, or did not in its first versions."""
-_LASTING: Numbers = {
+"""Calls that change files without opening them, which Landlock or its first versions do not restrict."""
+_PERSISTENT: Numbers = {
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)}
-"""What would outlive the program, and what reaches those of the same user, whose numbers can be guessed."""
+"""IPC objects, which outlive the program and can be guessed by other programs of the user."""
 _OWNED = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
-"""fcntl and ioctl, by the second argument: F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP name another process, which
-the kernel then sends any signal when a file is ready."""
+"""fcntl and ioctl by second argument: F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP make the kernel signal another
+process when a file is ready."""
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 _ONE_SELF = {"x86_64": {234: True, 302: False}, "aarch64": {131: True, 261: False}}
-"""tgkill, whose first argument must be the program itself, and prlimit64, whose must be 0, which means itself."""
+"""tgkill, whose first argument must be the program itself, and prlimit64, whose first argument must be 0 (itself)."""
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
@@ -57,11 +57,11 @@ Instruction = tuple[int, int, int, int]
 
 
 def confine(network: bool, alone: bool) -> None:
-    """Refuse calls, from now on and to all that this process becomes and starts.
+    """Install the filter in this process, for itself and all descendants.
 
     Args:
-        network: sockets are allowed.
-        alone: no namespace keeps the process from others, from files and from what outlives it: refuse more.
+        network: allow sockets.
+        alone: there is no namespace: also refuse calls that reach other processes, files and IPC objects.
     """
     program = _program(network, os.getpid() if alone else None)
     packed = b"".join(struct.pack("=HBBI", *line) for line in program)
@@ -71,15 +71,15 @@ def confine(network: bool, alone: bool) -> None:
 
 
 def _program(network: bool, self_id: int | None) -> list[Instruction]:
-    """The filter; `self_id` is the process that may signal itself, None where signals are free."""
+    """Return the filter; `self_id` is the process that may signal itself, None if signals are not restricted."""
     machine = kernel.machine()
     lines = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), _end(_KILL), (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         lines += [(_AT_LEAST, 0, 1, _X32), _end(_KILL)]
-    refused = _ALWAYS | ({} if network else _SOCKET) | ({} if self_id is None else _OTHERS | _FILES | _LASTING)
-    for number in filter(None, (numbers[_PLACE[machine]] for numbers in refused.values())):
+    refused = _ALWAYS | ({} if network else _SOCKET) | ({} if self_id is None else _OTHERS | _FILES | _PERSISTENT)
+    for number in filter(None, (numbers[_INDEX[machine]] for numbers in refused.values())):
         lines += [(_EQUAL, 0, 1, number), _end(_REFUSE | errno.EPERM)]
-    lines += [(_EQUAL, 0, 1, _CLONE3), _end(_REFUSE | errno.ENOSYS)]  # its flags cannot be seen; libc takes clone then
+    lines += [(_EQUAL, 0, 1, _CLONE3), _end(_REFUSE | errno.ENOSYS)]  # its flags are unreadable; libc falls back
     lines += [(_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT),
               (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _end(_REFUSE | errno.EPERM), (_LOAD, 0, 0, _NUMBER)]
     for number, own in _ONE_SELF[machine].items() if self_id is not None else ():

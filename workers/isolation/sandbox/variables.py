@@ -1,7 +1,7 @@
-"""Environment variables for processes that run others' code: all but those that look like secrets.
+"""Environment variables for processes that run users' code: all but those that look like secrets.
 
-Whoever owns the run can still read them where they are; this keeps them out of what a reward or an environment logs,
-reports or passes on.
+This keeps secrets out of what a reward or an environment logs, reports or passes on; code of the same user could still
+read them from /proc.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 PASSED = "DISTFLOW_PASS_ENV"
-"""Names, with commas between them, of variables that are passed on all the same."""
+"""Comma-separated names of variables that are passed on regardless."""
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRETS?|PASSWORD|PASSWD|PASS|API_?KEY|KEY|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
 
 
 def without_secrets() -> dict[str, str]:
-    """The variables of this process but the secret ones."""
+    """Return the variables of this process without the secret ones."""
     passed = set(os.environ.get(PASSED, "").split(","))
     return {name: value for name, value in os.environ.items() if name in passed or not _SECRET.search(name)}
 
 
 def named_secrets(settings: Any) -> dict[str, str]:
-    """The secret variables that settings name, as `key_variable: JUDGE_KEY` does."""
+    """Return the secret variables that settings name, as `key_variable: JUDGE_KEY` does."""
     return {name: os.environ[name] for name in _texts(settings) if name in os.environ and _SECRET.search(name)}
 
 

@@ -1,4 +1,4 @@
-"""Environments of the user's own, good ones and hostile ones, in a module that processes can load."""
+"""A module of users' environments, good and hostile ones, that processes can import."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Safe(Hostile):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of the module; it is gone with the test."""
+    """Yield the name of the module, which goes with the test."""
     (tmp_path / "my_tools.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "my_tools"

@@ -1,4 +1,4 @@
-"""Processes that hold environments, hostile ones among them: what they do stays with them."""
+"""Environment processes, hostile ones among them: a failure stays within its own row."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ HOSTILE = {"sleep": "took longer than", "deaf": "took longer than", "raises": "K
 
 
 @pytest.fixture
-def hosted(module):
-    hosts = []
+def open_pool(module):
+    pools = []
 
     def make(name: str, **settings) -> EnvPool:
         kind = {"safe": name in ("Shared", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
-        hosts.append(EnvPool(EnvSettings(f"{module}:{name}", settings.pop("settings", {}), **{**kind, **settings})))
-        return hosts[-1]
+        pools.append(EnvPool(EnvSettings(f"{module}:{name}", settings.pop("settings", {}), **{**kind, **settings})))
+        return pools[-1]
 
     yield make
-    for host in hosts:
-        host.close()
+    for pool in pools:
+        pool.close()
 
 
-def answers(host: EnvPool, asked: dict[int, str]) -> dict[int, Turn | EnvFailure]:
-    """One step of each row."""
+def answers(pool: EnvPool, asked: dict[int, str]) -> dict[int, Turn | EnvFailure]:
+    """Run one step of each row."""
     for row, text in asked.items():
-        host.step(row, {"question": f"q{row}"}, text)
+        pool.step(row, {"question": f"q{row}"}, text)
     found: dict[int, Turn | EnvFailure] = {}
-    while host.busy:
-        found |= dict(host.turns(60.0))
+    while pool.busy:
+        found |= dict(pool.turns(60.0))
     return found
 
 
@@ -54,10 +54,10 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "processes"), [("Counter", 6), ("Shared", 2)])
-def test_each_row_has_its_own_instance(hosted, name, processes):
-    host = hosted(name)
-    first = answers(host, dict.fromkeys(range(6), "a"))
-    second = answers(host, dict.fromkeys(range(6), "stop"))
+def test_each_row_has_its_own_instance(open_pool, name, processes):
+    pool = open_pool(name)
+    first = answers(pool, dict.fromkeys(range(6), "a"))
+    second = answers(pool, dict.fromkeys(range(6), "stop"))
     assert {row: turn.observation.split()[:3] for row, turn in first.items()} == {
         row: [f"q{row}", "1", "a"] for row in range(6)}
     assert {row: turn.observation.split()[:3] for row, turn in second.items()} == {
@@ -68,18 +68,18 @@ def test_each_row_has_its_own_instance(hosted, name, processes):
 
 @pytest.mark.parametrize("act", HOSTILE)
 @pytest.mark.parametrize("name", ["Unsafe", "Safe"])
-def test_a_hostile_environment_fails_alone(hosted, tmp_path, name, act):
-    host = hosted(name, seconds=2.0 if "longer" in HOSTILE[act] or act == "garbage" else 60.0, memory_gib=2.0,
-                  settings={"places": str(tmp_path)})
-    assert all(turn.observation == "hello" for turn in answers(host, dict.fromkeys(range(4), "hello")).values())
-    found = answers(host, {0: "again", 1: act, 2: "again", 3: "again"})
+def test_a_hostile_environment_fails_alone(open_pool, tmp_path, name, act):
+    pool = open_pool(name, seconds=2.0 if "longer" in HOSTILE[act] or act == "garbage" else 60.0, memory_gib=2.0,
+                     settings={"places": str(tmp_path)})
+    assert all(turn.observation == "hello" for turn in answers(pool, dict.fromkeys(range(4), "hello")).values())
+    found = answers(pool, {0: "again", 1: act, 2: "again", 3: "again"})
     assert isinstance(found[1], EnvFailure)
     assert HOSTILE[act] in found[1].reason
     assert found[1].timeout == ("longer" in found[1].reason)
     assert {row: found[row].observation for row in (0, 2, 3)} == dict.fromkeys((0, 2, 3), "hello again")
-    host.end(1)
+    pool.end(1)
     assert all(turn.observation == "hello again more" for turn in answers(
-        host, dict.fromkeys((0, 2, 3), "more")).values())
+        pool, dict.fromkeys((0, 2, 3), "more")).values())
     if act == "fork":  # both tries of the safe one have left a process that hides
         stray = int((tmp_path / "stray").read_text())
         assert not _lasts(lambda: alive(stray))
@@ -92,70 +92,69 @@ def _lasts(condition) -> bool:
     return condition()
 
 
-def test_a_safe_step_is_tried_again_from_its_beginning_and_an_unsafe_one_is_not(hosted, tmp_path):
+def test_a_safe_step_is_tried_again_from_its_beginning_and_an_unsafe_one_is_not(open_pool, tmp_path):
     for name in ("Safe", "Unsafe"):
-        host = hosted(name, settings={"places": str(tmp_path)})
-        answers(host, {7: "hello", 8: "hello"})
-        found = answers(host, {7: "once", 8: "once"})
+        pool = open_pool(name, settings={"places": str(tmp_path)})
+        answers(pool, {7: "hello", 8: "hello"})
+        found = answers(pool, {7: "once", 8: "once"})
         good = {row: Turn("hello once") for row in (7, 8)}
         assert found == (good if name == "Safe" else dict.fromkeys((7, 8), EnvFailure("its process ended")))
         for file in tmp_path.glob("once-*"):
             file.unlink()
 
 
-def test_a_slow_step_has_its_process_for_itself(hosted, tmp_path):
-    """Twenty steps that come to no end of their own, and twenty that do, in two processes: these are answered while
-    all of those are under way."""
-    host = hosted("Safe", seconds=3600.0)
+def test_a_slow_step_has_its_process_for_itself(open_pool, tmp_path):
+    """Ten endless steps and ten short ones share two processes: the short ones are answered meanwhile."""
+    pool = open_pool("Safe", seconds=3600.0)
     for row in range(20):
-        host.step(row, {"question": ""}, "hello")
-    while host.busy:
-        host.turns(60.0)
+        pool.step(row, {"question": ""}, "hello")
+    while pool.busy:
+        pool.turns(60.0)
     for row in range(20):
-        host.step(row, {"question": ""}, "sleep" if row % 2 else "again")
+        pool.step(row, {"question": ""}, "sleep" if row % 2 else "again")
     found = {}
     while len(found) < 10:
-        found |= dict(host.turns(60.0))
+        found |= dict(pool.turns(60.0))
     assert found == {row: Turn("hello again", False, 0.25) for row in range(0, 20, 2)}
-    while sum(bool(each.asked) for each in host._processes()) < 10:
-        assert host.turns(1.0) == []
-    assert {talk.row for each in host._processes() for talk in each.asked} == set(range(1, 20, 2))
-    assert all(len(each.asked) <= 1 for each in host._processes())
-    host.step(0, {"question": ""}, "more")
-    while 0 not in (late := dict(host.turns(60.0))):
+    while sum(bool(each.pending) for each in pool._processes()) < 10:
+        assert pool.turns(1.0) == []
+    assert {episode.row for each in pool._processes() for episode in each.pending} == set(range(1, 20, 2))
+    assert all(len(each.pending) <= 1 for each in pool._processes())
+    pool.step(0, {"question": ""}, "more")
+    while 0 not in (late := dict(pool.turns(60.0))):
         pass
     assert late[0].observation == "hello again more"
 
 
-def test_coroutines_wait_together(hosted, tmp_path):
-    """As many as may be under way at a time; those behind them wait."""
-    host, word = hosted("Patient", processes=1, together=200), tmp_path / "word"
+def test_coroutines_wait_together(open_pool, tmp_path):
+    """`together` coroutines run at a time; the next ones wait."""
+    pool, word = open_pool("Patient", processes=1, together=200), tmp_path / "word"
     for row in range(199):
-        host.step(row, {"question": str(word)}, "wait")
-    host.step(199, {"question": str(word)}, "now")
-    assert host.turns(60.0) == [(199, Turn("at last", True, 1.0))]
+        pool.step(row, {"question": str(word)}, "wait")
+    pool.step(199, {"question": str(word)}, "now")
+    assert pool.turns(60.0) == [(199, Turn("at last", True, 1.0))]
     for row, text in ((200, "wait"), (201, "now")):
-        host.step(row, {"question": str(word)}, text)
-    assert host.turns(1.0) == [], "there was no room for it"
+        pool.step(row, {"question": str(word)}, text)
+    assert pool.turns(1.0) == [], "there was no room for it"
     word.touch()
     found = {}
-    while host.busy:
-        found |= dict(host.turns(60.0))
+    while pool.busy:
+        found |= dict(pool.turns(60.0))
     assert sorted(found) == [*range(199), 200, 201]
 
 
-def test_nothing_is_left_behind(hosted):
-    host = hosted("Counter")
-    pids = [int(turn.observation.split()[3]) for turn in answers(host, dict.fromkeys(range(5), "a")).values()]
+def test_nothing_is_left_behind(open_pool):
+    pool = open_pool("Counter")
+    pids = [int(turn.observation.split()[3]) for turn in answers(pool, dict.fromkeys(range(5), "a")).values()]
     assert all(alive(pid) for pid in pids)
-    host.tidy()
+    pool.release()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in pids)
-    more = [int(turn.observation.split()[3]) for turn in answers(host, {0: "a"}).values()]
-    host.nursery.kill()
-    host.nursery.wait()
+    more = [int(turn.observation.split()[3]) for turn in answers(pool, {0: "a"}).values()]
+    pool.fork_server.kill()
+    pool.fork_server.wait()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in more)
     with pytest.raises(EngineError, match="has ended, with code -9"):
-        host.step(1, {"question": "q"}, "a")
+        pool.step(1, {"question": "q"}, "a")
     assert alive(os.getpid())
 
 
@@ -165,10 +164,10 @@ def test_nothing_outlives_the_rank(module, tmp_path, end):
 import os, signal, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
 from workers.isolation.env_pool import EnvPool, EnvSettings
-host = EnvPool(EnvSettings("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0))
-host.step(1, {{"question": "q"}}, "fork")
+pool = EnvPool(EnvSettings("{module}:Safe", {{"places": {str(tmp_path)!r}}}, True, False, seconds=600.0))
+pool.step(1, {{"question": "q"}}, "fork")
 while not os.path.exists({str(tmp_path / 'stray')!r}):
-    host.turns(0.01)
+    pool.turns(0.01)
 {end}
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=120, check=False, stderr=subprocess.DEVNULL)
@@ -176,23 +175,23 @@ while not os.path.exists({str(tmp_path / 'stray')!r}):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_nothing_outlives_the_rank_whatever_interrupts_its_end(hosted, tmp_path, closed):
-    host = hosted("Safe", settings={"places": str(tmp_path)}, seconds=600.0)
-    host.step(1, {"question": "q"}, "fork")
+def test_nothing_outlives_the_rank_whatever_interrupts_its_end(open_pool, tmp_path, closed):
+    pool = open_pool("Safe", settings={"places": str(tmp_path)}, seconds=600.0)
+    pool.step(1, {"question": "q"}, "fork")
     while not (tmp_path / "stray").exists():
-        host.turns(0.01)
+        pool.turns(0.01)
     if closed:
-        host.line.shutdown(socket.SHUT_RDWR)
-    while host.nursery.poll() is None:
-        host.nursery.terminate()
+        pool.connection.shutdown(socket.SHUT_RDWR)
+    while pool.fork_server.poll() is None:
+        pool.fork_server.terminate()
     assert not _lasts(lambda: alive(int((tmp_path / "stray").read_text())))
 
 
-def test_odd_text_goes_to_and_fro(hosted):
-    host = hosted("Safe")
-    host.step(1, {"question": "\ud800"}, "odd")
-    while host.busy:
-        found = host.turns(60.0)
+def test_odd_text_goes_to_and_fro(open_pool):
+    pool = open_pool("Safe")
+    pool.step(1, {"question": "\ud800"}, "odd")
+    while pool.busy:
+        found = pool.turns(60.0)
     assert found == [(1, EnvFailure("ValueError: ??"))]
 
 

@@ -54,6 +54,6 @@ def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(
     runner.isolation.cache_clear()
     if known:
         monkeypatch.setattr(runner, "isolation", lambda *_: kind)
-    monkeypatch.setattr(runner, "_START", 0.0)
+    monkeypatch.setattr(runner, "_START_TIMEOUT", 0.0)
     with pytest.raises(OSError, match="a sandbox has not come up within 0 s"):
         code("print(1)", "assert True")

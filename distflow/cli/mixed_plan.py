@@ -1,4 +1,4 @@
-"""What `distflow plan --solver` prints and writes: a plan for mixed hardware, found or read again."""
+"""`distflow plan --solver` and `--plan`: finds or reads a plan for mixed hardware, explains and writes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import yaml
 
 from distflow.cli import calibration
 from distflow.cli.common import load_and_plan
+from distflow.cli.plan_text import describe
 from distflow.config.load import Spec
 from distflow.config.yaml_source import read
 from distflow.errors import Diagnostic, InvalidInput, shown
-from distflow.plan_file import Digests, PlacedPlan, placed_plan
+from distflow.plan_file import Digests, PlacedPlan, read_plan_file
 
 if TYPE_CHECKING:
     from planners.heterogeneous.layouts import CostedProblem
@@ -43,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked(options: argparse.Namespace) -> bool:
-    """Whether a plan for mixed hardware is wanted. Runs to learn from want one, and are no use for one that is read."""
+    """Return whether the options ask for a plan for mixed hardware; `--from` does so too.
+
+    Raises:
+        InvalidInput: options exclude each other, or need another one.
+    """
     if options.solver and options.plan:
         raise InvalidInput("a plan is either found (--solver) or read (--plan). Leave one of them out.")
     if options.runs and options.plan:
@@ -71,7 +76,7 @@ def asked(options: argparse.Namespace) -> bool:
 def _check_runnable(options: argparse.Namespace) -> None:
     """
     Raises:
-        InvalidInput: what is asked for beside it is not for the plans that can be run: these are all gone through.
+        InvalidInput: options of the search are given, but plans that can be run are few and all enumerated.
     """
     if options.plan:
         raise InvalidInput("--runnable is for a plan that is found; one that is read says whether it can be run. Leave "
@@ -95,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
     made_for = digests_of(spec, costed.problem)
     plan = _read(options.plan, made_for) if options.plan else \
         _solved(options, spec, costed, made_for, known.rest if known else 0.0)
-    better, said = known.against(plan, options.runs[-1], options.threshold) if options.replan else (True, "")
+    better, summary = known.against(plan, options.runs[-1], options.threshold) if options.replan else (True, "")
     placement = placement_of(costed.problem, plan)
     if options.out and better:
         text = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
@@ -104,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
         from planners.heterogeneous.explain import svg
 
         _write(options.svg, svg(costed.problem, placement))
-    lines = [said] if said else []
+    lines = [summary] if summary else []
     lines += _described(spec, plan) if better else ()
     lines += _explained(costed, placement) if options.explain and better else ()
     lines += known.report(options.runs) if options.explain and known else ()
@@ -122,8 +127,7 @@ def _resuming(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _running(spec: Spec, path: str) -> Iterator[str]:
-    """The chain that ranks would run by a plan, or why they cannot."""
-    from distflow.cli.plan import describe
+    """Yield the chain that ranks would run by a plan, or why they cannot."""
     from planners import apply_plan_file, plan
 
     yield ""
@@ -135,7 +139,7 @@ def _running(spec: Spec, path: str) -> Iterator[str]:
 
 
 def _read(path: str, made_for: Digests) -> PlacedPlan:
-    return placed_plan(read(Path(path), shown(path)), made_for)
+    return read_plan_file(read(Path(path), shown(path)), made_for)
 
 
 def _write(path: str, text: str) -> None:
@@ -208,7 +212,7 @@ def _proven(costed: CostedProblem, best: Placement, stop: Callable[[], bool], wi
 
 
 def _progress(what: str = "", seconds: float | None = None, bound: float = 0.0, more: str = "") -> None:
-    """One line on a terminal, written over itself; without arguments, an empty one."""
+    """Overwrite the progress line on a terminal; without arguments, clear it."""
     if sys.stderr.isatty():
         share = bound / seconds if seconds else 0.0
         bar = "█" * round(20 * share)
@@ -234,16 +238,16 @@ def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
 
 
 def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
-    """Stages with their layers, like neighbours in one: `hopper 9 9`."""
+    """Yield stages with their layers, equal neighbours in one: `hopper 9 9`."""
     previous = None
-    said: list[str] = []
+    runs: list[str] = []
     for stage, count in zip(stages, layers):
         if stage == previous:
-            said[-1] += f" {count}"
+            runs[-1] += f" {count}"
         else:
-            said.append(f"{stage} {'layers ' if not said else ''}{count}")
+            runs.append(f"{stage} {'layers ' if not runs else ''}{count}")
         previous = stage
-    yield from said
+    yield from runs
 
 
 def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
@@ -251,8 +255,8 @@ def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
 
     yield from ("", "what bounds each task")
     found = bounds(costed.problem, placement)
-    width = max(len(bound.work) for bound in found)
-    yield from (f"  {bound.work:{width}}  {bound.seconds:9.2f} s  {bound}" for bound in found)
+    width = max(len(bound.task) for bound in found)
+    yield from (f"  {bound.task:{width}}  {bound.seconds:9.2f} s  {bound}" for bound in found)
     yield from ("", "what would help most (this placement, with twice as much)")
     yield from (f"  {name}: {times:.2f}x" for name, times in helps(costed.problem, placement) if times > 1.005)
     yield from ("", f"an iteration, {placement.seconds:.2f} s", *gantt(costed, placement))

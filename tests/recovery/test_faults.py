@@ -38,9 +38,9 @@ def append(file: Path, size: int) -> int:
 
 def test_a_full_disk_takes_lines_and_no_checkpoint_until_it_is_free(tmp_path):
     def work() -> bool:
-        fault_injection.fill(os.getpid())
+        fault_injection.limit_file_size(os.getpid())
         full = [append(tmp_path / "line", 100), append(tmp_path / "large", 2 * fault_injection.ROOM)]
-        fault_injection.free(os.getpid())
+        fault_injection.lift_file_size_limit(os.getpid())
         return full == [0, errno.EFBIG] and append(tmp_path / "large", 2 * fault_injection.ROOM) == 0
 
     assert in_child(work)
@@ -63,7 +63,7 @@ def close_sockets_but(*kept: socket.socket) -> None:
                 os.close(int(name))
 
 
-def test_connections_are_cut_but_those_to_the_board(monkeypatch):
+def test_connections_are_cut_but_those_to_the_store(monkeypatch):
     def pair() -> tuple[socket.socket, socket.socket, int]:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             there = socket.create_connection(listening.getsockname())
@@ -72,11 +72,11 @@ def test_connections_are_cut_but_those_to_the_board(monkeypatch):
     (board, host, port), (other, peer, _) = pair(), pair()
 
     def work() -> bool:
-        host.close()  # the board is another process
+        host.close()  # the store is another process
         close_sockets_but(board, other, peer)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            assert fault_injection.cut() == 2
+            assert fault_injection.cut_connections() == 2
             assert peer.recv(1) == b""
             assert other.recv(1) == b""
             new = socket.create_connection(listening.getsockname())

@@ -1,9 +1,11 @@
-"""What the README says is tried as it stands there."""
+"""What the README and the pages in docs/ say is tried as it stands there."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
+import shlex
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import yaml
 from harness import ROOT, metrics_of
 
 import distflow
+from distflow.cli import main
 from distflow.config.load import load
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Parallel, RoleRun
@@ -18,7 +21,10 @@ from distflow.contracts import decorators
 from distflow.recovery import detectors, hooks
 from planners import plan
 
-TEXT = (ROOT / "README.md").read_text()
+PAGES = {str(path.relative_to(ROOT)): path.read_text()
+         for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+TEXT = "\n".join(PAGES.values())
+FOLDERS = ("benchmarks", "dags", "distflow", "docs", "examples", "planners", "tests", "workers")
 
 
 def block(language: str, containing: str) -> str:
@@ -60,12 +66,48 @@ def test_the_lines_about_engines_are_a_run_files(workspace):
     assert named == {*TRAINERS, *ROLLOUTS}
 
 
-def test_every_file_of_the_map_is_there():
-    table = TEXT.partition("| where | what |")[2].partition("\n\n")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    names = [name for cell in cells for name in re.findall(r"`([\w./]+)`", cell)]
-    assert len(names) > 10
-    assert [name for name in names if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_is_named_is_there(page):
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./]*)`", PAGES[page])
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page])
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+COMMANDS = sorted({line.strip() for page in PAGES.values() for block in re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)
+                   for line in block.splitlines() if line.startswith("distflow ")})
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_is_one(line, monkeypatch):
+    """Its words are parsed as the command line parses them; what it does has tests of its own."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser, words):
+        options = parse(parser, words)
+        options.main = lambda _: 0
+        return options
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    assert main(shlex.split(line, comments=True)[1:]) == 0
+
+
+@pytest.mark.parametrize("title", ["How a batch goes", "How a weight goes"])
+def test_the_paths_of_the_design_are_walked(title):
+    """Each file is imported by one above it, or is loaded by name."""
+    section = re.split(r"^## ", PAGES["docs/design.md"].partition(f"## {title}")[2], flags=re.MULTILINE)[0]
+    for walk in re.split(r"^1\. ", section, flags=re.MULTILINE)[1:]:
+        steps = re.findall(r"^(?:\d+\. )?`([\w/]+)\.py`( \(by name\))?:", walk, re.MULTILINE)
+        assert len(steps) >= 5
+        for number, (file, by_name) in enumerate(steps[1:], 1):
+            above = [(ROOT / f"{name}.py").read_text() for name, _ in steps[:number]]
+            parent, _, name = file.replace("/", ".").rpartition(".")
+            imported = rf"from {parent}\.{name} import|from {parent} import [\w, ]*\b{name}\b"
+            assert by_name or any(re.search(imported, text) for text in above), file
 
 
 def test_the_table_of_algorithms_counts_their_lines():
@@ -80,7 +122,7 @@ def test_the_table_of_algorithms_counts_their_lines():
 def run_block(monkeypatch):
     """Execute a Python block with the public names; what it registers goes afterwards. Returns its names."""
     monkeypatch.setattr(decorators, "REWARDS", {})  # another test may have loaded an example of the same name
-    monkeypatch.setattr(detectors, "OF_STEPS", dict(detectors.OF_STEPS))
+    monkeypatch.setattr(detectors, "STEP_DETECTORS", dict(detectors.STEP_DETECTORS))
     monkeypatch.setattr(hooks, "HOOKS", {when: list(each) for when, each in hooks.HOOKS.items()})
 
     def run(containing: str) -> dict:
@@ -114,7 +156,7 @@ def test_the_hook_is_called_and_the_detector_warns(run_block, capsys):
     hooks.call("on_failure", "trainer", hooks.HookContext("trainer", 1, 0, failure))
     assert capsys.readouterr().out == "rank 1 failed in step 3: lost its mind\n"
     steps = [detectors.StepReport(number, {"response/length": length}) for number, length in ((1, 900.0), (2, 1100.0))]
-    assert detectors.OF_STEPS["long_answers"] is names["long_answers"]
+    assert detectors.STEP_DETECTORS["long_answers"] is names["long_answers"]
     assert names["long_answers"](steps[:1]) is None
     assert names["long_answers"](steps, restart=True).restart
 
@@ -125,9 +167,12 @@ def test_every_benchmark_that_is_named_has_recorded_results():
     assert [name for name in sorted(named) if not (ROOT / f"benchmarks/results/{name}.txt").is_file()] == []
 
 
-@pytest.mark.parametrize("section", ["# distflow", "## Failures", "## Mixed hardware", "## Engines and layouts",
-                                     "## What it does not do yet"])
-def test_what_is_said_of_gpus_says_that_none_was_tried(section):
-    text = re.split(r"^#+ ", TEXT.partition(f"{section}\n")[2], flags=re.MULTILINE)[0]
-    assert "GPU" in text
-    assert re.search(r"run on (a GPU|GPUs)|tried on a GPU|ran on\s+CPUs|have not run", text)
+@pytest.mark.parametrize("page", ["README.md", "docs/failures.md", "docs/mixed_hardware.md", "docs/engines.md",
+                                  "docs/limits.md"])
+def test_what_is_said_of_gpus_says_that_none_was_tried(page):
+    assert re.search(r"GPU", PAGES[page])
+    assert re.search(r"run on (a GPU|GPUs)|tried on a GPU|ran on\s+CPUs|have not run", PAGES[page])
+
+
+def test_the_readme_is_a_page_and_a_half():
+    assert len(PAGES["README.md"].splitlines()) <= 130

@@ -14,24 +14,24 @@ from distflow.recovery.detectors import Alert, StepMonitor, StepReport, detector
 SLOW = {"training": [(1.0, 8), (1.0, 8), (2.1, 8), (1.0, 8)]}
 
 
-def alarms(steps: Iterable[StepReport], **settings: dict) -> list[tuple[int, str, Alert]]:
-    judges = StepMonitor(settings)
-    return [(step.number, *found) for step in steps for found in judges.look(step)]
+def alerts(steps: Iterable[StepReport], **settings: dict) -> list[tuple[int, str, Alert]]:
+    detectors = StepMonitor(settings)
+    return [(step.number, *found) for step in steps for found in detectors.look(step)]
 
 
-def paced(*paces: dict) -> list[StepReport]:
-    return [StepReport(number, {}, pace) for number, pace in enumerate(paces, 1)]
+def steps_of(*times: dict) -> list[StepReport]:
+    return [StepReport(number, {}, compute_seconds) for number, compute_seconds in enumerate(times, 1)]
 
 
 def test_a_rank_that_is_slow_five_times_in_a_row_is_named_once():
     even = {"training": [(1.0, 8)] * 4}
-    (number, name, alarm), = alarms(paced(*[SLOW] * 4, even, *[SLOW] * 9))
-    assert (number, name, alarm.restart) == (10, "straggler", False)
-    assert alarm.facts == {"rank": 2, "phase": "training", "factor": 2.1, "steps": 5}
-    assert [number for number, *_ in alarms(paced(*[SLOW] * 5, even, *[SLOW] * 5))] == [5, 11], "slow again, told again"
+    (number, name, alert), = alerts(steps_of(*[SLOW] * 4, even, *[SLOW] * 9))
+    assert (number, name, alert.restart) == (10, "straggler", False)
+    assert alert.facts == {"rank": 2, "phase": "training", "factor": 2.1, "steps": 5}
+    assert [number for number, *_ in alerts(steps_of(*[SLOW] * 5, even, *[SLOW] * 5))] == [5, 11]
 
 
-@pytest.mark.parametrize("pace", [
+@pytest.mark.parametrize("compute_seconds", [
     {"training": [(1.0, 8), (1.0, 8), (1.9, 8), (1.0, 8)]},
     {"training": [(1.0, 8), (1.0, 8), (2.4, 16), (1.0, 8)]},
     {"training": [(0.5, 4), (1.2, 8)]},
@@ -40,20 +40,20 @@ def test_a_rank_that_is_slow_five_times_in_a_row_is_named_once():
     {"training": [(1.0, 8)]},
     {},
 ], ids=["not by enough", "with more rows", "two ranks", "one without rows", "hardly takes time", "alone", "nothing"])
-def test_what_is_no_straggler(pace):
-    assert alarms(paced(*[pace] * 20)) == []
+def test_what_is_no_straggler(compute_seconds):
+    assert alerts(steps_of(*[compute_seconds] * 20)) == []
 
 
 def test_each_time_another_rank_is_slow_none_is():
-    paces = [{"training": [(3.0 if rank == step % 4 else 1.0, 8) for rank in range(4)]} for step in range(40)]
-    assert alarms(paced(*paces)) == []
+    times = [{"training": [(3.0 if rank == step % 4 else 1.0, 8) for rank in range(4)]} for step in range(40)]
+    assert alerts(steps_of(*times)) == []
 
 
 def test_of_two_ranks_one_may_be_slow_and_thresholds_are_settings():
-    pace = {"generating": [(1.0, 8), (1.6, 8)]}
-    assert alarms(paced(*[pace] * 9)) == []
-    (number, _, alarm), = alarms(paced(*[pace] * 9), straggler={"factor": 1.5, "during": 3})
-    assert (number, alarm.facts["rank"]) == (3, 1)
+    compute_seconds = {"generating": [(1.0, 8), (1.6, 8)]}
+    assert alerts(steps_of(*[compute_seconds] * 9)) == []
+    (number, _, alert), = alerts(steps_of(*[compute_seconds] * 9), straggler={"factor": 1.5, "during": 3})
+    assert (number, alert.facts["rank"]) == (3, 1)
 
 
 def trained(values: Iterable[float], name: str = "loss") -> list[StepReport]:
@@ -65,7 +65,7 @@ def noise(count: int, middle: float, deviation: float, seed: int = 0) -> list[fl
     return [draw.gauss(middle, deviation) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("name", "usual", "leap"), [
+@pytest.mark.parametrize(("name", "usual", "spike"), [
     ("loss", noise(30, 0.0, 0.01), 0.5),
     ("loss", noise(30, 0.0, 0.01), -0.5),
     ("grad_norm", noise(30, 1.0, 0.1), 5.0),
@@ -73,9 +73,9 @@ def noise(count: int, middle: float, deviation: float, seed: int = 0) -> list[fl
     ("loss", [], math.nan),
     ("grad_norm", noise(3, 1.0, 0.1), math.inf),
 ])
-def test_a_leap_is_told_and_what_follows_is_not(name, usual, leap):
-    (number, detector_, alarm), = alarms(trained([*usual, leap, *usual], name))
-    assert (number, detector_, alarm.facts["metric"]) == (len(usual) + 1, "loss_spike", name)
+def test_a_spike_is_reported_and_what_follows_is_not(name, usual, spike):
+    (number, detector_, alert), = alerts(trained([*usual, spike, *usual], name))
+    assert (number, detector_, alert.facts["metric"]) == (len(usual) + 1, "loss_spike", name)
 
 
 @pytest.mark.parametrize("values", [
@@ -85,13 +85,13 @@ def test_a_leap_is_told_and_what_follows_is_not(name, usual, leap):
     [1e-9 * value for value in noise(50, 0.0, 1.0)] + [1e-6],
 ], ids=["too early to say", "falling", "one that trained among many that did not", "rounding"])
 def test_what_is_no_spike(values):
-    assert alarms(trained(values)) == []
+    assert alerts(trained(values)) == []
 
 
-def test_noise_of_many_runs_raises_no_alarm():
+def test_noise_of_many_runs_raises_no_alert():
     for seed in range(50):
         for name, middle in (("loss", 0.0), ("grad_norm", 2.0)):
-            assert alarms(trained([abs(each) for each in noise(200, middle, 0.5, seed)], name)) == []
+            assert alerts(trained([abs(each) for each in noise(200, middle, 0.5, seed)], name)) == []
 
 
 def test_a_detector_of_ones_own_sees_the_steps():
@@ -100,20 +100,20 @@ def test_a_detector_of_ones_own_sees_the_steps():
         return Alert("endless", about="it") if steps[-1].metrics["length"] > tokens else None
 
     try:
-        found = alarms(trained([1.0, 20.0, 30.0, 1.0, 20.0], "length"), endless={"tokens": 10})
+        found = alerts(trained([1.0, 20.0, 30.0, 1.0, 20.0], "length"), endless={"tokens": 10})
         assert [number for number, *_ in found] == [2, 5]
     finally:
-        del detectors.OF_STEPS["endless"]
+        del detectors.STEP_DETECTORS["endless"]
 
 
-def test_a_gradient_of_nothing_is_told_once_after_ten_steps():
-    (number, name, alarm), = alarms(trained([0.3] + [0.0] * 15, "grad_norm"))
-    assert (number, name, alarm.restart) == (11, "no_gradient", False)
-    assert alarm.facts == {"metric": "grad_norm", "steps": 10}
-    assert "samples.jsonl" in alarm.what
-    again = [number for number, *_ in alarms(trained([*[0.0] * 10, 0.1, *[0.0] * 10], "critic/grad_norm"))]
+def test_a_gradient_of_nothing_is_reported_once_after_ten_steps():
+    (number, name, alert), = alerts(trained([0.3] + [0.0] * 15, "grad_norm"))
+    assert (number, name, alert.restart) == (11, "no_gradient", False)
+    assert alert.facts == {"metric": "grad_norm", "steps": 10}
+    assert "samples.jsonl" in alert.what
+    again = [number for number, *_ in alerts(trained([*[0.0] * 10, 0.1, *[0.0] * 10], "critic/grad_norm"))]
     assert again == [10, 21]
-    assert [number for number, *_ in alarms(trained([0.0] * 5, "grad_norm"), no_gradient={"during": 3})] == [3]
+    assert [number for number, *_ in alerts(trained([0.0] * 5, "grad_norm"), no_gradient={"during": 3})] == [3]
 
 
 @pytest.mark.parametrize("steps", [
@@ -121,11 +121,11 @@ def test_a_gradient_of_nothing_is_told_once_after_ten_steps():
     [StepReport(number, {}) for number in range(20)],
 ], ids=["too few", "sometimes", "the loss", "trains nothing"])
 def test_what_is_no_gradient_of_nothing(steps):
-    assert alarms(steps) == []
+    assert alerts(steps) == []
 
 
 def test_a_filter_that_drops_all_is_named():
     some, none = ({"filter/a/b/dropped": 8.0, "filter/a/b/kept": kept} for kept in (1.0, 0.0))
-    told = alarms(StepReport(number, values) for number, values in enumerate([some, none, none, some, none, {}], 1))
-    assert [(number, name, alarm.facts) for number, name, alarm in told] == [
+    reported = alerts(StepReport(number, values) for number, values in enumerate([some, none, none, some, none, {}], 1))
+    assert [(number, name, alert.facts) for number, name, alert in reported] == [
         (number, "all_dropped", {"node": "a/b", "rows": 8.0}) for number in (2, 5)]

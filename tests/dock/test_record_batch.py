@@ -1,4 +1,4 @@
-"""Rows as buffers: any rows of any parcels come back as they were, nested raggedness included."""
+"""Rows as buffers: any rows of any batches come back as they were, nested raggedness included."""
 
 import numpy
 import pytest
@@ -40,37 +40,38 @@ def same(ours, theirs):
 
 @QUIET
 @given(st.data(), st.sampled_from(DTYPES))
-def test_any_rows_of_any_parcels(data, dtype):
+def test_any_rows_of_any_batches(data, dtype):
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    parcels, batches, base, first = [], [], 0, 0
+    record_batches, batches, base, first = [], [], 0, 0
     for seed, size in enumerate(sizes):
         batches.append(random_batch(list(range(first, first + size)), dtype, seed))
-        parcels.append(RecordBatch(batches[-1], base, 0))
+        record_batches.append(RecordBatch(batches[-1], base, 0))
         base, first = base + size + 1, first + size
     everything = Batch.concat(batches)
     chosen = data.draw(st.lists(st.integers(0, first - 1), unique=True))
-    place_of = [parcel.base + local for parcel in parcels for local in range(len(parcel.batch))]
-    places = numpy.array([place_of[row] for row in chosen], numpy.int64)
-    spans = spans_of(places, [parcel.base for parcel in parcels], parcels)
+    position_of = [records.base + local for records in record_batches for local in range(len(records.batch))]
+    positions = numpy.array([position_of[row] for row in chosen], numpy.int64)
+    spans = spans_of(positions, [records.base for records in record_batches], record_batches)
     if not chosen:
         assert spans == []
         return
-    heads, buffers = pack(numpy.array(chosen), [(name, spans) for name in everything.columns])
+    schema, buffers = pack(numpy.array(chosen), [(name, spans) for name in everything.columns])
     wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
-    same(unpack(len(chosen), heads, wire), everything.select(torch.tensor(chosen)))
+    same(unpack(len(chosen), schema, wire), everything.select(torch.tensor(chosen)))
 
 
-def test_neighbours_are_one_span():
-    parcels = [RecordBatch(random_batch(ids, torch.int64, 0), base, 0) for ids, base in (([0, 1, 2], 0), ([3, 4], 4))]
-    spans = spans_of(numpy.array([0, 1, 2, 4, 5, 1]), [0, 4], parcels)
+def test_consecutive_rows_are_one_span():
+    record_batches = [RecordBatch(random_batch(ids, torch.int64, 0), base, 0)
+                      for ids, base in (([0, 1, 2], 0), ([3, 4], 4))]
+    spans = spans_of(numpy.array([0, 1, 2, 4, 5, 1]), [0, 4], record_batches)
     assert [(start, stop) for _, start, stop in spans] == [(0, 3), (0, 2), (1, 2)]
 
 
 def test_what_arrives_is_a_view():
     batch = random_batch([0, 1, 2], torch.int64, 0)
-    heads, buffers = pack(batch.ids.numpy(), [(name, [(RecordBatch(batch, 0, 0), 0, 3)]) for name in batch.columns])
+    schema, buffers = pack(batch.ids.numpy(), [(name, [(RecordBatch(batch, 0, 0), 0, 3)]) for name in batch.columns])
     wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
-    back = unpack(3, heads, wire)
+    back = unpack(3, schema, wire)
     for part in (back.ids, back["dense"], back["ragged"].values):
         assert part.untyped_storage().data_ptr() == wire.untyped_storage().data_ptr()
 
@@ -81,14 +82,14 @@ def test_rows_of_different_form_do_not_mix():
         pack(numpy.array([0, 1]), [("x", [(RecordBatch(one, 0, 0), 0, 1), (RecordBatch(two, 2, 0), 0, 1)])])
 
 
-@pytest.mark.parametrize("heads", [
+@pytest.mark.parametrize("schema", [
     [["x", 0, "float32", [], 5]], [["x", 0, "float32", [], -1]], [["x", 0, "float1", [], 4]],
     [["x", 1, "int64", [], 2]], [["x", 0, "float32", [], 1]],
 ])
-def test_a_header_that_does_not_fit_is_refused(heads):
+def test_a_header_that_does_not_fit_is_refused(schema):
     wire = torch.frombuffer(bytearray(numpy.array([0, 1, -3, 5], numpy.int64).tobytes()), dtype=torch.uint8)
     with pytest.raises(ColumnError):
-        unpack(2, heads, wire)
+        unpack(2, schema, wire)
 
 
 def test_tokens_are_the_longest_ragged_column_that_is_not_text():
@@ -103,9 +104,9 @@ def test_rows_of_turns_of_tokens():
     turns = Ragged(torch.arange(9), torch.tensor([1, 2, 3, 0, 3]))
     batch = Batch(torch.arange(4), {"turns": Ragged(turns, torch.tensor([2, 2, 0, 1]))})
     assert tokens_of(batch).tolist() == [3, 3, 0, 3]
-    parcel = RecordBatch(batch, 0, 0)
-    heads, buffers = pack(numpy.array([3, 0]), [("turns", [(parcel, 3, 4), (parcel, 0, 1)])])
-    back = unpack(2, heads, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))["turns"]
+    records = RecordBatch(batch, 0, 0)
+    schema, buffers = pack(numpy.array([3, 0]), [("turns", [(records, 3, 4), (records, 0, 1)])])
+    back = unpack(2, schema, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))["turns"]
     assert back.lengths.tolist() == [1, 2]
     assert back.values.lengths.tolist() == [3, 1, 2]
     assert back.values.values.tolist() == [6, 7, 8, 0, 1, 2]

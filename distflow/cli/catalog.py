@@ -1,34 +1,39 @@
-"""`distflow nodes`: the functions that a DAG can use, with what they read, write and accept."""
+"""`distflow nodes` and `distflow engines`: list the functions, rewards, environments and engines that a DAG can use."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 
+from distflow.cli.common import Verb
 from distflow.config.load import load
-from distflow.contracts.environments import EnvironmentContract, kinds_of, shipped_modules
+from distflow.config.models import ROLLOUTS, TRAINERS, Engine, installed
+from distflow.contracts.environments import EnvironmentContract, environments_in, shipped_modules
 from distflow.contracts.rewards import RewardContract, shipped_rewards
 from distflow.contracts.signature import REQUIRED, Contract, Setting, built_in, in_words
 from distflow.errors import InvalidInput, did_you_mean
 
-HELP = "list the functions that nodes can run, the rewards and the environments: what they read, write and accept"
+SIZES = ("tp", "pp", "cp", "ep")
+_RUN_FILE_WORDS = {"images": "data.images", "value": "head: value"}
+"""Features of an engine that the run file or the DAG has another word for."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_nodes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="show only this function")
     parser.add_argument("--dag", metavar="FILE", help="list the functions of this DAG's imports too")
 
 
-def main(options: argparse.Namespace) -> int:
+def list_nodes(options: argparse.Namespace) -> int:
     spec = load(options.dag) if options.dag else None
     contracts, rewards = (spec.functions, spec.rewards) if spec else (built_in(), shipped_rewards())
     chosen = [_describe(contract) for name, contract in sorted(contracts.items()) if options.name in (None, name)]
     chosen += [_describe_reward(each) for name, each in sorted(rewards.items()) if options.name in (None, name)]
     modules = [*shipped_modules(), *(spec.dag.imports if spec else ())]
-    kinds = {kind.name: kind for module in modules for kind in kinds_of(module)}
-    chosen += [_describe_kind(each) for name, each in sorted(kinds.items()) if options.name in (None, name)]
+    environments = {each.name: each for module in modules for each in environments_in(module)}
+    chosen += [_describe_environment(each) for name, each in sorted(environments.items())
+               if options.name in (None, name)]
     if not chosen:
-        known = [*contracts, *rewards, *kinds]
+        known = [*contracts, *rewards, *environments]
         raise InvalidInput(f"there is nothing called `{options.name}`. {did_you_mean(options.name, known)}")
     print("\n\n".join("\n".join(lines) for lines in chosen))
     return 0
@@ -43,10 +48,10 @@ def _describe_reward(reward: RewardContract) -> Iterator[str]:
     yield from map(_describe_setting, reward.settings.values())
 
 
-def _describe_kind(kind: EnvironmentContract) -> Iterator[str]:
-    yield f"{kind.name}  (an environment, for `environment:` of a converse node)"
-    yield f"  reads   {', '.join(kind.columns.values()) or 'nothing'}"
-    yield from map(_describe_setting, kind.settings.values())
+def _describe_environment(environment: EnvironmentContract) -> Iterator[str]:
+    yield f"{environment.name}  (an environment, for `environment:` of a converse node)"
+    yield f"  reads   {', '.join(environment.columns.values()) or 'nothing'}"
+    yield from map(_describe_setting, environment.settings.values())
 
 
 def _describe_setting(setting: Setting) -> str:
@@ -72,5 +77,32 @@ def _describe(contract: Contract) -> Iterator[str]:
             other, *values = contract.marks.belongs_to[setting.name]
         allowed = f"only with `{other}: {' | '.join(map(str, values))}`" if other else ""
         more = [in_words(setting.bounds) if setting.bounds else "", allowed]
-        said = "; ".join(part for part in (default, *more) if part)
-        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({said})"
+        details = "; ".join(part for part in (default, *more) if part)
+        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({details})"
+
+
+def list_engines(_: argparse.Namespace) -> int:
+    print("\n\n".join("\n".join(_describe_engine(key, name, engine)) for key, table in (
+        ("engine", TRAINERS), ("rollout", ROLLOUTS)) for name, engine in table.items()))
+    return 0
+
+
+def _describe_engine(key: str, name: str, engine: Engine) -> Iterator[str]:
+    yield f"{key}: {name}"
+    if engine.packages:
+        version = installed(engine)
+        has = f"{version} is installed" if version else f"not installed: {engine.pip}"
+        tested = ", ".join(f"{known}*" for known in engine.tested)
+        yield f"  {' or '.join(engine.packages)}: {has}; tested with {tested}"
+    if engine.elsewhere:
+        yield f"  may be in another environment: {engine.elsewhere}=…/bin/python"
+    for feature, reason in engine.cannot.items():
+        yield f"  not  {f'{feature} > 1' if feature in SIZES else _RUN_FILE_WORDS.get(feature, feature)}: {reason}"
+
+
+VERBS = {
+    "nodes": Verb("list the functions that nodes can run, the rewards and the environments: what they read, write and "
+                  "accept", _add_nodes_arguments, list_nodes),
+    "engines": Verb("list the engines that train and sample: installed and tested versions, and what each cannot do",
+                    lambda parser: None, list_engines),
+}

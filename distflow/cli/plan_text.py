@@ -1,0 +1,130 @@
+"""A plan as lines of text: the chain of each rank, transfers, added dependencies and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distflow.config.load import Spec
+from distflow.plan import ROLLOUT, Plan, Task, Transfer
+
+
+def describe(plan: Plan, spec: Spec) -> Iterator[str]:
+    """Yield the plan as lines of text."""
+    yield f"{plan.name} on {plan.ranks} rank{'s' * (plan.ranks > 1)}, mode {plan.mode}, digest {plan.digest}"
+    yield from _chain(plan, spec.run.data.batch)
+    yield from ("", "transfers")
+    rows = [(f"{move.producer} → {task.node}", ", ".join(move.columns), move.kind.replace("_", "-"),
+             _moved(move))
+            for task in plan.tasks for move in task.transfers]
+    yield from _table(rows)
+    yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
+    yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
+    yield from _memory(plan)
+    for note in plan.notes:
+        yield f"\nnote: {note}"
+
+
+def _moved(move: Transfer) -> str:
+    if move.kind == "local":
+        return "by reference"
+    if move.kind == "dock":
+        return f"{_size(move.bytes_per_step)} a step"
+    if not move.bytes_per_step:
+        return "moved before"
+    return f"{_size(move.bytes_per_step)} a step, {_size(move.bytes_of_busiest_rank)} through the busiest rank"
+
+
+def _chain(plan: Plan, batch: int) -> Iterator[str]:
+    for group in plan.groups:
+        beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
+        beside += f", each over {group.plan.ranks} ranks" if group.name == ROLLOUT and group.plan.ranks > 1 else ""
+        nodes = {task.node for task in group.plan.chain(0)}
+        yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
+                          f" ({group.name}{beside})")
+        for role, layout in group.plan.samplers if plan.mode == "semi_sync" else ():
+            shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""
+            yield f"these ranks sample with `{role}` too, until enough of a step is there (switch_at){shared}"
+        if group.plan.early:
+            ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))
+            yield f"{ahead}: of each prompt as it comes, while others are still sampled (fuse)"
+    if not plan.groups:
+        yield from _tasks(plan, list(plan.chain(0)), batch, 0, plan.ranks - 1)
+
+
+def _tasks(plan: Plan, tasks: list[Task], batch: int, first: int, last: int, group: str = "") -> Iterator[str]:
+    yield from ("", f"chain of rank{f's {first}–{last}' if last > first else f' {first}'}{group}")
+    rows = []
+    for number, task in enumerate(tasks, 1):
+        count = batch * _repeats(plan, task.fan)
+        moved = f"{count} rows" if task.repeats == 1 else f"{count} → {count * task.repeats} rows"
+        function = task.function.partition(":")[2]
+        rows.append((str(number), task.node, task.role, task.type, function, _where(task, last + 1 - first), moved))
+    yield from _table(rows)
+    for number, task in enumerate(tasks, 1):
+        if task.draws > 1:
+            yield (f"1 to {number} run for each draw of prompts; a step draws up to {task.draws} times, until {batch} "
+                   f"are left after `{task.node}`")
+
+
+def _repeats(plan: Plan, lineage: Sequence[str]) -> int:
+    count = 1
+    for task in plan.tasks:
+        count *= task.repeats if task.node in lineage else 1
+    return count
+
+
+def _where(task: Task, ranks: int) -> str:
+    layout = task.layout
+    sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
+    sizes += f", rows {':'.join(map(str, layout.rows))}" if layout.rows else ""
+    if layout.dp * layout.width == ranks:
+        return sizes
+    ranks = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
+    return f"{sizes} ({ranks}; others only send)"
+
+
+def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:
+    from planners import through_dock
+
+    if shards is None:
+        return
+    volume = through_dock(spec, plan, shards)
+    yield from ("", "through the dock, if every edge passed it (bytes a step, rows at the run's longest)")
+    rows = [(f"{edge.producer} → {edge.reader or 'dock'}", ", ".join(edge.columns), _size(edge.bytes_per_step))
+            for edge in volume.edges]
+    yield from _table([*rows, (f"each of {shards} shards", "", _size(volume.through_each_shard))])
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    if plan.groups:
+        for group in plan.groups:
+            yield from _memory_of(group.plan, f" of the {group.name}")
+    else:
+        yield from _memory_of(plan)
+
+
+def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:
+    from planners.memory import needed
+
+    yield from ("", f"memory of a rank{where} (estimate)")
+    if not plan.memory:
+        yield "  unknown: the sizes of its models are not"
+        return
+    rows = [(item.name, _size(item.bytes), item.formula + (f"  (while {item.phase})" if item.phase else ""))
+            for item in plan.memory]
+    yield from _table([*rows, ("at its fullest" if any(item.phase for item in plan.memory) else "total",
+                               _size(needed(plan.memory)), "")])
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

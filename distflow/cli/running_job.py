@@ -1,0 +1,238 @@
+"""`distflow faults`, `inject`, `scale` and `set`: inspect a running job, break a worker of it, change its settings.
+
+    faults   list failures, recoveries and the effective share of the run's time (events.jsonl)
+    inject   send a signal to a worker, or take its room on the disk
+    scale    change the number of rollouts that work
+    set      change settings; only the groups that they concern restart
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from distflow.cli.common import Verb
+from distflow.config.live_changes import groups_of, refusal
+from distflow.config.load import Spec
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
+from distflow.launch import reload_run
+from distflow.recovery import autoscaler, live_config
+from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
+from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
+from distflow.telemetry.processes import began
+from distflow.telemetry.run_folder import SUMMARY, RunFolder, read_plan
+from planners import plan
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+LIMITS = {"fill": limit_file_size, "free": lift_file_size_limit}
+_SHOWN = 60
+"""Characters of a failure's description that its row of the table has room for."""
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+
+
+def _add_faults_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--window", type=float, default=300.0, metavar="SECONDS",
+                        help="for the effective share in each window of the run (default: 300)")
+
+
+def faults(options: argparse.Namespace) -> int:
+    _require_events(Path(options.run))
+    if not options.window > 0:
+        raise InvalidInput(f"--window {options.window:g} is no time; give seconds, as --window 60")
+    costs = account(read(Path(options.run)))
+    print("\n".join([*_table(costs.recoveries), *_summary(costs, options.window)]))
+    return 0
+
+
+def _require_events(folder: Path) -> None:
+    if not (folder / "events.jsonl").is_file():
+        raise InvalidInput(f"{folder} has no events.jsonl, so it is not the folder of a run")
+
+
+def _table(recoveries: list[Recovery]) -> list[str]:
+    if not recoveries:
+        return ["nothing has failed"]
+    head = f"{'at':>8} {'unit':12} {'rank':>4} {'step':>5} {'phase':11} {'detect':>7} {'start':>6} {'connect':>7} " \
+           f"{'load':>6} {'first':>6}  what"
+    return [head, *map(_table_row, recoveries)]
+
+
+def _table_row(recovery: Recovery) -> str:
+    times = " ".join(f"{_seconds(value):>{width}}" for value, width in (
+        (recovery.detect, 7), (recovery.start, 6), (recovery.connect, 7), (recovery.load, 6), (recovery.first, 6)))
+    what = " ".join(recovery.what.split())
+    what = what if len(what) <= _SHOWN else f"{what[: _SHOWN - 1]}…"
+    where = f"{recovery.began:8.1f} {recovery.group:12} {recovery.rank:4} {recovery.step:5} {recovery.phase:11}"
+    return f"{where} {times}  {what} → {recovery.verdict}"
+
+
+def _seconds(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _summary(costs: FailureCosts, window: float) -> list[str]:
+    if math.isnan(costs.ettr):
+        return ["no worker has been ready"]
+    lines = [f"effective training time: {costs.ettr:.1%} of {costs.total:.1f} s on {len(costs.intervals)} ranks"]
+    shares = costs.sliding(window)
+    if len(shares) > 1:
+        lines.append(f"in windows of {window:g} s: " + " ".join(f"{share:.0%}" for share in shares))
+    return lines
+
+
+def _add_inject_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("kind", choices=[*SIGNALS, *LIMITS],
+                        help="kill: SIGKILL. stop: it hangs, until `continue`. fill: none of its files grows beyond "
+                        "64 KiB, until `free`")
+    parser.add_argument("--rank", type=int, default=0, help="whose worker; default: 0")
+
+
+def inject(options: argparse.Namespace) -> int:
+    folder = Path(options.run)
+    _require_events(folder)
+    pid = _worker_pid(folder, options.rank)
+    if options.kind in LIMITS:
+        LIMITS[options.kind](pid)
+    else:
+        os.kill(pid, SIGNALS[options.kind])
+    print(f"{options.kind}: the worker of rank {options.rank}, process {pid}")
+    return 0
+
+
+def _worker_pid(folder: Path, rank: int) -> int:
+    """Return the process id of a rank's worker.
+
+    Raises:
+        InvalidInput: the rank has no worker, or none on this machine.
+    """
+    events = [event for event in read(folder) if event["event"] in ("worker ready", "worker ended")]
+    last = {event["rank"]: event for event in events}
+    if rank not in last:
+        raise InvalidInput(f"rank {rank} has had no worker. {did_you_mean(str(rank), map(str, sorted(last)), 'Ranks')}")
+    if last[rank]["event"] == "worker ended":
+        raise InvalidInput(f"the worker of rank {rank} has ended, and no other is ready yet")
+    if last[rank]["host"] != socket.gethostname():
+        raise InvalidInput(f"the worker of rank {rank} is on machine {last[rank]['host']}: run this there")
+    with contextlib.suppress(OSError):
+        if began(last[rank]["pid"]) == last[rank]["began"]:  # and not another process that has its number now
+            return last[rank]["pid"]
+    raise InvalidInput(f"the worker of rank {rank}, process {last[rank]['pid']}, does not live any more")
+
+
+def _add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("wanted", metavar="rollout=N", help="how many rollouts are to work")
+
+
+def scale(options: argparse.Namespace) -> int:
+    folder = Path(options.run)
+    group, _, number = options.wanted.partition("=")
+    if group != "rollout" or not number.isdecimal():
+        raise InvalidInput(f"`{options.wanted}` does not say how many rollouts are wanted. Write  rollout=2")
+    replicas, trainers_sample = _rollout_replicas(folder)
+    least = 0 if trainers_sample else 1
+    if not least <= int(number) <= replicas:
+        raise InvalidInput(f"this run has supervisors for {replicas} rollouts, so give {least} to {replicas}. "
+                           "torchrun's --nproc-per-node and groups.rollout of the run file say how many there are")
+    before = autoscaler.read(folder, replicas)
+    autoscaler.write(folder, int(number))
+    print(f"{before} → {int(number)} of {replicas} rollouts; `distflow faults {folder}` shows when they change")
+    return 0
+
+
+def _rollout_replicas(folder: Path) -> tuple[int, bool]:
+    """Return how many rollouts the run was started with, and whether its trainer ranks sample too.
+
+    Raises:
+        InvalidInput: it has none, or is no run.
+    """
+    planned = read_plan(folder)
+    replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout"]
+    if not replicas:
+        raise InvalidInput(f"{folder} has no rollouts of its own: in mode sync all ranks sample and train. Start it "
+                           "with  --set mode=async")
+    return replicas[0], planned["mode"] == "semi_sync"
+
+
+def _add_set_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="+", help="as roles.actor.micro_batch_tokens=512")
+
+
+def change_settings(options: argparse.Namespace) -> int:
+    folder = Path(options.run)
+    before, after = reload_run(folder), reload_run(folder, options.settings)
+    _require_unfinished(folder, options.settings)
+    planned = plan(after, read_plan(folder)["ranks"])
+    paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in options.settings}
+    _require_own_settings(before, paths)
+    affected = {text: groups_of(path, after.run.mode) for text, path in paths.items()}
+    if refused := [refusal(paths[text], text) for text, groups in affected.items() if not groups]:
+        raise InvalidInput(refused)
+    settings = {".".join(path): [_value(before, path), _value(after, path)] for path in paths.values()}
+    settings = {key: values for key, values in settings.items() if values[0] != values[1]}
+    if not settings:
+        print("these are the settings in force already")
+        return 0
+    RunFolder.describe(folder, after, planned)
+    groups = sorted({group for text, each in affected.items() for group in each
+                     if ".".join(paths[text]) in settings})
+    live_config.write(folder, groups, settings)
+    for key, (old, new) in settings.items():
+        print(f"{key}: {old} → {new}")
+    print(f"from the next step on; what starts again: {', '.join(groups)}. events.jsonl says when")
+    return 0
+
+
+def _require_unfinished(folder: Path, settings: list[str]) -> None:
+    """
+    Raises:
+        InvalidInput: the run has come to its end, so that no process is left to read its settings.
+    """
+    if (folder / SUMMARY).is_file():
+        wanted = " ".join(f"--set {text}" for text in settings)
+        raise InvalidInput(f"{folder} has come to its end ({SUMMARY} is there), so that nothing would read these "
+                           f"settings. To go on with it under them:  distflow resume {folder} --set steps=N {wanted}")
+
+
+def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:
+    """
+    Raises:
+        InvalidInput: the run file has no settings of a named role, so that the new one would replace those it copies.
+    """
+    without = {text: path[1] for text, path in paths.items()
+               if path[0] == "roles" and len(path) > 1 and path[1] not in spec.run.roles}
+    if without:
+        hint = listing(spec.run.roles, "Roles with settings")
+        raise InvalidInput([Diagnostic(f"role `{role}` has no settings of its own, but those of the role it copies",
+                                       Location(f"--set {text}"), hint) for text, role in without.items()])
+
+
+def _value(spec: Spec, path: tuple[str, ...]) -> Any:
+    value: Any = spec.run.model_dump(mode="json")
+    for part in path:
+        value = value[part]
+    return value
+
+
+VERBS = {
+    "faults": Verb("list a run's failures, what was done about each, and the share of its time that was effective",
+                   _add_faults_arguments, faults),
+    "inject": Verb("break a worker of a running job: kill it, stop it so that it hangs, or let it have no room on the "
+                   "disk", _add_inject_arguments, inject),
+    "scale": Verb("let a running job sample with fewer of its rollouts, or with more again", _add_scale_arguments,
+                  scale),
+    "set": Verb("change settings of a running job, as the size of micro-batches; only the group that they concern "
+                "starts again", _add_set_arguments, change_settings),
+}

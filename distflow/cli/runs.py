@@ -1,0 +1,103 @@
+"""`distflow validate`, `run`, `resume` and `export`: check a DAG or a run's folder, and start torchrun for it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_count, rank_count
+from distflow.cli.launcher import torchrun
+from distflow.config.load import Spec
+from distflow.errors import InvalidInput
+from distflow.launch import apply_plan_option, load_spec
+from distflow.telemetry.run_folder import read_plan
+from distflow.telemetry.run_lock import in_use, refusal
+from planners import plan
+
+
+def validate(options: argparse.Namespace) -> int:
+    spec, checked = check(options)
+    print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} ranks: no mistakes")
+    for note in checked.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    spec, checked = check(options)
+    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name),
+             ("--cluster", options.cluster), ("--plan", options.plan)]
+    arguments = [part for flag, value in given if value for part in (flag, value)]
+    return torchrun(checked.ranks, [*arguments, *_set_arguments(options.overrides)],
+                    shutdown_timeout=spec.run.robust.shutdown_timeout)
+
+
+def _set_arguments(overrides: list[str]) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+                        help="override one value, as steps=200 to go on for longer")
+    parser.add_argument("--cluster", metavar="FILE", help="where it goes on, if not where it was")
+    parser.add_argument("--plan", metavar="FILE",
+                        help="place it again by a plan for mixed hardware, as  distflow plan --replan --out  writes it")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, one per GPU; default: as many as it had")
+
+
+def resume(options: argparse.Namespace) -> int:
+    spec = load_spec(options)
+    if held := in_use(Path(options.resume)):
+        raise refusal(Path(options.resume), held)
+    ranks = _resumed_rank_count(options, spec)
+    plan(apply_plan_option(spec, options, ranks), ranks)
+    more = _set_arguments(options.overrides)
+    more += ["--cluster", options.cluster] if options.cluster else []
+    more += ["--plan", options.plan] if options.plan else []
+    return torchrun(ranks, ["--resume", options.resume, *more], shutdown_timeout=spec.run.robust.shutdown_timeout)
+
+
+def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
+    """Return the number of ranks that the run had last, unless the options name another.
+
+    Raises:
+        InvalidInput: this machine has GPUs, but fewer; or the run's plan.json is damaged.
+    """
+    if options.ranks is not None or options.cluster or any(each.startswith("ranks=") for each in options.overrides):
+        return rank_count(options, spec)
+    ranks = read_plan(Path(options.resume))["ranks"]
+    gpus = gpu_count()
+    if 0 < gpus < ranks:
+        raise InvalidInput(f"{options.resume} had {ranks} ranks, and this machine has {gpus} GPUs. Go on with fewer:  "
+                           f"--ranks {gpus}   or start torchrun with  distflow/launch.py --resume {options.resume}  on "
+                           "all its machines.")
+    return ranks
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to; default: the run's own folder")
+    add_ranks(parser)
+    parser.set_defaults(overrides=[])
+
+
+def export(options: argparse.Namespace) -> int:
+    ranks = options.ranks or 1
+    options.overrides = ["mode=sync"]  # a rollout has no training state to write
+    plan(load_spec(options), ranks)
+    folder = Path(options.folder or options.resume)
+    code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
+    if not code:
+        print("\n".join(f"wrote {path}" for path in sorted(folder.glob("model*")) if path.is_dir()))
+    return code
+
+
+VERBS = {
+    "validate": Verb("check a DAG, a run and its data, and report every mistake", add_dag_arguments, validate),
+    "run": Verb("run a DAG on the GPUs (or cores) of this machine", add_dag_arguments, run),
+    "resume": Verb("go on with an interrupted run from its newest checkpoint, on any number of ranks",
+                   _add_resume_arguments, resume),
+    "export": Verb("write the models of a run's newest checkpoint as Hugging Face folders", _add_export_arguments,
+                   export),
+}

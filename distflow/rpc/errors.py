@@ -1,0 +1,25 @@
+"""Errors of the connections between the processes of a run.
+
+DistflowError
+└── RpcError          a connection cannot be used as asked: a short token, a taken port, a message that is too long
+    ├── Refused       the other side does not know the run's token, or does not speak this protocol
+    └── Unreachable   the other side does not answer
+"""
+
+from __future__ import annotations
+
+from distflow.errors import DistflowError
+
+
+class RpcError(DistflowError):
+    """A connection cannot be used as asked. The message says what to change."""
+
+
+class Refused(RpcError):
+    """The other side did not prove that it knows the run's token. Give all processes of a run the same token."""
+
+
+class Unreachable(RpcError):
+    """A process does not answer. It may be down, or stopped."""
+
+    elsewhere = True
