@@ -6,6 +6,7 @@ marked `smoke` too; `make test-all` leaves out none.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from ready import Ready
 
 settings.register_profile("distflow", derandomize=True, deadline=None)  # the same examples each time, however slow
 settings.load_profile("distflow")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or Ctrl-C would mean nothing to the runs of tests either
 RUNNING = {"launch", "ready", "cluster"}
 """Fixtures that start whole runs."""
 
