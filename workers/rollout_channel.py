@@ -201,10 +201,8 @@ def open_channel(plan: Plan, prompts: int, store: Store) -> RolloutChannel:
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
     written = (*(f"{move.producer}/{name}" for move in plan.groups[0].plan.dock for name in move.columns), REPORT)
-    whole = {"whole_groups": {"size": rows}}
-    return [Consumer(ROLLOUT, (ORDER,), written, whole),
-            Consumer(TRAINER, written, (), {**whole, "of_step": {"rows": rows * prompts}}, seconds=3600.0,
-                     can_roll_back=True)]
+    return [Consumer(ROLLOUT, (ORDER,), written, rows),
+            Consumer(TRAINER, written, (), rows, rows * prompts, seconds=3600.0, can_roll_back=True)]
 
 
 def _host(machines: int) -> str:

@@ -3,7 +3,7 @@
     client       put, lease, fetch, commit, rollback       process    a shard server as a child process
     shard        server of a shard and its indexes         shard_state   its state, updates to the other processes
     storage      rows by (id, column)                      index      leases and commits of one consumer, pure
-    selection    rules for the next rows; the layout       timeouts   explanations of waits that time out
+    selection    consumers, the layout, the choice of the next rows       timeouts   explanations of waits that time out
     snapshot, journal   for a process that is restored; no run switches them on yet
 
 A row is put, is ready for a consumer once it has the columns that the consumer reads, is leased, and is committed; an
@@ -13,8 +13,8 @@ expired lease makes it ready again, a rollback too. It leaves the dock when all 
 from distflow.dock.client import DockClient
 from distflow.dock.errors import DockError, Full, LeaseLost, TimedOut
 from distflow.dock.index import Lease
-from distflow.dock.selection import Consumer, LeaseRequest, RowState, deal, selection
+from distflow.dock.selection import Consumer
 from distflow.dock.shard import StorageShardServer
 
-__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "LeaseRequest", "RowState",
-           "StorageShardServer", "TimedOut", "deal", "selection"]
+__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "StorageShardServer",
+           "TimedOut"]

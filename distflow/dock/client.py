@@ -73,14 +73,14 @@ class DockClient:
         self.pool.activity = activity
 
     def put(self, batch: Batch, *, version: Tensor | int | None = None, group: Tensor | None = None,
-            priority: Tensor | int | None = None, turn: int | None = None, wait: float = 0.0) -> int:
+            turn: int | None = None, wait: float = 0.0) -> int:
         """Store rows, or columns of stored rows; return how many were new (a row that came again is dropped).
 
         Columns that are made together must be put together. `turn` marks unfinished rows: the process that leases
         them next gets them from `saved` and goes on; each turn replaces the one before.
 
         Args:
-            version, group, priority: [rows] int64, or one number for all; None leaves what is known of a row.
+            version, group: [rows] int64, or one number for all; None leaves what is known of a row.
             wait: seconds to wait for room; 0 refuses at once.
 
         Raises:
@@ -88,7 +88,7 @@ class DockClient:
         """
         ids = batch.ids.to("cpu", torch.int64).numpy()
         meta = {name: _column(value, len(ids)) for name, value in
-                 (("version", version), ("group", group), ("priority", priority)) if value is not None}
+                 (("version", version), ("group", group)) if value is not None}
         whole, requests = RecordBatch(batch, 0, 0), []
         for number, positions in self.layout.split(ids):
             spans = spans_of(positions, [0], [whole])
@@ -99,7 +99,7 @@ class DockClient:
         return sum(reply["stored"] for reply, _ in self.pool.ask_all(requests, wait))
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
-              share: int = 0, shares: int = 1, version: int | None = None) -> Lease:
+              share: int = 0, shares: int = 1) -> Lease:
         """Lease up to `count` ready rows, at least `least` (by default all of them), for this process alone.
 
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
@@ -107,21 +107,19 @@ class DockClient:
 
         Args:
             wait: seconds to wait for rows.
-            version: of this process's weights, for rules that bound staleness.
 
         Raises:
             TimedOut: not enough rows came in time; names the missing columns and the consumers that write them.
         """
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
-                   "wait": wait, "step": step, "share": share, "shares": shares, "version": version,
+                   "wait": wait, "step": step, "share": share, "shares": shares,
                    "request": secrets.randbits(62) + 1}
         return Lease.granted(consumer, step, self._await_rows(request))
 
-    def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0,
-             version: int | None = None) -> tuple[Tensor, Tensor]:
+    def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
         reply = self._await_rows({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
-                                  "step": step, "version": version})
+                                  "step": step})
         return tuple(torch.frombuffer(bytearray(reply[name]), dtype=torch.int64) for name in ("id", "tokens"))
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distflow.dock.errors import DockError, LeaseLost
-from distflow.dock.selection import DEALS, Consumer, Ids, LeaseRequest, RowState, choose
+from distflow.dock.selection import Consumer, Ids, RowState, choose, deal
 
 
 class Intervals:
@@ -153,13 +153,13 @@ class ConsumerIndex:
         self.leases: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
         self.epoch, self.number, self.epochs = epoch, epoch << 32, {epoch, *epochs}
-        self.discarded = self.returned = self.refused = 0
-        """Counts: rows that a rule dropped, rows that leases gave back, commits that came too late."""
+        self.returned = self.refused = 0
+        """Counts: rows that leases gave back, commits that came too late."""
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
         names, committed = set(columns), []
-        for number, tokens, version, group, priority, turn in table.T.tolist():
+        for number, tokens, version, group, turn in table.T.tolist():
             if number in self.done:
                 committed.append(number)
                 continue
@@ -167,7 +167,7 @@ class ConsumerIndex:
             if row is None:
                 row = self.rows[number] = RowState(number, set())
             row.columns |= names
-            row.tokens, row.version, row.group, row.priority, row.turn = tokens, version, group, priority, turn
+            row.tokens, row.version, row.group, row.turn = tokens, version, group, turn
             if not row.held and self.reads <= row.columns:
                 self.ready.setdefault(number, row)
         return committed
@@ -192,13 +192,12 @@ class ConsumerIndex:
                     self.ready.pop(number, None)
         return lost
 
-    def lease(self, ask: LeaseRequest, now: float, session: str, *, least: int = 1, step: int | None = None,
+    def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None,
               share: int = 0, shares: int = 1, request: int = 0) -> GrantedLease | None:
-        """Lease up to `ask.count` rows, or return None if fewer than `least` are ready.
+        """Lease up to `count` rows, or return None if fewer than `least` are ready.
 
-        Rows that a rule puts into `ask.discarded` count as committed. A session that asks for a leased step joins
-        that lease: the ranks of a group get their shares of one draw, and a restarted group gets the rows that it
-        had. The same `request` always gets the same lease.
+        A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw, and
+        a restarted group gets the rows that it had. The same `request` always gets the same lease.
 
         Raises:
             DockError: the step is committed, or the group asks with another number of shares than before.
@@ -208,13 +207,11 @@ class ConsumerIndex:
         self.expire(now)
         granted = self._same(step, request)
         if granted is None:
-            groups = choose(self.ready.values(), self.consumer.rules, ask)
-            self.discarded += len(ask.discarded)
-            self._finish([row.id for row in ask.discarded])
+            groups = choose(self.ready.values(), self.consumer, count, step)
             if not groups or sum(map(len, groups)) < least:
                 return None
             whole = [row for group in groups for row in group]
-            dealt = DEALS[self.consumer.deal](groups, shares) if shares > 1 else [whole]
+            dealt = deal(groups, shares) if shares > 1 else [whole]
             self.number += 1
             granted = GrantedLease(self.number, dealt, step, now, now, request)
             self.leases[granted.number] = granted
@@ -225,11 +222,11 @@ class ConsumerIndex:
         self._touch(granted, now, session)
         return granted
 
-    def look(self, ask: LeaseRequest, now: float, least: int) -> list[RowState] | None:
+    def look(self, count: int, now: float, *, least: int, step: int) -> list[RowState] | None:
         """Return the rows that `lease` would hand out for a step, by id, or None; no state changes."""
         self.expire(now)
-        granted = self._same(ask.step, 0)
-        groups = granted.shares if granted else choose(self.ready.values(), self.consumer.rules, ask)
+        granted = self._same(step, 0)
+        groups = granted.shares if granted else choose(self.ready.values(), self.consumer, count, step)
         rows = sorted((row for group in groups for row in group), key=lambda row: row.id)
         return rows if len(rows) >= max(least, 1) else None
 

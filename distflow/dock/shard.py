@@ -19,7 +19,7 @@ import numpy
 from distflow.dock.errors import Full, TimedOut
 from distflow.dock.index import ConsumerIndex, GrantedLease
 from distflow.dock.journal import Journal
-from distflow.dock.selection import DockLayout, Ids, LeaseRequest, RowState
+from distflow.dock.selection import DockLayout, Ids, RowState
 from distflow.dock.shard_state import ClientSession, ShardState, read_ids
 from distflow.dock.snapshot import capture, messages, restore, write
 from distflow.dock.storage import RowMeta, unpack
@@ -34,7 +34,7 @@ _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5
 """Seconds after which a waiting request looks again by itself: leases of others expire without a notification."""
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-"""Errors of a malformed request, a user's rule or a lack of memory: answered, or clients would retry for ever."""
+"""Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "renew", "commit", "release",
                "rollback", "release_before", "updates", "describe_rows", "status", "snapshot")
 T = TypeVar("T")
@@ -203,12 +203,9 @@ class StorageShardServer:
     def lease(self, request: ClientRequest) -> Reply:
         header = request.header
 
-        def grant(index: ConsumerIndex, ask: LeaseRequest, now: float) -> GrantedLease | None:
-            granted = index.lease(ask, now, request.session, least=header["least"], step=header["step"],
-                                  share=header["share"], shares=header["shares"], request=header["request"])
-            if ask.discarded:
-                self.state.retire(index.consumer.name, [row.id for row in ask.discarded])
-            return granted
+        def grant(index: ConsumerIndex, now: float) -> GrantedLease | None:
+            return index.lease(header["count"], now, request.session, least=header["least"], step=header["step"],
+                               share=header["share"], shares=header["shares"], request=header["request"])
 
         index, granted = self._await_rows(header, grant)
         rows = granted.shares[header["share"]]
@@ -216,20 +213,19 @@ class StorageShardServer:
                 "meta": {name: _packed(rows, name) for name in ("id", "tokens", "version", "group", "turn")}}, []
 
     def look(self, request: ClientRequest) -> Reply:
-        least = request.header["least"]
-        _, rows = self._await_rows(request.header, lambda index, ask, now: index.look(ask, now, least))
+        header = request.header
+        _, rows = self._await_rows(header, lambda index, now: index.look(header["count"], now, least=header["least"],
+                                                                         step=header["step"]))
         return {name: _packed(rows, name) for name in ("id", "tokens")}, []
 
-    def _await_rows(self, header: Header, found: Callable[[ConsumerIndex, LeaseRequest, float],
-                                                          T | None]) -> tuple[ConsumerIndex, T]:
+    def _await_rows(self, header: Header, found: Callable[[ConsumerIndex, float], T | None]) -> tuple[ConsumerIndex, T]:
         """Wait until `found` returns something for a request; it is called with the lock held."""
         state = self.state
         index = state.index(header["consumer"])
         now = began = time.monotonic()
         with state.changed:
             while True:
-                ask = LeaseRequest(header["count"], header["version"], header["step"])
-                if (result := found(index, ask, now)) is not None:
+                if (result := found(index, now)) is not None:
                     return index, result
                 now = time.monotonic()
                 if (left := began + header["wait"] - now) <= 0 or self.over:

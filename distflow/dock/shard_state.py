@@ -327,4 +327,4 @@ def read_ids(data: bytes) -> Ids:
 
 
 def read_table(data: bytes) -> Ids:
-    return numpy.frombuffer(data, numpy.int64).reshape(6, -1)
+    return numpy.frombuffer(data, numpy.int64).reshape(5, -1)

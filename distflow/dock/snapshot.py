@@ -79,8 +79,8 @@ def restore(state: ShardState, path: Path) -> None:
     storage, layout = state.storage, DockLayout.from_plain(head["layout"])
     storage.number, storage.count = head["number"], len(layout.addresses)
     storage.gone = Intervals(map(tuple, head["gone"]))
-    for row, tokens, version, group, priority, turn in read_table(head["table"]).T.tolist():
-        storage.rows[row] = StoredRow(frozenset(), tokens, version, group, priority, turn)
+    for row, tokens, version, group, turn in read_table(head["table"]).T.tolist():
+        storage.rows[row] = StoredRow(frozenset(), tokens, version, group, turn)
     for header, data in messages:
         storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
     for consumer, ids in head["consumed"].items():

@@ -189,7 +189,6 @@ class StoredRow:
     tokens: int = 0
     version: int = 0
     group: int = -1
-    priority: int = 0
     turn: int = -1
     """Last saved turn, if the row is not finished."""
     saved: int = -1
@@ -199,11 +198,10 @@ class StoredRow:
 
 @dataclass
 class RowMeta:
-    """Metadata from the producer: weight version, group, priority ([rows] int64); None leaves what is known."""
+    """Metadata from the producer: weight version and group ([rows] int64); None leaves what is known."""
 
     version: Ids | None = None
     group: Ids | None = None
-    priority: Ids | None = None
 
 
 @dataclass
@@ -340,10 +338,10 @@ class StorageShard:
         return left
 
     def table(self, ids: Iterable[int]) -> Ids:
-        """Return the metadata for the indexes, [6, rows] int64: id, tokens, version, group, priority, turn."""
-        rows = [(row, stored.tokens, stored.version, stored.group, stored.priority, stored.turn)
+        """Return the metadata for the indexes, [5, rows] int64: id, tokens, version, group, turn."""
+        rows = [(row, stored.tokens, stored.version, stored.group, stored.turn)
                 for row in ids if (stored := self.rows.get(row)) is not None]
-        return numpy.array(rows, numpy.int64).reshape(-1, 6).T
+        return numpy.array(rows, numpy.int64).reshape(-1, 5).T
 
     def restore_rows(self, batch: Batch, turn: bool) -> None:
         """Store rows of a snapshot, whose metadata is here already. `turn`: the rows are the last saved turns."""
@@ -374,7 +372,7 @@ class StorageShard:
         return not there
 
     def _set_meta(self, ids: list[int], fresh: list[int], meta: RowMeta) -> None:
-        for name in ("version", "group", "priority"):
+        for name in ("version", "group"):
             values = getattr(meta, name)
             if values is not None:
                 given = values.tolist()

@@ -78,7 +78,7 @@ def explain(message: str, report: Report, layout: DockLayout, ask: Callable[[str
     for columns, ids, count in report["missing"]:
         lines.append(f"  {count} rows lack {', '.join(columns)}: {ids}{' …' if count > len(ids) else ''}")
         for column in columns:
-            writers = layout.writers(column)
+            writers = [consumer for consumer in layout.consumers if column in consumer.writes]
             for writer in writers:
                 by_writer[writer.name] = states = ask(writer.name, ids)
                 lines += [f"    `{writer.name}` writes `{column}`: {state}" for state in states]
@@ -90,7 +90,7 @@ def explain(message: str, report: Report, layout: DockLayout, ask: Callable[[str
         for producer in report.get("producers", []):
             lines.append(f"    connected: {producer}")
     elif report["ready"] and not report["missing"]:
-        lines.append("  the rows that are ready do not satisfy its rules, or are too few")
+        lines.append("  the rows that are ready are of other steps, of incomplete groups, or too few")
     lines += [f"  unreachable: {address}" for address in report["unreachable"]]
     report["writers"] = by_writer
     return "\n".join(lines)
@@ -105,7 +105,7 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
         "sent": state.sent + sum(each.sent for each in connections),
         "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
                            "retained": sum(map(len, each.retained.values())), "leases": len(each.leases),
-                           "returned": each.returned, "refused": each.refused, "discarded": each.discarded}
+                           "returned": each.returned, "refused": each.refused}
                     for name, each in state.indexes.items()},
         "clients": [[client.who, client.activity, now - client.active_at]
                     for session, client in state.clients.items() if client.connections and session],

@@ -126,14 +126,6 @@ def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
         at.look("update", 4, least=3, step=0, wait=5)
 
 
-def test_a_look_discards_nothing(dock):
-    at = dock(1, (Consumer("update", ("tokens",), rules={"fresh": {"bound": 1}}),))
-    at.put(tokens([1, 2]), version=torch.tensor([0, 5]))
-    assert at.look("update", 2, least=1, step=0, version=6)[0].tolist() == [2]
-    assert left(at) == 2
-    assert at.lease("update", 2, least=1, step=0, version=0).ids.tolist() == [1, 2]
-
-
 def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
     at = dock(2, (Consumer("update", ("tokens",)),))
     at.put(tokens([3]))
@@ -154,13 +146,12 @@ def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
 
 
 def test_a_group_is_leased_whole_wherever_its_rows_live(dock):
-    at = dock(2, (Consumer("update", ("tokens",), rules={"whole_groups": {"size": 2}, "fresh": {"bound": 1}}),))
-    at.put(tokens([0, 1, 2, 3, 5]), group=torch.tensor([0, 0, 1, 1, 2]), version=torch.tensor([0, 0, 5, 5, 5]))
-    with pytest.raises(DockError, match="needs the version"):
-        at.lease("update", 2, wait=0.5)
-    lease = at.lease("update", 2, wait=5, version=6)
+    at = dock(2, (Consumer("update", ("tokens",), group_size=2),))
+    at.put(tokens([0, 2, 3, 5]), group=torch.tensor([0, 1, 1, 2]))
+    lease = at.lease("update", 2, wait=5)
     assert (lease.ids.tolist(), lease.groups.tolist()) == ([2, 3], [1, 1])
-    until(lambda: left(at) == 3)
+    with pytest.raises(TimedOut, match=r"(?s) are ready.* of incomplete groups"):
+        at.lease("update", 2)
 
 
 def test_room_refused_or_waited_for(dock, token):

@@ -6,15 +6,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distflow.dock import Consumer, DockError, LeaseLost, LeaseRequest
+from distflow.dock import Consumer, DockError, LeaseLost
 from distflow.dock.index import ConsumerIndex
 
 UPDATE = Consumer("update", ("tokens", "rewards"), seconds=10.0)
 
 
 def table(ids, **meta):
-    columns = [meta.get(name, 0) for name in ("tokens", "version", "group", "priority", "turn")]
-    return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 6).T
+    columns = [meta.get(name, 0) for name in ("tokens", "version", "group", "turn")]
+    return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 5).T
 
 
 def index_of(ready=range(4), consumer=UPDATE):
@@ -31,18 +31,18 @@ def test_a_row_is_ready_when_it_has_all_columns():
     made = ConsumerIndex(UPDATE)
     made.learn(table([1, 2]), ["tokens"])
     made.learn(table([2, 1]), ["other"])
-    assert made.lease(LeaseRequest(9), 0.0, "a") is None
+    assert made.lease(9, 0.0, "a") is None
     made.learn(table([2]), ["rewards"])
     made.learn(table([2]), ["rewards"])
-    assert ids(made.lease(LeaseRequest(9), 0.0, "a")) == [2]
-    assert made.lease(LeaseRequest(9), 0.0, "b") is None
+    assert ids(made.lease(9, 0.0, "a")) == [2]
+    assert made.lease(9, 0.0, "b") is None
 
 
 def test_a_lease_that_is_not_renewed_goes_back():
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
-    assert made.lease(LeaseRequest(4), 9.9, "b") is None
-    assert ids(made.lease(LeaseRequest(4), 10.0, "b")) == [0, 1, 2, 3]
+    first = made.lease(4, 0.0, "a")
+    assert made.lease(4, 9.9, "b") is None
+    assert ids(made.lease(4, 10.0, "b")) == [0, 1, 2, 3]
     with pytest.raises(LeaseLost, match="given to another lease"):
         made.commit(first.number, None, ids(first), 10.5)
     with pytest.raises(LeaseLost):
@@ -53,27 +53,27 @@ def test_a_lease_that_is_not_renewed_goes_back():
 
 def test_renewal_keeps_it():
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
+    first = made.lease(4, 0.0, "a")
     for now in range(8, 80, 8):
         made.renew(first.number, float(now), "a")
-        assert made.lease(LeaseRequest(4), float(now), "b") is None
+        assert made.lease(4, float(now), "b") is None
 
 
 def test_a_late_holder_whose_rows_nobody_took_may_go_on():
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
+    first = made.lease(4, 0.0, "a")
     assert made.expire(20.0) == 4
     made.renew(first.number, 21.0, "a")
-    assert made.lease(LeaseRequest(4), 22.0, "b") is None
+    assert made.lease(4, 22.0, "b") is None
     made.expire(99.0)
     assert made.commit(first.number, None, ids(first), 99.0)
-    assert made.lease(LeaseRequest(4), 99.0, "b") is None
+    assert made.lease(4, 99.0, "b") is None
 
 
 def test_one_row_given_to_another_spoils_the_whole_commit():
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
-    other = made.lease(LeaseRequest(1), 50.0, "b")
+    first = made.lease(4, 0.0, "a")
+    other = made.lease(1, 50.0, "b")
     with pytest.raises(LeaseLost, match=r"Its rows \[0\]"):
         made.commit(first.number, None, ids(first), 51.0)
     assert made.commit(other.number, None, ids(other), 51.0)
@@ -84,21 +84,21 @@ def test_one_row_given_to_another_spoils_the_whole_commit():
 
 def test_a_commit_may_be_repeated():
     made = index_of()
-    first = made.lease(LeaseRequest(2), 0.0, "a", step=7)
+    first = made.lease(2, 0.0, "a", step=7)
     assert made.commit(first.number, 7, ids(first), 1.0)
     assert not made.commit(first.number, 7, ids(first), 1.0)
     assert not made.commit(first.number, 7, ids(first), 999.0)
     with pytest.raises(DockError, match="step 7 of `update` is committed already"):
-        made.lease(LeaseRequest(2), 1.0, "a", step=7)
+        made.lease(2, 1.0, "a", step=7)
 
 
 def test_a_step_is_committed_once_whoever_comes():
     made = index_of()
-    first = made.lease(LeaseRequest(2), 0.0, "a", step=0)
+    first = made.lease(2, 0.0, "a", step=0)
     made.dropped("a", 1.0)
     made.rows[0].columns.clear()  # so that the second draw has other rows
     made.ready.pop(0)
-    second = made.lease(LeaseRequest(2), 2.0, "b", step=0)
+    second = made.lease(2, 2.0, "b", step=0)
     assert ids(second) == [1, 2]
     assert made.commit(second.number, 0, ids(second), 3.0)
     with pytest.raises(LeaseLost, match="step 0 is committed with other rows"):
@@ -107,30 +107,30 @@ def test_a_step_is_committed_once_whoever_comes():
 
 def test_the_ranks_of_a_group_share_one_draw():
     made = index_of(range(8))
-    shares = [made.lease(LeaseRequest(6), float(rank), f"rank {rank}", step=3, share=rank, shares=2)
+    shares = [made.lease(6, float(rank), f"rank {rank}", step=3, share=rank, shares=2)
               for rank in range(2)]
     assert shares[0] is shares[1]
     assert ids(shares[0]) == [0, 1, 2, 3, 4, 5]
     assert [len(share) for share in shares[0].shares] == [3, 3]
     made.dropped("rank 0", 2.0)
-    assert made.lease(LeaseRequest(6), 3.0, "rank 0 again", step=3, share=0, shares=2) is shares[0]
-    assert ids(made.lease(LeaseRequest(6), 3.0, "other", step=4)) == [6, 7]
+    assert made.lease(6, 3.0, "rank 0 again", step=3, share=0, shares=2) is shares[0]
+    assert ids(made.lease(6, 3.0, "other", step=4)) == [6, 7]
     with pytest.raises(DockError, match="leased in 2 shares"):
-        made.lease(LeaseRequest(6), 3.0, "rank 2", step=3, share=2, shares=4)
+        made.lease(6, 3.0, "rank 2", step=3, share=2, shares=4)
 
 
 def test_the_same_request_gets_the_same_lease():
     """Its answer was lost on the way."""
     made = index_of()
-    assert made.lease(LeaseRequest(2), 0.0, "a", request=5) is made.lease(LeaseRequest(2), 0.0, "a", request=5)
+    assert made.lease(2, 0.0, "a", request=5) is made.lease(2, 0.0, "a", request=5)
     assert len(made.ready) == 2
 
 
 def test_death_gives_rows_back_at_once_and_so_does_release():
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
+    first = made.lease(4, 0.0, "a")
     assert made.dropped("a", 0.5)
-    second = made.lease(LeaseRequest(4), 0.6, "b")
+    second = made.lease(4, 0.6, "b")
     assert ids(second) == ids(first)
     made.release(second.number, 0.7)
     assert len(made.ready) == 4
@@ -139,20 +139,8 @@ def test_death_gives_rows_back_at_once_and_so_does_release():
 
 def test_fewer_than_the_least_are_not_handed_out():
     made = index_of(range(3))
-    assert made.lease(LeaseRequest(8), 0.0, "a", least=4) is None
-    assert ids(made.lease(LeaseRequest(8), 0.0, "a", least=3)) == [0, 1, 2]
-
-
-def test_discarded_rows_count_as_committed():
-    made = ConsumerIndex(Consumer("update", ("tokens",), rules={"fresh": {"bound": 0}}))
-    made.learn(table([0, 1], version=1), ["tokens"])
-    made.learn(table([2], version=2), ["tokens"])
-    ask = LeaseRequest(9, version=2)
-    assert ids(made.lease(ask, 0.0, "a")) == [2]
-    assert [row.id for row in ask.discarded] == [0, 1]
-    assert made.done.ranges == [(0, 2)]
-    made.learn(table([0], version=9), ["tokens"])
-    assert 0 not in made.rows
+    assert made.lease(8, 0.0, "a", least=4) is None
+    assert ids(made.lease(8, 0.0, "a", least=3)) == [0, 1, 2]
 
 
 def restored(state, epochs=(), commits=(), rows=range(4)):
@@ -165,10 +153,10 @@ def restored(state, epochs=(), commits=(), rows=range(4)):
 
 def test_an_index_with_a_journal_takes_the_commit_of_a_lease_from_before():
     before = index_of()
-    first = before.lease(LeaseRequest(2), 0.0, "a")
+    first = before.lease(2, 0.0, "a")
     after = restored(before.state(), epochs=[1])
     assert after.commit(first.number, None, ids(first), 1.0)
-    assert ids(after.lease(LeaseRequest(9), 1.0, "b")) == [2, 3]
+    assert ids(after.lease(9, 1.0, "b")) == [2, 3]
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -177,9 +165,9 @@ def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
     snapshot was taken. Neither order of the two lets the first one commit."""
     before = index_of(range(1))
     state = before.state()
-    first = before.lease(LeaseRequest(1), 0.0, "a")
+    first = before.lease(1, 0.0, "a")
     before.dropped("a", 0.5)
-    second = before.lease(LeaseRequest(1), 0.6, "b")
+    second = before.lease(1, 0.6, "b")
     assert before.commit(second.number, 7, ids(second), 0.7)
     after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
     with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier epoch of its index"):
@@ -192,10 +180,10 @@ def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
 def test_what_was_answered_counts_more_than_a_lease_that_was_given_since():
     before = index_of(range(1))
     state = before.state()
-    first = before.lease(LeaseRequest(1), 0.0, "a")
+    first = before.lease(1, 0.0, "a")
     before.commit(first.number, None, ids(first), 0.1)
     after = restored(state, rows=range(1))
-    again = after.lease(LeaseRequest(1), 1.0, "b")
+    again = after.lease(1, 1.0, "b")
     assert after.commit(first.number, None, ids(first), 1.0, answered=True)
     with pytest.raises(LeaseLost, match="committed by another"):
         after.commit(again.number, None, ids(again), 2.0)
@@ -206,7 +194,7 @@ def test_a_commit_that_cannot_be_kept_is_none():
         raise DockError("the disk is full")
 
     made = index_of()
-    first = made.lease(LeaseRequest(4), 0.0, "a")
+    first = made.lease(4, 0.0, "a")
     with pytest.raises(DockError, match="full"):
         made.commit(first.number, 3, ids(first), 0.1, keep=full)
     assert not len(made.done)
@@ -217,7 +205,7 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     """Shard 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
     update, reward = index_of(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
     reward.learn(table(range(6)), ["tokens"])
-    scored = reward.lease(LeaseRequest(6), 0.0, "a")
+    scored = reward.lease(6, 0.0, "a")
     reward.commit(scored.number, None, ids(scored), 0.0)
     listed = {1: ["tokens"], 5: ["tokens", "rewards"]}
     assert update.relearn(listed, 1, 2) == [3]
@@ -225,27 +213,27 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     reward.relearn(listed, 1, 2)
     reward.learn(table([1]), ["tokens"])
     reward.learn(table([5]), ["tokens", "rewards"])
-    assert ids(reward.lease(LeaseRequest(6), 1.0, "b")) == [1], "its reward is made again"
+    assert ids(reward.lease(6, 1.0, "b")) == [1], "its reward is made again"
 
 
 def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     """It holds what was; if it dies after all, the new rows would stay leased."""
     made = index_of(range(2))
-    first = made.lease(LeaseRequest(2), 0.0, "a")
+    first = made.lease(2, 0.0, "a")
     made.expire(10.0)
     made.relearn({}, 0, 1)
     made.learn(table(range(2)), ["tokens", "rewards"])
     with pytest.raises(LeaseLost):
         made.renew(first.number, 11.0, "a")
     made.expire(99.0)
-    assert ids(made.lease(LeaseRequest(2), 99.0, "b")) == [0, 1]
+    assert ids(made.lease(2, 99.0, "b")) == [0, 1]
 
 
 @pytest.mark.parametrize("share", [-1, 2])
 def test_a_share_that_does_not_exist_draws_nothing(share):
     made = index_of()
     with pytest.raises(DockError, match=f"share {share} of 2"):
-        made.lease(LeaseRequest(4), 0.0, "a", step=0, share=share, shares=2)
+        made.lease(4, 0.0, "a", step=0, share=share, shares=2)
     assert len(made.ready) == 4
 
 
@@ -273,7 +261,7 @@ class Interleaving(RuleBasedStateMachine):
         step = len(self.trained) if stepped else None
         if step is not None and step in self.made.steps:
             return
-        granted = self.made.lease(LeaseRequest(count), self.now, who, step=step)
+        granted = self.made.lease(count, self.now, who, step=step)
         if granted:
             self.held.append((granted.number, step, ids(granted), who))
 
@@ -320,7 +308,7 @@ class Interleaving(RuleBasedStateMachine):
 
     def teardown(self):
         """In the end, everything can still be had."""
-        last = self.made.lease(LeaseRequest(10**6), self.now + 1000, "last")
+        last = self.made.lease(10**6, self.now + 1000, "last")
         rest = set(ids(last)) if last else set()
         assert rest | set(self.trained) == set(range(self.next))
 

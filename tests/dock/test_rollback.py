@@ -13,7 +13,7 @@ from distflow.dock import Consumer, DockClient, DockError, Full, StorageShardSer
 
 ROWS = 4
 ORDERS = Consumer("rollout", ("order",), ("tokens",))
-TRAINS = Consumer("trainer", ("tokens",), (), {"of_step": {"rows": ROWS}}, can_roll_back=True)
+TRAINS = Consumer("trainer", ("tokens",), (), step_rows=ROWS, can_roll_back=True)
 BOTH = (ORDERS, TRAINS)
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut, selection
+from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut
 from distflow.dock import shard as services
 from distflow.dock import snapshot as snapshots
-from distflow.dock.selection import RULES
 from distflow.rpc import connection as rpc
 from distflow.rpc import server
 from distflow.rpc.connection import connect
-from distflow.rpc.errors import Refused, Unreachable
+from distflow.rpc.errors import Refused
 
 UPDATE = Consumer("update", ("tokens",))
 
@@ -102,7 +101,7 @@ def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_oth
     at.put(tokens(range(4), 1 << 20))
     stuck = raw(at, token, "stuck")
     stuck.send({"op": "lease", "consumer": "update", "count": 4, "least": 4, "wait": 1, "step": None, "share": 0,
-                "shares": 1, "version": None, "request": 1})
+                "shares": 1, "request": 1})
     stuck.skip(stuck.receive()[1])
     stuck.send({"op": "fetch", "ids": torch.arange(4).numpy().tobytes(), "columns": ["tokens"]})
     assert at.lease("update", 4, wait=10).ids.tolist() == [0, 1, 2, 3]
@@ -224,20 +223,6 @@ def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monk
     schema, _ = restored.state.storage.read(torch.arange(4).numpy(), ["tokens"])
     assert schema[0][0] == "tokens"
     restored.close()
-
-
-def test_a_rule_that_fails_is_an_answer(dock):
-    @selection
-    def broken(groups, ask):
-        return groups.nonsense
-
-    try:
-        at = dock(1, (Consumer("update", ("tokens",), rules={"broken": {}}),))
-        with pytest.raises(DockError, match="cannot answer `lease`: AttributeError.*nonsense") as caught:
-            at.lease("update", 1)
-        assert not isinstance(caught.value, Unreachable)
-    finally:
-        RULES.pop("broken")
 
 
 def test_room_that_rows_are_about_to_fill_is_nobody_elses(dock, monkeypatch):

@@ -38,8 +38,8 @@ def test_columns_of_several_puts_come_together():
 def test_metadata_stays_unless_it_is_given_again():
     shard = StorageShard()
     shard.put(tokens([5, 6]), RowMeta(version=numpy.array([1, 2]), group=numpy.array([7, 7])))
-    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), RowMeta(priority=numpy.array([3])))
-    assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, 7, 0, -1], [6, 2, 2, 7, 3, -1]]
+    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), RowMeta(version=numpy.array([3])))
+    assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, 7, -1], [6, 2, 3, 7, -1]]
 
 
 def test_a_row_that_comes_again_is_dropped_and_counted():
@@ -116,7 +116,7 @@ def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
     shard.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}), RowMeta())
     assert shard.saved(numpy.array([1]))[1].tolist() == [3]
     shard.put(tokens([1]), RowMeta())
-    assert shard.table([1]).T.tolist() == [[1, 1, 0, -1, 0, -1]]
+    assert shard.table([1]).T.tolist() == [[1, 1, 0, -1, -1]]
 
 
 def test_rows_without_columns_are_refused():

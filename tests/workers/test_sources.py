@@ -49,9 +49,8 @@ def channel():
     service = StorageShardServer(TOKEN, max_bytes=500)
     address = service.start()
     channel = RolloutChannel(None, TOKEN, [address], "127.0.0.1", ROWS, PROMPTS, 2)
-    step_of = {"whole_groups": {"size": ROWS}, "of_step": {"rows": ROWS * PROMPTS}}
     with channel.dock("trainer 0") as dock:
-        dock.configure([Consumer(TRAINER, (REPORT,), (), step_of, seconds=3600.0, can_roll_back=True)])
+        dock.configure([Consumer(TRAINER, (REPORT,), (), ROWS, ROWS * PROMPTS, seconds=3600.0, can_roll_back=True)])
         ids = channel.rows_of(torch.arange(3 * PROMPTS))
         dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // ROWS)
     yield channel
