@@ -35,6 +35,13 @@ class Intervals:
             self.starts.append(start)
             self.ends.append(end)
 
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Intervals:
+        result = cls()
+        for number in numbers:
+            result.add(number)
+        return result
+
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self.starts, number) - 1
         return at >= 0 and number < self.ends[at]
@@ -327,7 +334,7 @@ class ConsumerIndex:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name in ("done", "finished", "steps"):
-            setattr(self, name, Intervals(map(tuple, state[name])))
+            setattr(self, name, Intervals(state[name]))
 
     def rollback(self, step: int) -> int:
         """Make the committed rows of all steps from `step` on ready again; return how many."""

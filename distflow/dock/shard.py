@@ -18,11 +18,10 @@ import numpy
 
 from distflow.dock.errors import Full, TimedOut
 from distflow.dock.index import ConsumerIndex, GrantedLease
-from distflow.dock.journal import Journal
+from distflow.dock.persistence import Journal, read_snapshot, write_snapshot
 from distflow.dock.selection import DockLayout, Ids, RowState
-from distflow.dock.shard_state import ClientSession, ShardState, read_ids
-from distflow.dock.snapshot import capture, messages, restore, write
-from distflow.dock.storage import RowMeta, unpack
+from distflow.dock.shard_state import ClientSession, ShardState
+from distflow.dock.storage import RowMeta, read_ids, unpack
 from distflow.dock.timeouts import describe_rows, no_room, shortage, status
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
@@ -80,7 +79,7 @@ class StorageShardServer:
         self.address: Address = self.server.address
         if snapshot is not None:
             with self.state.changed:
-                restore(self.state, snapshot)
+                self.state.restore(read_snapshot(snapshot))
         if commits is not None:
             commits.begin(self.state.epoch)
         self.actions: dict[str, Callable[[ClientRequest], Reply]] = {name: getattr(self, name) for name in _OPERATIONS}
@@ -280,9 +279,9 @@ class StorageShardServer:
     def snapshot(self, request: ClientRequest) -> Reply:
         with self.writing:
             with self.state.changed:
-                head, batches = capture(self.state)
+                messages = self.state.capture()
             path = Path(request.header["folder"]) / f"warehouse-{self.state.storage.number}.dock"
-            return {"bytes": write(messages(head, batches), path)}, []
+            return {"bytes": write_snapshot(messages, path)}, []
 
 
 def _packed(rows: Iterable[RowState], name: str) -> bytes:

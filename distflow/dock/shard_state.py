@@ -12,21 +12,23 @@ All methods run under one lock, `changed`, which also wakes the requests that wa
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
+from torch import Tensor
 
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
-from distflow.dock.journal import Journal
+from distflow.dock.persistence import Journal
 from distflow.dock.selection import Consumer, DockLayout, Ids
-from distflow.dock.storage import StorageShard
+from distflow.dock.storage import Message, StorageShard, StoredRow, pack_live, read_ids, read_table, unpack
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 
@@ -177,12 +179,43 @@ class ShardState:
         self.indexes[consumer.name] = index
         return index
 
+    def capture(self) -> Iterator[Message]:
+        """Return the messages of a snapshot. They are packed without the lock: batches never change."""
+        storage = self.storage
+        consumed: dict[str, list[int]] = {}
+        for row, stored in storage.rows.items():
+            for consumer in stored.consumed:
+                consumed.setdefault(consumer, []).append(row)
+        head = {"layout": self.configured().to_plain(), "number": storage.number,
+                "table": storage.table(storage.rows).tobytes(), "gone": storage.gone.ranges, "consumed": consumed,
+                "indexes": {name: index.state() for name, index in self.indexes.items()}}
+        batches = [(records, storage.live_rows(records)) for records in storage.batches]
+        return itertools.chain([(head, [])], *itertools.starmap(pack_live, batches))
+
+    def restore(self, messages: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
+        """Take over the content of a snapshot, and become the shard that it was."""
+        head, _ = next(messages)
+        storage, layout = self.storage, DockLayout.from_plain(head["layout"])
+        storage.number, storage.count = head["number"], len(layout.addresses)
+        storage.gone = Intervals(head["gone"])
+        for row, tokens, version, group, turn in read_table(head["table"]).T.tolist():
+            storage.rows[row] = StoredRow(frozenset(), tokens, version, group, turn)
+        for header, data in messages:
+            storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
+        for consumer, ids in head["consumed"].items():
+            for row in ids:
+                storage.rows[row].consumed.add(consumer)
+        for consumer in layout.consumers:
+            if consumer.name in head["indexes"]:
+                self.add_index(consumer, head["indexes"][consumer.name])
+        self.configure(layout, head["number"])
+
     def commit(self, consumer: str, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
         """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
 
         def keep() -> None:
             if self.journal is not None:
-                self.journal.commit(consumer, number, step, ids)
+                self.journal.commit(consumer, number, step, ids.tolist())
 
         index = self.index(consumer)
         new = index.commit(number, step, ids.tolist(), time.monotonic(), answered=answered, keep=keep)
@@ -251,7 +284,7 @@ class ShardState:
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
-            done = Intervals(map(tuple, update["ranges"]))
+            done = Intervals(update["ranges"])
             self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done], self._all())
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
@@ -320,11 +353,3 @@ class ShardState:
         self.retire(index.consumer.name, index.release_torn(listed, update["shard"], self.storage.count))
         for columns, table in parts:
             index.learn(table, columns)
-
-
-def read_ids(data: bytes) -> Ids:
-    return numpy.frombuffer(data, numpy.int64)
-
-
-def read_table(data: bytes) -> Ids:
-    return numpy.frombuffer(data, numpy.int64).reshape(5, -1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinsta
 Span = tuple["RecordBatch", int, int]
 """Rows start…stop of a batch."""
 Schema = list[list[Any]]
+Message = tuple[dict[str, Any], list[Any]]
+LiveRows = dict[int, tuple[int, list[str]]]
+"""Id and columns (none: a saved turn) of the rows of a batch that can still be read, by index."""
 
 
 class StoredColumn:
@@ -157,6 +160,16 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
     return part.view(kind).reshape(shape)
 
 
+def pack_live(records: RecordBatch, live: LiveRows) -> Iterator[Message]:
+    """Yield the live rows of a batch as messages: the finished ones, then the saved turns."""
+    for turn in (False, True):
+        local = [row for row, (_, names) in live.items() if turn != bool(names)]
+        if local:
+            spans = [(records, row, row + 1) for row in local]
+            schema, buffers = pack(records.batch.ids.numpy()[local], [(name, spans) for name in records.batch.columns])
+            yield {"rows": len(local), "columns": schema, "turn": turn}, buffers
+
+
 def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
     """Return the rows at `positions` of a shard as spans; `bases` are those of the batches, ascending.
 
@@ -213,6 +226,15 @@ class StorageCounts:
     duplicates: int = 0
     """Rows that came again and were dropped."""
     removed: int = 0
+
+
+def read_ids(data: bytes) -> Ids:
+    return numpy.frombuffer(data, numpy.int64)
+
+
+def read_table(data: bytes) -> Ids:
+    """Read what `StorageShard.table` returned, from its bytes."""
+    return read_ids(data).reshape(5, -1)
 
 
 SHOWN = 8
@@ -427,7 +449,7 @@ class StorageShard:
                 self._copy(records, live)
         self.thinned = {}
 
-    def _copy(self, records: RecordBatch, live: dict[int, tuple[int, list[str]]]) -> None:
+    def _copy(self, records: RecordBatch, live: LiveRows) -> None:
         spans = spans_of(numpy.array(list(live)) + records.base, [records.base], [records])
         ids = numpy.array([row for row, _ in live.values()], numpy.int64)
         smaller = self._append(gather(ids, records.batch.columns, spans), len(live))
@@ -437,8 +459,7 @@ class StorageShard:
             for name in names:
                 self.positions[name][row] = smaller.base + new
 
-    def live_rows(self, records: RecordBatch) -> dict[int, tuple[int, list[str]]]:
-        """Return the rows of a batch that can still be read: (id, its columns; none: a saved turn) by index."""
+    def live_rows(self, records: RecordBatch) -> LiveRows:
         result = {}
         for local, row in enumerate(records.batch.ids.tolist()):
             position = records.base + local

@@ -1,15 +1,8 @@
-"""Authenticated connection: both ends prove that they know the run's token, then exchange headers and raw buffers.
+"""Authenticated connection: both ends prove that they know the run's token, then exchange messages (`messages.py`).
 
-    bytes
-    4     `DFD1`
-    4     n, the length of the header
-    8     m, the length of the payload
-    n     header: a msgpack map
-    m     payload: buffers, one after the other
-
-Numbers are little-endian; lengths are checked before anything is allocated. Each end answers the other's random
-challenge (HMAC-SHA256); the token is never sent. What follows is neither encrypted nor signed: servers belong on
-loopback or on a private interface. Within a machine, payloads go through shared memory (`shared_payloads.py`).
+Each end answers the other's random challenge (HMAC-SHA256); the token is never sent. What follows is neither encrypted
+nor signed: servers belong on loopback or on a private interface. Within a machine, payloads go through shared memory
+(`shared_payloads.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +14,15 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
 from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.messages import HEAD_SIZE, Buffer, Header, frame, read_header, read_lengths
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
-_MAGIC = b"DFD1"
-_HEAD = struct.Struct("<4sIQ")
 _NONCE, _PROOF = 32, 32
-_MAX_HEADER = 256 << 20
-"""Metadata of some millions of rows. Only an authenticated peer can make a process allocate as much."""
-_MAX_PAYLOAD = 1 << 40
 _SEGMENTS = 1024
 """Buffers in one sendmsg, at most (IOV_MAX of Linux)."""
 _SMALL = 16 << 10
@@ -48,8 +35,6 @@ STALL_LIMIT = 60.0
 
 Address = tuple[str, int]
 """Host and port."""
-Buffer = bytes | memoryview
-Header = dict[str, Any]
 
 
 class ConnectionEnded(Exception):
@@ -79,11 +64,9 @@ class Connection:
             size = total if parts else 0
         if len(parts) > 8 and size < _SMALL * len(parts):
             parts = [b"".join(parts)]
-        packed = msgpack.packb(header)
-        if len(packed) > _MAX_HEADER:
-            raise RpcError(f"a message with {len(packed)} bytes of metadata is too long; send fewer rows at once")
-        self.sent += _HEAD.size + len(packed) + total
-        _send_all(self.sock, [_HEAD.pack(_MAGIC, len(packed), size) + packed, *parts])
+        head = frame(header, size)
+        self.sent += len(head) + total
+        _send_all(self.sock, [head, *parts])
 
     def receive(self) -> tuple[Header, int]:
         """Return the next header, and the length of the payload that must be taken before another message.
@@ -93,25 +76,24 @@ class Connection:
             Refused: the bytes are not a message.
             OSError: the connection broke or stalled.
         """
-        head = self._exactly(_HEAD.size, closing=True)
-        magic, length, payload = _HEAD.unpack(head)
-        if magic != _MAGIC or length > _MAX_HEADER or payload > _MAX_PAYLOAD:
-            raise Refused(f"{self.peer} sent something that is not a message of distflow")
-        header = msgpack.unpackb(self._exactly(length), strict_map_key=False)
-        if not isinstance(header, dict):
-            raise Refused(f"{self.peer} sent a message without a header")
+        head = self._exactly(HEAD_SIZE, closing=True)
+        try:
+            length, payload = read_lengths(head)
+            header = read_header(self._exactly(length))
+        except ValueError as error:
+            raise Refused(f"{self.peer} sent {error}") from None
         if self.memory is not None:
             self.in_shared_memory = self.memory.locate(header, payload)
         return header, payload + self.in_shared_memory
 
     def payload(self, size: int) -> Tensor:
         """Take a payload; returns [size] uint8."""
-        if self.in_shared_memory:
+        if self.in_shared_memory and self.memory is not None:
             self.received += size
             self.in_shared_memory = 0
             return self.memory.payload(size)
         result = torch.empty(size, dtype=torch.uint8)
-        self.take(memoryview(result.numpy()))
+        self.take(result.numpy().data)
         return result
 
     def take(self, buffer: memoryview) -> None:

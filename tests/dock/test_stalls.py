@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut
+from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut, storage
 from distflow.dock import shard as services
-from distflow.dock import snapshot as snapshots
 from distflow.rpc import connection as rpc
 from distflow.rpc import server
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
+from distflow.rpc.messages import frame
 
 UPDATE = Consumer("update", ("tokens",))
 
@@ -115,8 +115,7 @@ def test_a_client_that_stops_within_a_put_gives_its_room_back(dock, token, monke
     stuck = raw(at, token, "stuck")
     message = {"op": "put", "ids": torch.arange(4).numpy().tobytes(), "columns": [], "turn": None, "wait": 0,
                "meta": {}}
-    packed = rpc.msgpack.packb(message)
-    stuck.sock.sendall(rpc._HEAD.pack(b"DFD1", len(packed), 1000) + packed + bytes(500))
+    stuck.sock.sendall(frame(message, 1000) + bytes(500))
     until(lambda: at.services[0].state.storage.coming_rows == 4)
     assert at.put(tokens(range(10, 14)), wait=10) == 4
     stuck.close()
@@ -188,7 +187,7 @@ def test_snapshots_of_one_process_do_not_write_into_each_other(dock, token, tmp_
         inside.pop()
         return 1
 
-    monkeypatch.setattr(services, "write", write)
+    monkeypatch.setattr(services, "write_snapshot", write)
     clients = [DockClient(at.addresses, token, f"rank {rank}") for rank in range(3)]
     threads = [threading.Thread(target=client.snapshot, args=(tmp_path,)) for client in clients]
     for thread in threads:
@@ -212,8 +211,8 @@ def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monk
                 busy.put(tokens([9], 1 << 16))
         return packed(*given)
 
-    packed = snapshots.pack
-    monkeypatch.setattr(snapshots, "pack", pack)
+    packed = storage.pack
+    monkeypatch.setattr(storage, "pack", pack)
     at.put(tokens(range(4), 1 << 16))
     at.snapshot(tmp_path)
     assert busy_once

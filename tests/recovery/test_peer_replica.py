@@ -20,8 +20,9 @@ from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.store import store_on
 from distflow.recovery.worker_process import run_helper
-from distflow.rpc.connection import _HEAD, _MAGIC, connect
+from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
+from distflow.rpc.messages import frame
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 
@@ -265,7 +266,7 @@ def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, repli
     connection = connect((host, port), TOKEN, 30)
     connection.send({"shard": [0, 0, 9, 0, 1], "head": head, "retained": [0, 0, 2, 0, 1]})
     assert connection.receive() == ({}, 0), "the rest is to come"
-    connection.sock.sendall(_HEAD.pack(_MAGIC, 1, len(rest)) + b"\x80" + rest[: SIZE // 2])  # an empty header
+    connection.sock.sendall(frame({}, len(rest)) + rest[: SIZE // 2])
     until = time.monotonic() + 60
     while steps(replicas) != [2]:
         assert time.monotonic() < until

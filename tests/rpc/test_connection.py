@@ -71,7 +71,7 @@ def test_silence_is_hung_up_on(service, monkeypatch, caplog):
         assert sock.recv(32) == b""
 
 
-@pytest.mark.parametrize("head", [(b"DFD1", 0xFFFFFFFF, 0), (b"DFD1", 0, 1 << 63), (b"DFD2", 0, 0)])
+@pytest.mark.parametrize("head", [(b"DFM1", 0xFFFFFFFF, 0), (b"DFM1", 0, 1 << 63), (b"DFD2", 0, 0)])
 def test_lengths_are_checked_before_anything_is_allocated(service, token, head):
     connection = connect(service.address, token, 5.0)
     connection.send({"op": "hello", "who": "me", "session": "s"})

@@ -1,10 +1,9 @@
 """What was answered is never forgotten; what was cut off was not answered."""
 
-import numpy
 import pytest
 
 from distflow.dock import DockError
-from distflow.dock.journal import Journal
+from distflow.dock.persistence import Journal
 from distflow.errors import CheckpointError
 
 COMMITS = [("update", 5, 0, [3, 1, 2, 9]), ("reward", 6, None, []), ("update", 7, 1, [4])]
@@ -14,7 +13,7 @@ def filled(path):
     journal = Journal(path)
     journal.begin(11)
     for name, lease, step, ids in COMMITS:
-        journal.commit(name, lease, step, numpy.array(ids, numpy.int64))
+        journal.commit(name, lease, step, ids)
     journal.close()
 
 
@@ -35,7 +34,7 @@ def test_wherever_it_is_cut_the_rest_stands_and_it_goes_on(tmp_path):
         journal = Journal(tmp_path / "cut")
         kept = list(journal.commits("update"))
         assert kept in ([], [(5, 0, [1, 2, 3, 9])])
-        journal.commit("update", 8, 2, numpy.array([5]))
+        journal.commit("update", 8, 2, [5])
         journal.close()
         again = Journal(tmp_path / "cut")
         assert list(again.commits("update")) == [*kept, (8, 2, [5])]
@@ -48,6 +47,6 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "j")
     journal.file, file = -1, journal.file
     with pytest.raises(DockError, match="cannot be written, so it does not count"):
-        journal.commit("update", 1, None, numpy.array([1]))
+        journal.commit("update", 1, None, [1])
     journal.file = file
     journal.close()
