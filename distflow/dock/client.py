@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import socket
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.dock.errors import DockError, TimedOut, error_from
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, DockLayout, Ids
-from distflow.dock.storage import RecordBatch, gather, order_of, pack, spans_of, unpack
+from distflow.dock.storage import RecordBatch, gather, order_of, pack, read_table, read_tensor, spans_of, unpack
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
@@ -35,25 +33,22 @@ _log = logging.getLogger("distflow.dock")
 class DockClient:
     """Connections to all processes of a dock; for one thread at a time.
 
+    Leases that are not renewed or committed end with the client. Each method raises `Unreachable` if a process of the
+    dock does not answer, and `Refused` if the token is another run's.
+
     Args:
         addresses: of all shards by number. One is enough to find the others.
         token: the run's.
         who: name of this process in messages, as "rollout 3"; the host and process id are added.
         patience: seconds without any answer after which a process of the dock counts as unreachable.
-
-    Raises:
-        Refused: the token is another run's.
-        Unreachable: a process of the dock does not answer.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, *,
-                 session: str = ""):
-        self.who = who if session else f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.session = session or secrets.token_hex(8)
-        self.pool = ConnectionPool(token, self.who, self.session, patience, self._repeat_commits, error_from)
+    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0):
+        self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
+        self.pool = ConnectionPool(token, self.who, patience, self._repeat_commits, error_from)
         self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         self.known: DockLayout | None = None
-        self.addresses = [tuple(address) for address in addresses]
+        self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
     @property
     def layout(self) -> DockLayout:
@@ -69,7 +64,7 @@ class DockClient:
             self.pool.ask(address, {"op": "configure", "layout": self.known.to_plain(), "number": number})
 
     def report_activity(self, activity: str) -> None:
-        """Set what this process is doing now; it is sent with the next request, and costs nothing."""
+        """Set what this process is doing now; it is sent with the next request."""
         self.pool.activity = activity
 
     def put(self, batch: Batch, *, version: Tensor | int | None = None, group: Tensor | None = None,
@@ -114,13 +109,18 @@ class DockClient:
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
                    "wait": wait, "step": step, "share": share, "shares": shares,
                    "request": secrets.randbits(62) + 1}
-        return Lease.granted(consumer, step, self._await_rows(request))
+        reply = self._await_rows(request)
+        table = read_table(reply["rows"])
+        order = table[0].argsort()
+        ids, tokens, versions, groups, turns = (torch.from_numpy(values[order]) for values in table)
+        return Lease(consumer, reply["lease"], step, reply["seconds"], ids, tokens, versions, groups, turns,
+                     read_tensor(reply["all"]))
 
     def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
         reply = self._await_rows({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
                                   "step": step})
-        return tuple(torch.frombuffer(bytearray(reply[name]), dtype=torch.int64) for name in ("id", "tokens"))
+        return read_tensor(reply["id"]), read_tensor(reply["tokens"])
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
         """Fetch columns of leased rows (by default those that the consumer reads), or of rows by id, in their order.
@@ -145,10 +145,6 @@ class DockClient:
         """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
         self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
 
-    def release(self, lease: Lease) -> None:
-        """End the lease early: its rows are ready for others."""
-        self._ask_index({"op": "release", "consumer": lease.consumer, "lease": lease.number})
-
     def commit(self, lease: Lease) -> bool:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
 
@@ -170,38 +166,14 @@ class DockClient:
             DockError: rows of such a step have left, or the consumer is not `can_roll_back`. Nothing was rolled back.
         """
         reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
-        later = [each for each in self.commits if each["consumer"] == consumer and each["step"] is not None
-                 and each["step"] >= step]
-        for each in later:
-            self.commits.remove(each)
+        for each in list(self.commits):
+            if each["consumer"] == consumer and each["step"] is not None and each["step"] >= step:
+                self.commits.remove(each)
         return reply["rows"]
 
     def release_before(self, consumer: str, step: int) -> None:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
-
-    @contextlib.contextmanager
-    def keep(self, lease: Lease) -> Iterator[None]:
-        """Renew the lease from a thread while the block runs. A process that is stopped or dead loses it."""
-        over = threading.Event()
-        other = DockClient(self.addresses, self.pool.token, self.who, self.pool.patience, session=self.session)
-        other.known, other.commits = self.layout, self.commits
-
-        def renew_until_over() -> None:
-            with contextlib.suppress(DockError, RpcError):  # the commit will say that the lease was lost
-                while not over.wait(lease.seconds / 3):
-                    other.report_activity(self.pool.activity)
-                    with contextlib.suppress(Unreachable):  # it may come back before the lease expires
-                        other.renew(lease)
-
-        thread = threading.Thread(target=renew_until_over, name="dock lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            other.close()
 
     def snapshot(self, folder: Path) -> int:
         """Have every process write its shard into a folder that all of them see; return the bytes."""
@@ -234,20 +206,18 @@ class DockClient:
         replies = self.pool.ask_all([(self.layout.addresses[shard], request | {"ids": numbers[positions].tobytes()}, ())
                                      for shard, positions in self.layout.split(numbers)])
         parts = [unpack(reply["rows"], reply["columns"], data) for reply, data in replies]
-        turns = [torch.frombuffer(bytearray(reply["turns"]), dtype=torch.int64) for reply, _ in replies
-                 if reply.get("turns")]
+        turns = torch.cat([read_tensor(reply.get("turns", b"")) for reply, _ in replies])
         filled = [part for part in parts if len(part)] or parts[:1]
-        ids = torch.cat([part.ids for part in filled])
-        order = order_of(numbers, ids.numpy())
-        turn = torch.cat(turns)[torch.from_numpy(order)] if turns else torch.empty(0, dtype=torch.int64)
+        there = torch.cat([part.ids for part in filled]).numpy()
+        order = order_of(numbers, there)
+        turns = turns[torch.from_numpy(order)] if len(turns) else turns
         if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
-            return filled[0], turn
+            return filled[0], turns
         starts = numpy.cumsum([0, *map(len, filled)])
         gaps = numpy.searchsorted(starts, order, side="right") - 1  # one unused position between two batches
         bases = [int(start) + gap for gap, start in enumerate(starts[:-1])]
         batches = [RecordBatch(part, base, 0) for part, base in zip(filled, bases)]
-        spans = spans_of(order + gaps, bases, batches)
-        return gather(ids.numpy()[order], filled[0].columns, spans), turn
+        return gather(there[order], filled[0].columns, spans_of(order + gaps, bases, batches)), turns
 
     def _await_rows(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request that waits for rows; a `TimedOut` also says what the writers of missing columns are doing."""

@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor
 
 from distflow.dock.errors import DockError, LeaseLost
@@ -103,16 +101,9 @@ class Lease:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @classmethod
-    def granted(cls, consumer: str, step: int | None, reply: Mapping[str, Any]) -> Lease:
-        meta = {name: numpy.frombuffer(data, numpy.int64) for name, data in reply["meta"].items()}
-        order = numpy.argsort(meta["id"])
-        columns = [torch.from_numpy(meta[name][order]) for name in ("id", "tokens", "version", "group", "turn")]
-        all_ids = torch.from_numpy(numpy.frombuffer(reply["all"], numpy.int64).copy())
-        return cls(consumer, reply["lease"], step, reply["seconds"], *columns, all_ids)
 
-
-_SHOWN = 8
+SHOWN = 8
+"""Ids of a long list that a message names."""
 _EXPIRED_KEPT = 512
 """Expired leases that are remembered, to say who has their rows now."""
 
@@ -283,11 +274,6 @@ class ConsumerIndex:
         self._finish(ids)
         return True
 
-    def release(self, number: int, now: float) -> None:
-        if number in self.leases:
-            self.leases[number].expires = now
-            self.expire(now)
-
     def dropped(self, session: str, now: float) -> bool:
         """End the leases of a session without connections, unless others share them; return whether any ended."""
         mine = [granted for granted in self.leases.values() if session in granted.holders]
@@ -422,16 +408,16 @@ class ConsumerIndex:
         done = [row for row in ids if row in self.done]
         if number >> 32 not in self.epochs:
             return (f"lease {number} of `{self.consumer.name}` is of an earlier epoch of its index, which was "
-                    f"restored without a journal: its rows {ids[:_SHOWN]} may have been committed by others since. "
+                    f"restored without a journal: its rows {ids[:SHOWN]} may have been committed by others since. "
                     "Throw away what was made of them")
         fate = []
         if leases:
-            fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:_SHOWN]))})")
+            fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:SHOWN]))})")
         if done:
-            fate.append(f"rows {done[:_SHOWN]} are committed by another")
+            fate.append(f"rows {done[:SHOWN]} are committed by another")
         if step is not None and step in self.steps:
             fate.append(f"step {step} is committed with other rows")
         return (f"lease {number} of `{self.consumer.name}` is over: its holder's connection ended, or it gave no sign "
-                f"of life for {self.consumer.seconds:g} s. Its rows {ids[:_SHOWN]} "
+                f"of life for {self.consumer.seconds:g} s. Its rows {ids[:SHOWN]} "
                 f"{'; '.join(fate) or 'may be others by now'}. Throw away what was made of them; renew leases more "
                 "often if this work takes longer")

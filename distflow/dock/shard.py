@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,8 +34,8 @@ _WAKE = 0.5
 """Seconds after which a waiting request looks again by itself: leases of others expire without a notification."""
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
-_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "renew", "commit", "release",
-               "rollback", "release_before", "updates", "describe_rows", "status", "snapshot")
+_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "renew", "commit", "rollback",
+               "release_before", "updates", "describe_rows", "status", "snapshot")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -209,7 +209,7 @@ class StorageShardServer:
         index, granted = self._await_rows(header, grant)
         rows = granted.shares[header["share"]]
         return {"lease": granted.number, "seconds": index.consumer.seconds, "all": _packed(granted.rows, "id"),
-                "meta": {name: _packed(rows, name) for name in ("id", "tokens", "version", "group", "turn")}}, []
+                "rows": _packed(rows, "id", "tokens", "version", "group", "turn")}, []
 
     def look(self, request: ClientRequest) -> Reply:
         header = request.header
@@ -254,12 +254,6 @@ class StorageShardServer:
             self.state.changed.notify_all()
         return {}, []
 
-    def release(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            self.state.index(request.header["consumer"]).release(request.header["lease"], time.monotonic())
-            self.state.changed.notify_all()
-        return {}, []
-
     def updates(self, request: ClientRequest) -> Reply:
         with self.state.changed:
             self.state.configured()
@@ -284,5 +278,5 @@ class StorageShardServer:
             return {"bytes": write_snapshot(messages, path)}, []
 
 
-def _packed(rows: Iterable[RowState], name: str) -> bytes:
-    return numpy.array([getattr(row, name) for row in rows], numpy.int64).tobytes()
+def _packed(rows: Sequence[RowState], *names: str) -> bytes:
+    return numpy.array([[getattr(row, name) for row in rows] for name in names], numpy.int64).tobytes()

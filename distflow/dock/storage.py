@@ -25,7 +25,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.column_buffers import buffers_of, elements_of, form_of, raw
 from distflow.dock.errors import DockError, Full
-from distflow.dock.index import Intervals
+from distflow.dock.index import SHOWN, Intervals
 from distflow.dock.selection import Ids
 from distflow.errors import ColumnError, listing
 
@@ -43,10 +43,10 @@ class StoredColumn:
 
     def __init__(self, column: ColumnData):
         self.form = form_of(column)
-        self.buffers = [(memoryview(buffer.data), width, buffer.bounds.tolist())
+        self.buffers = [(buffer.data.data, width, buffer.bounds.tolist())
                        for buffer, width in zip(buffers_of(column), self.form.widths, strict=True)]
         if self.form.depth:
-            self.buffers.insert(0, (memoryview(raw(levels(column)[0][0])), 8, range(len(column) + 1)))
+            self.buffers.insert(0, (raw(levels(column)[0][0]).data, 8, range(len(column) + 1)))
         self.nbytes = sum(len(data) for data, *_ in self.buffers)
 
     def slice(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
@@ -54,7 +54,8 @@ class StoredColumn:
         for part, (data, width, bounds) in zip(into, self.buffers):
             first, last = bounds[start], bounds[stop]
             part.append(data[first * width : last * width])
-        return last - first
+        bounds = self.buffers[-1][2]
+        return bounds[stop] - bounds[start]
 
 
 class RecordBatch:
@@ -89,7 +90,7 @@ def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Schem
         ColumnError: the spans of a column do not have one form.
     """
     schema: Schema = []
-    buffers: list[Any] = [memoryview(ids).cast("B") if len(ids) else b""]
+    buffers: list[Any] = [ids.data.cast("B") if len(ids) else b""]
     for name, spans in columns:
         schema.append(_gather(name, spans, buffers))
     return schema, buffers
@@ -115,7 +116,7 @@ def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
     """Copy rows of batches into a batch of their own; for long rows several times faster than indexing."""
     schema, buffers = pack(ids, [(name, spans) for name in names])
     data = torch.empty(sum(map(len, buffers)), dtype=torch.uint8)
-    view, position = memoryview(data.numpy()), 0
+    view, position = data.numpy().data, 0
     for buffer in buffers:
         view[position : position + len(buffer)] = buffer
         position += len(buffer)
@@ -232,12 +233,16 @@ def read_ids(data: bytes) -> Ids:
     return numpy.frombuffer(data, numpy.int64)
 
 
+def read_tensor(data: bytes) -> Tensor:
+    """Read [rows] int64 that may be changed."""
+    return torch.from_numpy(read_ids(data).copy())
+
+
 def read_table(data: bytes) -> Ids:
     """Read what `StorageShard.table` returned, from its bytes."""
     return read_ids(data).reshape(5, -1)
 
 
-SHOWN = 8
 _COMPACT_FROM = 256 << 10
 """Bytes of a batch that is worth copying when half of its rows are gone."""
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from distflow.dock.index import ConsumerIndex, GrantedLease
+from distflow.dock.index import SHOWN, ConsumerIndex, GrantedLease
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard_state import ShardState
-from distflow.dock.storage import SHOWN
 from distflow.rpc.connection import Connection
 
 Report = dict[str, Any]

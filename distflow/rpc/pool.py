@@ -6,6 +6,7 @@ A request whose connection broke is sent again, so every request must be safe to
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -47,16 +48,16 @@ class ConnectionPool:
     """Connections by address.
 
     Args:
-        who, session: name and id of this process, sent in the first message of a connection.
+        who: name of this process, sent in the first message of a connection.
         on_replaced: called with an address whose process was replaced since the last connection, unless the new one
             has forgotten all commits on purpose.
         error_from: makes the exception of a reply that reports an error.
     """
 
-    def __init__(self, token: bytes, who: str, session: str, patience: float, on_replaced: Callable[[Address], None],
+    def __init__(self, token: bytes, who: str, patience: float, on_replaced: Callable[[Address], None],
                  error_from: Callable[[Header], Exception]):
-        self.token, self.who, self.session, self.patience, self.on_replaced = token, who, session, patience, on_replaced
-        self.error_from = error_from
+        self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
+        self.on_replaced, self.error_from = on_replaced, error_from
         self.connections: dict[Address, Connection] = {}
         self.epochs: dict[Address, int] = {}
         self.activity = ""

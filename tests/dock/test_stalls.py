@@ -162,21 +162,6 @@ def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
         at.lease("reward", 1, wait=0.1)
 
 
-def test_a_lease_is_kept_through_an_interruption(dock, token):
-    at = dock(1, (Consumer("update", ("tokens",), seconds=4.5),))
-    at.put(tokens(range(2)))
-    with DockClient(at.addresses, token, "holder", patience=0.5) as holder:
-        lease = holder.lease("update", 2)
-        with holder.keep(lease):
-            time.sleep(1.2)
-            with at.services[0].state.changed:  # what is asked meanwhile gets no answer
-                time.sleep(1.2)
-            time.sleep(3.6)
-            with pytest.raises(TimedOut):
-                at.lease("update", 1)
-        assert holder.commit(lease)
-
-
 def test_snapshots_of_one_process_do_not_write_into_each_other(dock, token, tmp_path, monkeypatch):
     at, inside, most = dock(1, (UPDATE,)), [], []
 
