@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.rows import Case, Columns
 from distflow.data.host_group import HostGroup
-from distflow.rpc.shared_memory import PoolNotice, SharedMemoryPool
+from distflow.data.redistribute import PoolNotice, RowMemory
 
 
 class PlainCopy:
@@ -22,7 +22,8 @@ class PlainCopy:
 
     def __init__(self, case: Case, rank: int, out: bool = False):
         self.case, self.rank, self.out = case, rank, out
-        self.host_group, self.pool = HostGroup(rank, 60.0), SharedMemoryPool(rank)
+        self.host_group = HostGroup(rank, 60.0)
+        self.shared = RowMemory(self.host_group.secret)
         self.got = np.empty(0, dtype=np.uint8)
 
     def load(self, ids: Tensor, columns: Columns) -> None:
@@ -36,13 +37,12 @@ class PlainCopy:
         told = [msgpack.unpackb(part, strict_map_key=False) for part in self.host_group.gather(msgpack.packb(sizes))]
         self.sizes = {rank: [said[rank] for said in told] for rank in self.consumers}
         wanted = sum(self.sizes.get(self.rank, [0]))
-        if wanted > max((segment.size for segment in self.pool.notice().segments), default=0):
-            self.pool.add(wanted)
+        if wanted > max((address.size for address in self.shared.notice().spare), default=0):
+            self.shared.add(wanted)
             self.got = np.zeros(wanted, dtype=np.uint8)
         stocks = [PoolNotice.unpack(msgpack.unpackb(part))
-                  for part in self.host_group.gather(msgpack.packb(self.pool.notice()))]
-        self.memory = {rank: self.pool.open(stocks, rank, stocks[rank].segments[-1].number)
-                       for rank in self.consumers}
+                  for part in self.host_group.gather(msgpack.packb(self.shared.notice()))]
+        self.memory = {rank: self.shared.open(stocks[rank].spare[-1]) for rank in self.consumers}
 
     def move(self) -> None:
         for rank in self.consumers:

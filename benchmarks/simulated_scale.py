@@ -36,8 +36,7 @@ from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PADDED, PER_TOKEN, Case  # noqa: E402
 from distflow.data.assignment import assign  # noqa: E402
 from distflow.data.column_buffers import ColumnForm  # noqa: E402
-from distflow.data.redistribute import Route, RowNotice, agree  # noqa: E402
-from distflow.rpc.shared_memory import PoolNotice  # noqa: E402
+from distflow.data.redistribute import PoolNotice, Route, RowNotice, agree  # noqa: E402
 
 PER_MACHINE = 8
 COLUMNS = len(PER_TOKEN)
@@ -83,7 +82,7 @@ def _route(rows: int) -> float:
     notices = []
     for ids in np.array_split(np.arange(rows), ranks):
         counts = {f"column{number}": [made.integers(1, 2000, len(ids))] for number in range(COLUMNS)}
-        notices.append(RowNotice(ids, dict.fromkeys(counts, form), counts, PoolNotice(0, (), ())))
+        notices.append(RowNotice(ids, dict.fromkeys(counts, form), counts, PoolNotice()))
     begin = time.perf_counter()
     weights = np.concatenate([sum(part[0] for part in notice.counts.values()) for notice in notices])
     shares = assign(torch.from_numpy(weights), ranks).numpy()

@@ -37,12 +37,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
-from distflow.weights.buffers import BufferAddress  # noqa: E402
+from distflow.rpc.shared_memory import MemoryAddress  # noqa: E402
 from distflow.weights.publisher import Publisher  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
 from distflow.weights.transport import transports  # noqa: E402
-from distflow.weights.transport.memory import MappedBuffers  # noqa: E402
+from distflow.weights.transport.memory import LockedMemory  # noqa: E402
 from distflow.weights.transport.ucx import is_installed  # noqa: E402
 
 TRANSPORTS = ["memory", "ucx", "tcp"] if is_installed() else ["memory", "tcp"]
@@ -61,7 +61,7 @@ class Trainer:
         """Tensors of so many MiB together, published twice: both buffers have been used then."""
         self.tensors = {f"layers.{number}.weight": torch.full((_TENSOR // 4,), self.version, dtype=torch.int32)
                         for number in range(mib * MIB // _TENSOR)}
-        self.publisher.buffers.trim()
+        self.publisher.buffers.spare.clear()
         for _ in range(3):
             self.publish()
 
@@ -76,7 +76,7 @@ class Trainer:
     def open(self, said: dict[str, Any]) -> dict[str, Any]:
         """What the raw transports need to know."""
         if "worker" in said:
-            self.source_end = transports("ucx", self.publisher.buffers, b"")["ucx"].source_end(said)
+            self.source_end = transports("ucx", self.publisher.buffers)["ucx"].source_end(said)
             return self.source_end.reply
         return {"port": self.server.getsockname()[1]}
 
@@ -84,7 +84,7 @@ class Trainer:
         self.sock = self.server.accept()[0]
 
     def lend(self) -> dict[str, Any]:
-        return {"process": os.getpid(), "place": list(self.publisher.buffers.address_of(self.memory))}
+        return {"address": list(self.publisher.buffers.address_of(self.memory))}
 
     def send(self, way: str) -> None:
         """All of it, when the other side has said that it is ready."""
@@ -105,7 +105,7 @@ class Rollout:
 
     def __init__(self, store: dist.Store, token: bytes):
         self.puller = Puller(store, token, "rollout")
-        self.mapped_buffers = MappedBuffers(self.puller.buffers)
+        self.locked_memory = LockedMemory(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
 
     def pull(self, way: str) -> float:
@@ -120,15 +120,15 @@ class Rollout:
 
     def _connections(self, token: bytes, way: str) -> SourceConnections:
         """As the puller makes them itself, for one of the transports."""
-        ways = transports(way, self.puller.buffers, token)
+        ways = transports(way, self.puller.buffers)
         return SourceConnections(lambda entry, head: SourceClient(entry, head, "rollout", token, ways, way,
                                                                   self.puller.deadline))
 
     def trim(self) -> None:
-        self.puller.buffers.trim()
+        self.puller.buffers.spare.clear()
 
     def begin(self) -> dict[str, Any]:
-        self.puller_end = transports("ucx", self.puller.buffers, b"")["ucx"].puller_end({}, 60.0)
+        self.puller_end = transports("ucx", self.puller.buffers)["ucx"].puller_end({}, 60.0)
         return self.puller_end.hello
 
     def connect(self, port: int, reply: dict[str, Any] | None) -> None:
@@ -139,8 +139,7 @@ class Rollout:
     def raw(self, way: str, size: int, lent: dict[str, Any]) -> float:
         """Into the staging memory that the next pull that moves bytes will use."""
         target = self.puller.buffers.take(size)
-        source = self.mapped_buffers.open(lent["process"],
-                                          BufferAddress(*lent["place"]))[:size] if way == "memory" else None
+        source = self.locked_memory.open(MemoryAddress(*lent["address"]))[:size] if way == "memory" else None
         view = memoryview(target)
         if source is not None:
             source[::4096].max()  # its pages are mapped, as those of a source that was pulled from before

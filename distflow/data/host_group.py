@@ -6,8 +6,9 @@ Collectives of gloo pass a message round a ring, and each hop wakes a process: m
     doorbell    pipe that tells the other ranks of the machine that a message is there
     leader      first rank of each machine; it exchanges messages with other machines for its peers
 
-All these descriptors are opened through /proc, as in `distflow.rpc.shared_memory`. A peer that dies is noticed at once,
-by its process descriptor, and named. Where processes may not open each other's files, each counts as a machine.
+Mailboxes carry a name that only this group knows (`distflow.rpc.shared_memory`), and a peer's mailbox says which pipe
+is its doorbell, so that nothing else is ever opened. A peer that dies is noticed at once, by its process descriptor,
+and named. Where processes may not open each other's files, each counts as a machine.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ import torch.distributed as dist
 from distflow.data.exchange import barrier as barrier_far
 from distflow.data.exchange import gather as gather_far
 from distflow.errors import RankMissing
-from distflow.rpc.shared_memory import machine_name
+from distflow.rpc.shared_memory import (
+    MemoryAddress,
+    create_memory,
+    machine_name,
+    memory_name,
+    open_memory,
+    open_proven,
+)
 
+_OWNER = struct.Struct("<III")
+"""What a mailbox says at first: whose it is, the descriptor of that rank's doorbell, and the pipe's inode."""
 _MESSAGE = struct.Struct("<IIQ")
 """Rank, round and the message's size; short enough for a pipe to take whole."""
-
-
 _EXTRA_SECONDS = 10.0
 """Seconds longer that a rank waits for its leader, who waits for other machines and can name the ranks it misses."""
 _group_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -55,7 +63,8 @@ class HostPeer:
 class HostGroup:
     """One rank's access to all others. Every rank of the group creates one and makes the same calls in the same order.
 
-    machines: for each rank of the group, the first rank of its machine.
+    machines: for each rank of the group, the first rank of its machine. secret: of the group, for the names of what
+    its ranks share.
 
     Raises:
         RankMissing: from any call: a rank died, or did not come within `limit` seconds. One of this machine is named.
@@ -66,15 +75,16 @@ class HostGroup:
         self.received: dict[tuple[int, int], int] = {}
         """(rank, round): the size of a message that a peer has left."""
         self.descriptors = _Descriptors()
-        name, secret = machine_name(), secrets.token_bytes(16)
-        self.mailboxes = tuple(self.descriptors.keep(os.memfd_create("distflow")) for _ in range(2)) if name else ()
-        for mailbox in self.mailboxes:
-            os.pwrite(mailbox, secret, 0)
+        self.secret = b"".join(gather_far(secrets.token_bytes(16), group))
+        self.memory, name = memory_name("mailbox", self.secret), machine_name()
+        mine = [create_memory(self.memory, 0) for _ in range(2)] if name else []
+        self.mailboxes = [self.descriptors.keep(address.descriptor) for address in mine]
         self.doorbell, bell = map(self.descriptors.keep, os.pipe())
-        mine = [name, os.getpid(), self.mailboxes, bell, secret]
-        announced = [msgpack.unpackb(raw) for raw in gather_far(msgpack.packb(mine), group)]
-        names = [name or f"rank {number}" for number, (name, *_) in enumerate(announced)]
-        found = self._open_peers({number: contact for number, (other, *contact) in enumerate(announced)
+        for mailbox in self.mailboxes:
+            os.pwrite(mailbox, _OWNER.pack(rank, bell, os.fstat(bell).st_ino), 0)
+        announced = [msgpack.unpackb(raw) for raw in gather_far(msgpack.packb([name, mine]), group)]
+        names = [name or f"rank {number}" for number, (name, _) in enumerate(announced)]
+        found = self._open_peers({number: mailboxes for number, (other, mailboxes) in enumerate(announced)
                                   if other == name != "" and number != rank})
         failed = gather_far(bytes([found is None]), group)
         isolated = {names[number] for number, raw in enumerate(failed) if raw != b"\0"}
@@ -147,20 +157,24 @@ class HostGroup:
                 raise RankMissing(f"rank {', '.join(map(str, missing))} did not come within the wait limit of "
                                   f"{limit:g} s", missing)
 
-    def _open_peers(self, contacts: dict[int, list]) -> dict[int, HostPeer] | None:
+    def _open_peers(self, mailboxes: dict[int, list[list[int]]]) -> dict[int, HostPeer] | None:
         try:
-            return {rank: self._open_peer(rank, *contact) for rank, contact in contacts.items()}
+            return {rank: self._open_peer(rank, *(MemoryAddress(*address) for address in addresses))
+                    for rank, addresses in mailboxes.items()}
         except OSError as error:
             print(f"rank {self.rank} shares no memory with the other ranks of its machine: {error}", file=sys.stderr,
                   flush=True)
             return None
 
-    def _open_peer(self, rank: int, process: int, mailboxes: list[int], bell: int, secret: bytes) -> HostPeer:
-        opened = [self.descriptors.keep(os.open(f"/proc/{process}/fd/{number}", mode | os.O_CLOEXEC))
-                  for number, mode in ((mailboxes[0], os.O_RDONLY), (mailboxes[1], os.O_RDONLY), (bell, os.O_WRONLY))]
-        if any(os.pread(mailbox, len(secret), 0) != secret for mailbox in opened[:2]):
-            raise OSError(f"process {process} is not rank {rank}: two machines have the same name")
-        return HostPeer(rank, (opened[0], opened[1]), opened[2], self.descriptors.keep(os.pidfd_open(process)))
+    def _open_peer(self, rank: int, first: MemoryAddress, second: MemoryAddress) -> HostPeer:
+        one, other = (self.descriptors.keep(open_memory(each, self.memory, os.O_RDONLY)) for each in (first, second))
+        owners = {_OWNER.unpack(os.pread(mailbox, _OWNER.size, 0)) for mailbox in (one, other)}
+        owner, bell, pipe = owners.pop()
+        if owners or owner != rank:
+            raise OSError(f"process {first.process} is not rank {rank}: two machines have the same name")
+        bell = open_proven(first.process, bell, pipe, f"pipe:[{pipe}]", os.O_WRONLY)
+        return HostPeer(rank, (one, other), self.descriptors.keep(bell),
+                        self.descriptors.keep(os.pidfd_open(first.process)))
 
     def _group(self, leaders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Make the group of leaders. Not by `new_group`, which all processes of the run would have to call."""

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.column_buffers import (
@@ -32,14 +33,66 @@ from distflow.data.exchange import exchange
 from distflow.data.host_group import HostGroup
 from distflow.errors import ColumnError
 from distflow.plan import Layout
-from distflow.rpc.shared_memory import PoolNotice, SharedMemoryPool, choose
+from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of
 from distflow.telemetry.metrics import Metrics
 
 _ALIGNED = 64
+_SLACK = 1.25
+"""Factor by which a new buffer exceeds the request: the next step's rows fit too, and untouched pages cost nothing."""
 _SHOWN = 5
 
 Destinations = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From the ids of all rows [rows] to pairs (row [pairs], share [pairs]): a row may go to several shares, or to none."""
+
+
+class PoolNotice(NamedTuple):
+    """Announcement of one rank's shared memory: its spare buffers, and those of other ranks that its tensors view."""
+
+    spare: tuple[MemoryAddress, ...] = ()
+    reads: tuple[MemoryAddress, ...] = ()
+
+    @classmethod
+    def unpack(cls, packed: Sequence) -> PoolNotice:
+        return cls(*(tuple(MemoryAddress(*address) for address in addresses) for addresses in packed))
+
+
+def choose(notices: Sequence[PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
+    """Return for each owner that wants some bytes its smallest spare buffer of at least that size, None if it has none;
+    every rank finds the same."""
+    read = {address for notice in notices for address in notice.reads}
+    return {owner: min((address for address in notices[owner].spare if address.size >= size and address not in read),
+                       key=lambda address: (address.size, address.inode), default=None)
+            for owner, size in wanted.items() if size}
+
+
+class RowMemory:
+    """Shared memory of the ranks of a machine (DistFlow §6.2): a buffer belongs to one rank, the others write rows into
+    it, and the rows are used in place."""
+
+    def __init__(self, secret: bytes):
+        name = memory_name("rows", secret)
+        self.pool, self.mapped = SharedMemoryPool(name), MappedMemory(name, writable=True)
+        self.reads: set[MemoryAddress] = set()
+
+    def notice(self) -> PoolNotice:
+        return PoolNotice(tuple(self.pool.spare), tuple(self.reads))
+
+    def add(self, size: int) -> None:
+        """Add a spare buffer of at least `size` bytes; the largest one, which is too small, is given up."""
+        if self.pool.spare:
+            self.pool.spare.pop(max(self.pool.spare, key=lambda address: address.size))
+        self.pool.add(int(size * _SLACK))
+
+    def open(self, address: MemoryAddress) -> np.ndarray:
+        """Return a buffer of this machine, [bytes] uint8."""
+        return self.pool.spare[address] if address in self.pool.spare else self.mapped.open(address)
+
+    def lease(self, address: MemoryAddress, size: int) -> Tensor:
+        """Return the beginning of a buffer, [size] uint8; it is not used again before the last view of it is gone."""
+        if address in self.pool.spare:
+            return torch.from_numpy(self.pool.lease(address, size))
+        self.reads.add(address)
+        return torch.from_numpy(view_of(self.mapped.open(address), size, self.reads.discard, address))
 
 
 class RowNotice(NamedTuple):
@@ -201,14 +254,12 @@ Buffers = dict[str, list[ColumnBuffer]]
 
 
 class Destination(NamedTuple):
-    """Memory that receives a share's rows: that of its first rank on each machine that has ranks of it.
-
-    number: of the segment; -1 if the share has no bytes.
-    """
+    """Memory that receives a share's rows: that of its first rank on each machine that has ranks of it. None if the
+    share has no bytes."""
 
     share: int
     rank: int
-    number: int
+    address: MemoryAddress | None
 
 
 class Redistributor:
@@ -216,13 +267,16 @@ class Redistributor:
 
     def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
         self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
-        self.pool = SharedMemoryPool(rank)
         self.moved = 0
         """Bytes of rows that left or reached this rank in this step."""
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
         return HostGroup(self.rank, self.limit, self.group)
+
+    @functools.cached_property
+    def memory(self) -> RowMemory:
+        return RowMemory(self.host_group.secret)
 
     def move(self, held: Batch, layout: Layout, payload: bytes,
              find_destinations: Callable[[list[bytes]], Destinations], edge: str) -> Batch:
@@ -237,15 +291,15 @@ class Redistributor:
         Raises:
             ColumnError: on every rank: rows without a destination or held twice, or columns that do not fit together.
         """
-        raw, buffers = announce(held, self.pool.notice())
+        raw, buffers = announce(held, self.memory.notice())
         payloads = [msgpack.unpackb(part) for part in self.host_group.gather(msgpack.packb([raw, payload]))]
         notices = [read_notice(notice) for notice, _ in payloads]
         forms = agree(notices)
         route = Route(notices, forms, find_destinations([part for _, part in payloads]), layout.dp)
-        destinations, pools = self._reserve(route, layout, [notice.pool for notice in notices])
+        destinations = self._reserve(route, layout, [notice.pool for notice in notices])
         machines = self.host_group.machines
         here = [each for each in destinations if machines[each.rank] == machines[self.rank]]
-        memory = {each: self.pool.open(pools, each.rank, each.number) for each in here if each.number >= 0}
+        memory = {each: self.memory.open(each.address) for each in here if each.address is not None}
         for target in memory:
             for part, buffer, pairs, runs in _rows(route, buffers, target.share, self.rank):
                 copy_rows(buffer.data, _bytes_of(memory[target], part, target.share),
@@ -259,8 +313,7 @@ class Redistributor:
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
-    def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> tuple[list[Destination],
-                                                                                       list[PoolNotice]]:
+    def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> list[Destination]:
         """Choose memory for all shares. Where a share lacks some, its owner adds a segment and all ranks announce
         again."""
         owners: dict[tuple[int, int], int] = {}
@@ -272,11 +325,11 @@ class Redistributor:
         chosen = choose(pools, wanted)
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
-                self.pool.add(wanted[self.rank])
+                self.memory.add(wanted[self.rank])
             pools = [PoolNotice.unpack(msgpack.unpackb(raw))
-                     for raw in self.host_group.gather(msgpack.packb(self.pool.notice()))]
+                     for raw in self.host_group.gather(msgpack.packb(self.memory.notice()))]
             chosen = choose(pools, wanted)
-        return [Destination(share, rank, chosen[rank]) for (share, _), rank in owners.items()], pools
+        return [Destination(share, rank, chosen.get(rank)) for (share, _), rank in owners.items()]
 
     def _send(self, buffers: Buffers, route: Route, traffic: np.ndarray, destinations: list[Destination],
               machines: list[int],
@@ -314,8 +367,8 @@ class Redistributor:
             return Batch(torch.empty(0, dtype=torch.int64))
         target, pairs = next(each for each in here if each.share == share), route.pairs(share)
         raw = torch.empty(0, dtype=torch.uint8)
-        if target in memory:
-            raw = self.pool.lease(memory[target], target.rank, target.number, int(route.totals[share]))
+        if target.address is not None:
+            raw = self.memory.lease(target.address, int(route.totals[share]))
         columns = {}
         for name, form in forms.items():
             buffers = [(_bytes_of(raw, part, share), part.counts[pairs]) for part in route.parts[name]]

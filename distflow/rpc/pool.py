@@ -140,8 +140,8 @@ class ConnectionPool:
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
             connection = connect(address, self.token, self.patience)
-            memory = Segments()
-            hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer(self.token)}
+            memory = Segments(self.token)
+            hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
             connection.send(hello)
             answer = connection.receive()[0]
             connection.memory = memory if answer["memory"] else None

@@ -1,118 +1,41 @@
-"""Shared memory of the ranks of a machine (DistFlow §6.2).
+"""Memory shared within a machine: one pool of it, and one proof of what another process may be asked to open.
 
-A segment belongs to one rank; the other ranks of the machine write rows into it, and the rows are used in place.
-Segments have no names: other ranks open the owner's through /proc. So a killed run leaves nothing behind, and the small
-/dev/shm of a container does not matter. A segment is reused when the last tensor that views it is gone: fresh pages
-cost six times what warm ones do.
+    SharedMemoryPool    memory of this process: a buffer is spare again when the last view of it is gone
+    MappedMemory        memory of other processes, mapped here
+    open_proven         the only way to a descriptor of another process
+
+All of it is files without a place in the file system (memfd), which others open through /proc: so a killed run leaves
+nothing behind, and the small /dev/shm of a container does not matter. The proof is a file's name: it is derived from a
+secret of those who share, so only they can have made the file, and only for that purpose. A process that names any
+other (process, descriptor) is refused before that is opened. No such file can shrink under those who have mapped it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hmac
+import itertools
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
+import numpy
 
-_SLACK = 1.25
-"""Factor by which a new segment exceeds the request: the next step's rows fit too, and untouched pages cost nothing."""
+_NAME_BYTES = 16
 
 
-class SharedSegment(NamedTuple):
-    """Segment as its owner announces it. `descriptor` is the owner's."""
-
-    number: int
-    descriptor: int
-    size: int
-    free: bool
-
-
-class PoolNotice(NamedTuple):
-    """Announcement of one rank's pool.
-
-    reads: (owner, number) of other ranks' segments that its tensors still view.
-    """
+class MemoryAddress(NamedTuple):
+    """Address of a memory file: a process that has it open, its descriptor there, the file's inode, bytes."""
 
     process: int
-    segments: tuple[SharedSegment, ...]
-    reads: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def unpack(cls, packed: Sequence) -> PoolNotice:
-        process, segments, reads = packed
-        return cls(process, tuple(SharedSegment(*segment) for segment in segments), tuple((a, b) for a, b in reads))
-
-
-def choose(notices: Sequence[PoolNotice], wanted: dict[int, int]) -> dict[int, int | None]:
-    """Return for each owner the number of its smallest free segment of at least `wanted` bytes, None if it has none
-    and -1 if it wants no bytes; every rank finds the same."""
-    read = {key for notice in notices for key in notice.reads}
-    chosen: dict[int, int | None] = {}
-    for owner, size in wanted.items():
-        fitting = [(segment.size, segment.number) for segment in notices[owner].segments
-                   if segment.free and segment.size >= size and (owner, segment.number) not in read]
-        chosen[owner] = min(fitting)[1] if fitting and size else None if size else -1
-    return chosen
-
-
-class SharedMemoryPool:
-    """One rank's segments, and those of the machine's other ranks that it has mapped."""
-
-    def __init__(self, rank: int):
-        self.rank, self.shared = rank, bool(machine_name())
-        self._mine: dict[int, tuple[SharedSegment, mmap.mmap]] = {}
-        self._theirs: dict[tuple[int, int], mmap.mmap] = {}
-        self._used: set[tuple[int, int]] = set()
-        self._count = 0
-
-    def notice(self) -> PoolNotice:
-        segments = tuple(segment._replace(free=(self.rank, number) not in self._used)
-                        for number, (segment, _) in self._mine.items())
-        return PoolNotice(os.getpid(), segments, tuple(key for key in list(self._used) if key[0] != self.rank))
-
-    def add(self, size: int) -> None:
-        """Add a free segment of at least `size` bytes; the largest free one, which is too small, is given up."""
-        free = [segment for segment in self.notice().segments if segment.free]
-        if free:
-            number = max(free, key=lambda segment: segment.size).number
-            self._mine.pop(number)
-        size = max(int(size * _SLACK), mmap.PAGESIZE)
-        descriptor = os.memfd_create("distflow") if self.shared else -1
-        if self.shared:
-            os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
-        if self.shared:
-            weakref.finalize(memory, os.close, descriptor).atexit = False
-        self._mine[self._count] = SharedSegment(self._count, descriptor, size, True), memory
-        self._count += 1
-
-    def open(self, notices: Sequence[PoolNotice], owner: int, number: int) -> np.ndarray:
-        """Map a segment of this machine, and unmap those that their owners gave up; returns [bytes] uint8."""
-        if owner == self.rank:
-            return np.frombuffer(self._mine[number][1], dtype=np.uint8)
-        alive = {(rank, segment.number) for rank, notice in enumerate(notices) for segment in notice.segments}
-        self._theirs = {key: memory for key, memory in self._theirs.items() if key in alive}
-        if (owner, number) not in self._theirs:
-            segment = next(segment for segment in notices[owner].segments if segment.number == number)
-            descriptor = os.open(f"/proc/{notices[owner].process}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._theirs[owner, number] = mmap.mmap(descriptor, segment.size)
-            finally:
-                os.close(descriptor)
-        return np.frombuffer(self._theirs[owner, number], dtype=np.uint8)
-
-    def lease(self, memory: np.ndarray, owner: int, number: int, size: int) -> Tensor:
-        """Return the beginning of a segment, [size] uint8; it is not reused while the tensor or a view of it lives."""
-        part, key = memory[:size], (owner, number)
-        self._used.add(key)
-        weakref.finalize(part, self._used.discard, key).atexit = False
-        return torch.from_numpy(part)
+    descriptor: int
+    inode: int
+    size: int
 
 
 def machine_name() -> str:
@@ -134,3 +57,174 @@ def machine_name() -> str:
 @functools.cache
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def memory_name(purpose: str, secret: bytes) -> str:
+    """Return the name of the memory that the processes with this secret share for one purpose."""
+    return f"distflow-{purpose}-{hmac.digest(secret, purpose.encode(), 'sha256')[:_NAME_BYTES].hex()}"
+
+
+def create_memory(name: str, size: int) -> MemoryAddress:
+    """Make a file of `size` bytes, which may grow; the caller closes its descriptor."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return MemoryAddress(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
+
+
+def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
+    """Open another process' memory that was made under this name; return a descriptor (`mode`: os.O_RDONLY or O_RDWR).
+
+    Raises:
+        ConnectionError: it is something else, of another size, or could shrink.
+        OSError: it is not there any more, or may not be opened.
+    """
+    file = open_proven(address.process, address.descriptor, address.inode, f"/memfd:{name} (deleted)", mode)
+    if os.fstat(file).st_size < address.size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        os.close(file)
+        raise ConnectionError(f"process {address.process} offers memory that is not as large as it says")
+    return file
+
+
+def open_proven(process: int, descriptor: int, inode: int, name: str, mode: int) -> int:
+    """Open what another process of this user has open, if /proc gives it this name and inode; raises as `open_memory`.
+
+    What is looked at is a handle that opens nothing, and the file is opened through that handle: opening something
+    else, such as a pipe or a terminal, could have consequences, and a descriptor may change its meaning in between.
+    """
+    handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        path, facts = f"/proc/self/fd/{handle}", os.fstat(handle)
+        if (os.readlink(path), facts.st_ino, facts.st_uid) != (name, inode, os.geteuid()):
+            raise ConnectionError(f"process {process} offers something that is not its shared memory")
+        return os.open(path, mode | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+
+
+class SharedMemoryPool:
+    """Buffers of this process that others can open; private memory on a machine that shares none.
+
+    Fresh pages cost six times what warm ones do, so buffers are used again; but not while another process has one
+    locked (`flock`), even if this process no longer uses it. The kernel drops the lock of a process that dies, and the
+    memory itself with the last process that has it.
+
+    Args:
+        name: of `memory_name`.
+        least: bytes of the smallest buffer.
+        keep: how many spare buffers are kept, even if fewer are in use.
+    """
+
+    def __init__(self, name: str, least: int = mmap.PAGESIZE, keep: int = 0):
+        self.name, self.least, self.keep = name, least, keep
+        self.spare: dict[MemoryAddress, numpy.ndarray] = {}
+        """In the order in which they were given back."""
+        self.used: dict[int, MemoryAddress] = {}
+        """By the memory address at which it begins, all memory in use here that others can open, mapped memory of
+        others included."""
+        self.lock = threading.Lock()
+
+    def take(self, size: int, whole: bool = False) -> numpy.ndarray:
+        """Return [size] uint8 with any contents, or all of a buffer of at least that size (`whole`). It is spare again
+        when the last view of it is gone."""
+        with self.lock:
+            address = next((each for each in self._fitting(size) if _is_free(each)), None) or self.add(size)
+            part = self.lease(address, address.size if whole else size)
+            for surplus in list(self.spare)[: max(0, len(self.spare) - max(self.keep, len(self.used)))]:
+                self.spare.pop(surplus, None)  # views of a removed buffer keep its memory
+        return part
+
+    def add(self, size: int) -> MemoryAddress:
+        """Add a spare buffer of at least `size` bytes."""
+        size = max(size, self.least)
+        if not machine_name():
+            address, memory = MemoryAddress(os.getpid(), -1, next(_private), size), mmap.mmap(-1, size)
+        else:
+            address = create_memory(self.name, size)
+            memory = mmap.mmap(address.descriptor, size)
+            weakref.finalize(memory, os.close, address.descriptor).atexit = False
+        self.spare[address] = numpy.frombuffer(memory, numpy.uint8)
+        return address
+
+    def lease(self, address: MemoryAddress, size: int) -> numpy.ndarray:
+        """Return the beginning of a spare buffer, [size] uint8; it is spare again when the last view of that is gone.
+        """
+        whole = self.spare.pop(address)
+        self.used[whole.ctypes.data] = address
+        return view_of(whole, size, self._give_back, address, whole)
+
+    def address_of(self, memory: numpy.ndarray) -> MemoryAddress:
+        """Return the address at which other processes find a buffer in use."""
+        return self.used[memory.ctypes.data]
+
+    def _fitting(self, size: int) -> list[MemoryAddress]:
+        found = [each for each in list(self.spare) if size <= each.size <= max(2 * size + mmap.PAGESIZE, self.least)]
+        return sorted(found, key=lambda address: address.size)
+
+    def _give_back(self, address: MemoryAddress, whole: numpy.ndarray) -> None:
+        """Make a buffer spare. Runs during garbage collection, in the middle of anything: it must not wait for a lock.
+        """
+        self.used.pop(whole.ctypes.data, None)
+        self.spare[address] = whole
+
+
+class MappedMemory:
+    """Mapped memory of other processes. To map pages costs as much as to copy them, so a mapping is kept as long as
+    the process that owns the file has it.
+
+    Without `writable`, whoever writes into it writes into a copy of its own.
+    """
+
+    def __init__(self, name: str, writable: bool):
+        self.name, self.writable = name, writable
+        self.mapped: dict[int, tuple[MemoryAddress, numpy.ndarray]] = {}
+        """By inode: where it was found, and all of it."""
+
+    def open(self, address: MemoryAddress) -> numpy.ndarray:
+        """Return [address.size] uint8; raises as `open_memory`."""
+        found = self.mapped.get(address.inode)
+        if found is not None and found[0] == address:
+            return found[1]
+        file = open_memory(address, self.name, os.O_RDWR if self.writable else os.O_RDONLY)
+        try:
+            return self.map(address, file)[: address.size]
+        finally:
+            os.close(file)
+
+    def map(self, address: MemoryAddress, file: int) -> numpy.ndarray:
+        """Return all memory of a file that was opened at this address."""
+        if address.inode not in self.mapped or len(self.mapped[address.inode][1]) < address.size:
+            self.mapped = {inode: pair for inode, pair in self.mapped.items() if _is_there(pair[0])}
+            memory = mmap.mmap(file, address.size, access=mmap.ACCESS_WRITE if self.writable else mmap.ACCESS_COPY)
+            self.mapped[address.inode] = address, numpy.frombuffer(memory, numpy.uint8)
+        return self.mapped[address.inode][1]
+
+
+def view_of(whole: numpy.ndarray, size: int, gone: Callable[..., None], *arguments: object) -> numpy.ndarray:
+    """Return the beginning of a buffer, [size] uint8; `gone(*arguments)` is called when the last view of it is gone."""
+    part = numpy.frombuffer(whole[:size].data, numpy.uint8)  # of its own: views keep this, not the whole
+    weakref.finalize(part, gone, *arguments).atexit = False
+    return part
+
+
+_private = itertools.count(-1, -1)
+
+
+def _is_free(address: MemoryAddress) -> bool:
+    """Return whether no other process has the buffer locked. One that locks it later checks afterwards that it is still
+    the same, and learns that it is not: so the lock need not be kept."""
+    if address.descriptor < 0:
+        return True
+    try:
+        fcntl.flock(address.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(address.descriptor, fcntl.LOCK_UN)
+    return True
+
+
+def _is_there(address: MemoryAddress) -> bool:
+    try:
+        return os.stat(f"/proc/{address.process}/fd/{address.descriptor}").st_ino == address.inode
+    except OSError:
+        return False

@@ -29,8 +29,8 @@ from torch import Tensor
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
+from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.telemetry.events import record
-from distflow.weights.buffers import HostBuffers
 from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate
@@ -227,8 +227,8 @@ class Publisher:
     def __init__(self, store: dist.Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
                  transport: str = "auto", patience: float = 5.0, meeting: float = 300.0):
         self.rank, self.ranks, self.patience = rank, ranks, patience
-        self.buffers = HostBuffers()
-        available = transports(transport, self.buffers, token, host)
+        self.buffers = SharedMemoryPool(memory_name("weights", token))
+        available = transports(transport, self.buffers, host)
         who = f"trainer-{rank}"
         self.source = SourceServer(token, who, host, available, patience,
                                    lambda serving: self.directory.update(serving=serving))

@@ -20,8 +20,8 @@ import numpy
 import torch.distributed as dist
 
 from distflow.rpc.errors import Refused
+from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.telemetry.events import record
-from distflow.weights.buffers import HostBuffers
 from distflow.weights.chunk_store import ChunkStore, IncomingChunks, Weights
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
@@ -288,8 +288,8 @@ class Puller:
 
     def __init__(self, store: dist.Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
                  deadline: float = 3.0):
-        self.who, self.deadline, self.buffers = who, deadline, HostBuffers()
-        available = transports(transport, self.buffers, token, host)
+        self.who, self.deadline, self.buffers = who, deadline, SharedMemoryPool(memory_name("weights", token))
+        available = transports(transport, self.buffers, host)
         self.connections = SourceConnections(lambda entry, head: SourceClient(entry, head, who, token, available,
                                                                               transport, deadline))
         self.source = SourceServer(token, who, host, available, deadline,

@@ -3,18 +3,23 @@ does not come."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import msgpack
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
+from distflow.data import host_group as host_group_module
 from distflow.data.host_group import HostGroup
 from distflow.errors import RankMissing
+from distflow.rpc.shared_memory import MemoryAddress
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +45,33 @@ def talk(machines: str) -> list[int]:
 ])
 def test_every_message_reaches_every_rank(machines, expected):
     assert run_ranks(len(machines), talk, machines) == [expected] * len(machines)
+
+
+def deceived(way: str, *forged: MemoryAddress) -> list[int]:
+    """Rank 1 names what is not its own: as its mailboxes, or in them as its doorbell."""
+    gather = host_group_module.gather_far
+
+    def lie(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+        with contextlib.suppress(ValueError, TypeError):
+            name, mailboxes = msgpack.unpackb(payload)
+            payload = msgpack.packb([name, forged]) if way == "mailbox" else payload
+            for _, descriptor, *_ in mailboxes:
+                owner = host_group_module._OWNER.pack(1, forged[0].descriptor, forged[0].inode)
+                os.pwrite(descriptor, owner, 0)
+        return gather(payload, group)
+
+    with mock.patch.object(host_group_module, "gather_far", lie if dist.get_rank() == 1 else gather):
+        host_group = HostGroup(dist.get_rank(), 20.0)
+    assert host_group.gather(b"x") == [b"x", b"x"]
+    return host_group.machines
+
+
+@pytest.mark.parametrize("way", ["mailbox", "bell"])
+def test_no_file_of_another_process_is_opened_for_messages(forged, way):
+    """The two ranks share no memory then, and their messages take the network."""
+    addresses = forged("distflow-mailbox-0123")
+    for address in addresses[: 6 if way == "mailbox" else 2]:
+        assert run_ranks(2, deceived, way, address, address) == [[0, 1], [0, 1]]
 
 
 def within_a_group() -> None:

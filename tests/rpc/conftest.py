@@ -1,5 +1,6 @@
-"""The dock of `docks.py`."""
+"""The dock of `docks.py`, and the addresses of `forged.py`."""
 
 from docks import dock, token
+from forged import forged
 
-__all__ = ["dock", "token"]
+__all__ = ["dock", "forged", "token"]

@@ -1,9 +1,11 @@
-"""Segments of shared memory: used again, never under a reader, and given up where they no longer do."""
+"""Shared memory: used again, never under a reader, given up where it no longer serves; and nothing else is opened."""
 
 from __future__ import annotations
 
 import gc
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,31 +16,79 @@ from ranks import run_ranks
 from distflow.data.batch import Batch, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
+from distflow.data.redistribute import PoolNotice, RowMemory, choose
 from distflow.plan import SOURCE, Column, Layout, Plan, Task, Transfer
-from distflow.rpc.shared_memory import PoolNotice, SharedMemoryPool, SharedSegment, choose
+from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, memory_name
 from distflow.telemetry.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def address(number: int, size: int) -> MemoryAddress:
+    return MemoryAddress(1, number, number, size)
 
 
 def test_the_smallest_that_holds_it_is_chosen_unless_it_is_read():
-    segments = (SharedSegment(0, -1, 100, True), SharedSegment(1, -1, 400, True), SharedSegment(2, -1, 200, False),
-               SharedSegment(3, -1, 300, True))
-    notices = [PoolNotice(1, segments, ()), PoolNotice(2, (), ((0, 3),))]
-    assert choose(notices, {0: 50}) == {0: 0}
-    assert choose(notices, {0: 150}) == {0: 1}  # 2 is used by its owner, 3 by another rank
-    assert choose(notices, {0: 500, 1: 0}) == {0: None, 1: -1}
+    spare = (address(0, 100), address(1, 400), address(3, 300))
+    notices = [PoolNotice(spare), PoolNotice((), (address(3, 300),))]
+    assert choose(notices, {0: 50}) == {0: spare[0]}
+    assert choose(notices, {0: 150}) == {0: spare[1]}, "another rank reads the smaller one"
+    assert choose(notices, {0: 500, 1: 0}) == {0: None}
 
 
-def test_a_segment_is_free_when_its_last_view_is_gone():
-    pool = SharedMemoryPool(0)
-    pool.add(1000)
-    notice = pool.notice()
-    tensor = pool.lease(pool.open([notice], 0, 0), 0, 0, 800)
+def test_a_buffer_is_spare_when_its_last_view_is_gone():
+    memory = RowMemory(b"secret")
+    memory.add(1000)
+    mine, = memory.notice().spare
+    tensor = memory.lease(mine, 800)
     view = tensor.view(torch.int64)[3:5]
     del tensor
-    assert not pool.notice().segments[0].free
+    assert not memory.notice().spare
     del view
     gc.collect()
-    assert pool.notice().segments[0].free
+    assert memory.notice().spare == (mine,)
+
+
+def test_memory_of_another_process_is_written_and_read_in_place():
+    owner, other = RowMemory(b"secret"), RowMemory(b"secret")
+    owner.add(1000)
+    mine, = owner.notice().spare
+    other.open(mine)[:3] = np.arange(3)
+    tensor = other.lease(mine, 3)
+    assert (owner.open(mine)[:3].tolist(), tensor.tolist()) == ([0, 1, 2], [0, 1, 2])
+    assert other.notice().reads == (mine,)
+    del tensor
+    gc.collect()
+    assert other.notice().reads == ()
+
+
+def test_no_file_of_another_process_is_opened_for_rows(forged):
+    memory = RowMemory(b"secret")
+    for wrong in forged(memory.mapped.name):
+        with pytest.raises(ConnectionError, match="not its shared memory|not as large as it says"):
+            memory.open(wrong)[:10] = 1
+    other = RowMemory(b"another group")
+    other.add(10)
+    with pytest.raises(ConnectionError, match="not its shared memory"):
+        memory.open(other.notice().spare[0])
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_forged_addresses_are_refused(forged, writable):
+    name = memory_name("anything", b"secret")
+    mapped = MappedMemory(name, writable)
+    for wrong in forged(name):
+        with pytest.raises(ConnectionError, match="not its shared memory|not as large as it says"):
+            mapped.open(wrong)
+    for gone in (address(10**6, 10), MemoryAddress(2**22, 0, 0, 10)):
+        with pytest.raises(FileNotFoundError):
+            mapped.open(gone)
+
+
+def test_memory_of_other_processes_is_opened_in_one_place():
+    found = [path.name for path in sorted((ROOT / "distflow").rglob("*.py"))
+             if re.search(r"/fd/\{|pidfd_getfd", path.read_text())]
+    assert found == ["shared_memory.py"]
 
 
 def buffer_of(reader: Layout) -> tuple[Databuffer, Task]:
@@ -88,7 +138,8 @@ def grow() -> tuple[list[int], list[int]]:
         gc.collect()  # what earlier tests left in this process
         if number >= 14:
             descriptors.append(len(os.listdir("/proc/self/fd")))
-            sizes.append(len(buffer.redistributor.pool.notice().segments))
+            pool = buffer.redistributor.memory.pool
+            sizes.append(len(pool.spare) + len(pool.used))
     return descriptors, sizes
 
 
@@ -99,14 +150,11 @@ def test_neither_descriptors_nor_segments_grow():
         assert max(sizes) <= 3
 
 
-def test_memory_without_a_name():
+def test_memory_without_a_name(monkeypatch):
     """A pool that shares nothing works for its own rank."""
-    os.environ["DISTFLOW_MACHINE"] = ""
-    try:
-        pool = SharedMemoryPool(0)
-        pool.add(10)
-    finally:
-        del os.environ["DISTFLOW_MACHINE"]
-    memory = pool.open([pool.notice()], 0, 0)
-    memory[:3] = np.arange(3)
-    assert pool.lease(memory, 0, 0, 3).tolist() == [0, 1, 2]
+    monkeypatch.setenv("DISTFLOW_MACHINE", "")
+    memory = RowMemory(b"secret")
+    memory.add(10)
+    mine, = memory.notice().spare
+    memory.open(mine)[:3] = np.arange(3)
+    assert memory.lease(mine, 3).tolist() == [0, 1, 2]

@@ -10,10 +10,12 @@ from distflow.dock import Consumer, DockClient
 from distflow.dock.process import start
 from distflow.rpc import shared_payloads
 from distflow.rpc.errors import Refused
+from distflow.rpc.shared_memory import memory_name
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 UPDATE = Consumer("update", ("tokens",))
 LONG = 20_000
+REFUSED = "not its shared memory|not as large as it says"
 
 
 def tokens(ids):
@@ -65,7 +67,7 @@ def test_memory_is_used_again_when_the_rows_are_gone(dock):
     for _ in range(6):
         assert right(at.fetch(torch.arange(4), ["tokens"]))
     connection, = at.pool.connections.values()
-    assert connection.memory.made <= 5
+    assert len(connection.memory.pool.spare) + len(connection.memory.pool.used) <= 5
 
 
 def test_an_answer_that_does_not_fit_comes_over_the_socket(dock):
@@ -75,40 +77,39 @@ def test_an_answer_that_does_not_fit_comes_over_the_socket(dock):
         assert right(at.fetch(torch.arange(rows), ["tokens"]))
 
 
-def claimed(token):
-    segments = Segments()
-    return segments, segments.offer(token)
+def offered(token):
+    segments = Segments(token)
+    return segments, segments.offer()
 
 
-def test_the_token_must_stand_in_the_memory(token):
-    segments, offer = claimed(token)
+def test_only_who_knows_the_token_can_have_made_the_memory(token):
+    segments, offer = offered(token)
     assert MappedSegments.of_client(offer, token) is not None
     assert MappedSegments.of_client(offer, b"x" * 32) is None
-    segments.spare[0].bytes[0] ^= 1
-    assert MappedSegments.of_client(offer, token) is None
 
 
-@pytest.mark.parametrize("change", [{"machine": "another"}, {"process": 2**22}, {"address": [1, 10**6, 1 << 20]}])
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"address": [2**22, 3, 1, 1 << 20]},
+                                    {"address": [os.getpid(), 10**6, 1, 1 << 20]}])
 def test_who_is_elsewhere_shares_nothing(token, change):
-    segments, offer = claimed(token)
+    segments, offer = offered(token)
     assert MappedSegments.of_client(offer | change, token) is None
-    assert segments.made == 1
 
 
-def test_other_files_and_memory_that_may_shrink_are_refused(token, tmp_path):
-    _, offer = claimed(token)
+def test_other_files_and_memory_that_is_smaller_than_announced_are_refused(token, forged):
+    _, offer = offered(token)
     mapped = MappedSegments.of_client(offer, token)
-    segments = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.memfd_create("distflow-dock")]
-    for number, descriptor in enumerate(segments):
-        os.ftruncate(descriptor, 1 << 20)
-        with pytest.raises((Refused, OSError)):
-            mapped.locate({"payload_at": [[100 + number, descriptor, 1 << 20], 10]}, 0)
-        os.close(descriptor)
-    with pytest.raises(Refused, match="not as large as it says"):
-        mapped.locate({"payload_at": [[200, offer["address"][1], 1 << 40], 10]}, 0)
+    for address in forged(memory_name("dock", token)):
+        assert MappedSegments.of_client(offer | {"address": address}, token) is None
+        with pytest.raises(ConnectionError, match=REFUSED):
+            mapped.locate({"payload_at": address, "payload_size": 10}, 0)
+        mapped.locate({"reply_at": address}, 0)
+        with pytest.raises(ConnectionError, match=REFUSED):
+            mapped.write({}, [bytes(1 << 19)], 1 << 19)
+    with pytest.raises(Refused, match="does not fit"):
+        mapped.locate({"payload_at": offer["address"], "payload_size": 1 << 40}, 0)
 
 
 def test_a_machine_that_shares_nothing_claims_nothing(token, monkeypatch):
     monkeypatch.setattr(shared_payloads, "machine_name", lambda: "")
-    assert Segments().offer(token) is None
+    assert Segments(token).offer() is None
     assert MappedSegments.of_client(None, token) is None

@@ -1,4 +1,4 @@
-"""A store, and processes that exchange weights by it."""
+"""A store, processes that exchange weights by it, and the addresses of `forged.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forged import forged
 from weights.movers import Mover
+
+__all__ = ["forged"]
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ class Serving:
     def files(self) -> dict[str, Any]:
         """Return the files in which the parts of the newest version lie."""
         chunks = list(self.source.stores.values())[-1]
-        return {"files": [self.buffers.address_of(memory).number for memory in chunks.memory.values()]}
+        return {"files": [self.buffers.address_of(memory).inode for memory in chunks.memory.values()]}
 
 
 class Publishing(Serving):

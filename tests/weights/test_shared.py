@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from weights.movers import tensors_of
 
-from distflow.weights.buffers import HostBuffers
+from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.weights.chunk_store import ChunkStore, IncomingChunks
 from distflow.weights.directory import SourceEntry
 from distflow.weights.manifest import RankManifest
@@ -137,7 +137,7 @@ def supplied(store, token):
     """A trainer, and a puller's connection that has its lease of version 1."""
     publisher = Publisher(store, token, rank=0, ranks=1, patience=0.0)
     publisher.publish(1, tensors_of(1, MIB))
-    available = transports("memory", HostBuffers(), token)
+    available = transports("memory", SharedMemoryPool(memory_name("weights", token)))
     client = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],
                           "a", token,
                           available, "memory", 3.0)

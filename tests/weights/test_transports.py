@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.telemetry.events import Events
-from distflow.weights.buffers import HostBuffers
 from distflow.weights.errors import NoTransport
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
@@ -61,7 +61,7 @@ def sockets() -> set[str]:
 def test_ucx_stays_on_loopback_with_its_host():
     """It opens a port on each interface that it may use."""
     before = sockets()
-    inlet = transports("ucx", HostBuffers(), bytes(32))["ucx"].puller_end({}, 1.0)
+    inlet = transports("ucx", SharedMemoryPool("weights"))["ucx"].puller_end({}, 1.0)
     facts = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     new = sockets() - before
     listening = {fact[1].partition(":")[0] for fact in facts if fact[3] == "0A" and f"socket:[{fact[9]}]" in new}
@@ -85,25 +85,38 @@ def test_one_that_the_source_cannot_use_is_an_error(mover):
 def test_what_is_not_here_is_an_error(monkeypatch):
     monkeypatch.setattr("distflow.weights.transport.ucx.is_installed", lambda: False)
     with pytest.raises(NoTransport, match=r"pip install 'ucxx-cu12==0.52.0'"):
-        transports("ucx", HostBuffers(), bytes(32))
+        transports("ucx", SharedMemoryPool("weights"))
     monkeypatch.setenv("DISTFLOW_MACHINE", "")
     with pytest.raises(NoTransport, match="Set  transport: auto"):
-        transports("memory", HostBuffers(), bytes(32))
+        transports("memory", SharedMemoryPool("weights"))
     with pytest.raises(NoTransport, match="Did you mean `memory`"):
-        transports("memry", HostBuffers(), bytes(32))
+        transports("memry", SharedMemoryPool("weights"))
 
 
-def test_a_machine_is_proved_not_believed(monkeypatch):
-    memory = SharedMemoryTransport(HostBuffers(), b"a" * 32)
+def test_a_machine_is_proved_not_believed():
+    def of(token: bytes) -> SharedMemoryTransport:
+        return SharedMemoryTransport(SharedMemoryPool(memory_name("weights", token)))
+
+    memory = of(b"a" * 32)
     offer = memory.offer()
     assert memory.puller_end(offer, 1.0) is not None
-    assert SharedMemoryTransport(HostBuffers(), b"b" * 32).puller_end(offer, 1.0) is None, "the token is another"
-    assert memory.puller_end(offer | {"address": [9, 0, 32]}, 1.0) is None, "that is no memory with weights"
+    assert of(b"b" * 32).puller_end(offer, 1.0) is None, "the token is another"
+    assert memory.puller_end(offer | {"address": [os.getpid(), 0, 9, 32]}, 1.0) is None, "that is no memory"
     assert memory.puller_end(offer | {"machine": "elsewhere"}, 1.0) is None
 
 
+def test_no_file_of_another_process_is_taken_for_weights(forged):
+    memory = SharedMemoryTransport(SharedMemoryPool("weights"))
+    puller_end = memory.puller_end(memory.offer(), 1.0)
+    for wrong in forged("weights"):
+        assert memory.puller_end(memory.offer() | {"address": wrong}, 1.0) is None
+        puller_end.on_reply({"addresses": {0: wrong}})
+        with pytest.raises(ConnectionError, match="not its shared memory|not as large as it says"):
+            puller_end.map(0)
+
+
 def test_buffers_are_reused_when_no_view_is_left():
-    buffers = HostBuffers()
+    buffers = SharedMemoryPool("weights")
     first = buffers.take(5000)
     piece = first[1000:2000]
     address = first.ctypes.data
@@ -119,7 +132,7 @@ def test_ucx_that_cannot_start_says_why_or_is_left_out(store, token, tmp_path, m
     monkeypatch.setenv("UCX_TLS", "no_such_way")
     monkeypatch.setenv("DISTFLOW_MACHINE", "")  # no memory that both see
     with pytest.raises(NoTransport, match="cannot start: .*UCX_TLS=no_such_way. Correct them, or set  transport: tcp"):
-        transports("ucx", HostBuffers(), token)
+        transports("ucx", SharedMemoryPool("weights"))
     recorded = Events()
     recorded.open(tmp_path / "events.jsonl", 0)
     monkeypatch.setattr("distflow.telemetry.events._current", recorded)

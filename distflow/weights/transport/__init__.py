@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from distflow.errors import did_you_mean
-from distflow.rpc.shared_memory import machine_name
-from distflow.weights.buffers import HostBuffers
+from distflow.rpc.shared_memory import SharedMemoryPool, machine_name
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport.ends import Header, PullerEnd, SourceEnd
 from distflow.weights.transport.memory import SharedMemoryTransport
@@ -40,10 +39,10 @@ class Transport(Protocol):
         """Return None if the source cannot be used this way."""
 
 
-def transports(requested: str, buffers: HostBuffers, token: bytes, host: str = "127.0.0.1") -> dict[str, Transport]:
+def transports(requested: str, buffers: SharedMemoryPool, host: str = "127.0.0.1") -> dict[str, Transport]:
     """Return the transports that this process can use, best first. `host`: the address at which others reach it. Raises
     `NoTransport` if `requested` is none of them, or cannot be used here."""
-    made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers, token),
+    made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers),
                                                 "ucx": lambda: Ucx(host, wished=requested == "ucx"), "tcp": Tcp}
     if requested != "auto" and requested not in made:
         raise NoTransport(f"there is no transport `{requested}`. {did_you_mean(requested, ['auto', *made])}")
