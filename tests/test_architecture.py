@@ -42,7 +42,7 @@ FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
 KNOWN_CIRCLES = [
     ["distflow.config.load", "distflow.config.models"],
     ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"],
-    ["distflow.data.batch", "distflow.data.convert"], ["distflow.data.dataset", "distflow.data.problems"],
+    ["distflow.data.dataset", "distflow.data.problems"],
     ["workers.engines.sglang.engine", "workers.engines.sglang.session"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from distflow.errors import ColumnError
+from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from tensordict import TensorDict
 
+_IDS, _LENGTHS = "ids", "_lengths"
+_ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32,
+          "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
+"""Torch's types by the names that Arrow gives to its own."""
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -186,16 +190,19 @@ class Batch:
     def to_padded(self, fill: float = 0) -> dict[str, Tensor]:
         """Return one tensor a column, `ids` [B] among them. A ragged column becomes [B, longest, …], padded on the
         right, with its lengths [B] as `NAME_lengths`. Raises `ColumnError` if a column is nested."""
-        from distflow.data import convert  # as below: loads pyarrow, which most processes never use
-
-        return convert.to_padded(self, fill)
+        padded: dict[str, Tensor] = {_IDS: self.ids}
+        for name, column in self.columns.items():
+            padded |= {name: column.padded(fill), name + _LENGTHS: column.lengths} if isinstance(column, Ragged) \
+                else {name: column}
+        return padded
 
     @staticmethod
     def from_padded(tensors: dict[str, Tensor]) -> Batch:
         """Return the batch that `to_padded` made these tensors of."""
-        from distflow.data import convert
-
-        return convert.from_padded(tensors)
+        lengths = {name for name in tensors if name.endswith(_LENGTHS) and name.removesuffix(_LENGTHS) in tensors}
+        return Batch(tensors[_IDS], {
+            name: Ragged.from_padded(tensor, tensors[name + _LENGTHS]) if name + _LENGTHS in lengths else tensor
+            for name, tensor in tensors.items() if name != _IDS and name not in lengths})
 
     def to_tensordict(self) -> TensorDict:
         """Return a TensorDict of B rows: dense columns as they are, ragged ones as jagged nested tensors, uncopied.
@@ -204,32 +211,46 @@ class Batch:
             ColumnError: a column is nested: a jagged tensor has one ragged dimension.
             InvalidInput: tensordict is not installed.
         """
-        from distflow.data import convert
-
-        return convert.to_tensordict(self)
+        try:
+            from tensordict import TensorDict  # optional
+        except ImportError:
+            raise InvalidInput("tensordict is not installed:  pip install tensordict") from None
+        return TensorDict({_IDS: self.ids} | {name: _jagged(name, column) for name, column in self.columns.items()},
+                          batch_size=[len(self)])
 
     @staticmethod
     def from_tensordict(rows: TensorDict) -> Batch:
         """Return the entries as columns; `ids`, if there are none, are 0 … B - 1."""
-        from distflow.data import convert
-
-        return convert.from_tensordict(rows)
+        columns = {str(name): Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
+                   for name, value in rows.items()}
+        return _with_ids(columns, len(rows))
 
     def to_arrow(self) -> pa.Table:
         """Return a table of B rows: a ragged column is a list, elements with a shape are lists of fixed size. Views,
         except for booleans. Each field's metadata has the shape, and the type where Arrow lacks it (bfloat16 travels
         as int16)."""
-        from distflow.data import convert
+        import pyarrow as pa  # most processes never use it
 
-        return convert.to_arrow(self)
+        fields, arrays = [pa.field(_IDS, pa.int64())], [pa.array(self.ids.numpy())]
+        for name, column in self.columns.items():
+            values = levels(column)[1]
+            meaning = {"dtype": dtype_name(values.dtype), "shape": ",".join(map(str, values.shape[1:]))}
+            arrays.append(_to_arrow(column))
+            fields.append(pa.field(name, arrays[-1].type, metadata=meaning))
+        return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
     @staticmethod
     def from_arrow(table: pa.Table) -> Batch:
         """Return a table as a batch. Lists become ragged columns; `ids`, if there are none, are 0 … B - 1. Raises
         `ColumnError` if a column has nulls, or values that no tensor holds, such as strings."""
-        from distflow.data import convert
+        import pyarrow as pa
 
-        return convert.from_arrow(table)
+        columns = {}
+        for kind in table.schema:
+            chunks = table.column(kind.name).combine_chunks()
+            array = pa.concat_arrays(chunks.chunks) if isinstance(chunks, pa.ChunkedArray) else chunks
+            columns[kind.name] = _from_arrow(kind.name, array, (kind.metadata or {}).get(b"dtype", b"").decode())
+        return _with_ids(columns, table.num_rows)
 
 
 def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
@@ -279,3 +300,49 @@ def _slice(column: ColumnData, start: int, stop: int) -> ColumnData:
 
 def _select(column: ColumnData, index: Tensor) -> ColumnData:
     return column.select(index) if isinstance(column, Ragged) else column[index]
+
+
+def _with_ids(columns: dict[str, ColumnData], rows: int) -> Batch:
+    ids = columns.pop(_IDS, None)
+    return Batch(ids if isinstance(ids, Tensor) else torch.arange(rows), columns)
+
+
+def _jagged(name: str, column: ColumnData) -> Tensor:
+    if isinstance(column, Tensor):
+        return column
+    if isinstance(column.values, Ragged):
+        raise ColumnError(f"column `{name}` is nested; a TensorDict has at most one ragged dimension")
+    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
+
+
+def _to_arrow(column: ColumnData) -> pa.Array:
+    import pyarrow as pa
+
+    if isinstance(column, Ragged):
+        return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), _to_arrow(column.values))
+    values = column.detach().cpu().contiguous()
+    if values.dtype not in _ARROW.values():
+        values = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize])
+    array = pa.array(values.flatten().numpy())
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def _from_arrow(name: str, array: Any, dtype: str) -> ColumnData:
+    import pyarrow as pa
+
+    if array.null_count:
+        raise ColumnError(f"column `{name}` has {array.null_count} nulls; a tensor has none. Fill or drop them first")
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        offsets = torch.from_numpy(array.offsets.to_numpy().astype("int64"))
+        return Ragged(_from_arrow(name, array.flatten(), dtype), offsets.diff())
+    shape, rows = [], len(array)
+    while pa.types.is_fixed_size_list(array.type):
+        shape.append(array.type.list_size)
+        array = array.flatten()
+    if str(array.type) not in _ARROW:
+        raise ColumnError(f"column `{name}` has values of type {array.type}, which no tensor holds")
+    flat = torch.empty(len(array), dtype=_ARROW[str(array.type)])
+    flat.numpy()[:] = array.to_numpy(zero_copy_only=False)
+    return flat.view(getattr(torch, dtype) if dtype else flat.dtype).reshape(rows, *shape)
