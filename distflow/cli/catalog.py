@@ -10,7 +10,8 @@ from distflow.config.load import load
 from distflow.config.models import ROLLOUTS, TRAINERS, Engine, installed
 from distflow.contracts.environments import EnvironmentContract, environments_in, shipped_modules
 from distflow.contracts.rewards import RewardContract, shipped_rewards
-from distflow.contracts.signature import REQUIRED, Contract, Setting, built_in, in_words
+from distflow.contracts.settings import REQUIRED, Setting
+from distflow.contracts.signature import Contract, built_in
 from distflow.errors import InvalidInput, did_you_mean
 
 SIZES = ("tp", "pp", "cp", "ep")
@@ -54,9 +55,10 @@ def _describe_environment(environment: EnvironmentContract) -> Iterator[str]:
     yield from map(_describe_setting, environment.settings.values())
 
 
-def _describe_setting(setting: Setting) -> str:
+def _describe_setting(setting: Setting, allowed: str = "") -> str:
     default = "required" if setting.default == REQUIRED else f"default {setting.default}"
-    return f"  with    {setting.name}: {setting.annotation or 'any'}  ({default})"
+    details = "; ".join(part for part in (default, setting.bounds, allowed, setting.description) if part)
+    return f"  with    {setting.name}: {setting.annotation or 'any'}  ({details})"
 
 
 def _describe(contract: Contract) -> Iterator[str]:
@@ -71,14 +73,10 @@ def _describe(contract: Contract) -> Iterator[str]:
     writes = [f"{name}{f': {form}' if form else ''}" for name, form in zip(contract.marks.writes, forms)]
     yield f"  writes  {', '.join(writes) or 'nothing'}"
     for setting in contract.settings.values():
-        default = "required" if setting.default == REQUIRED else f"default {setting.default}"
         other, values = contract.marks.only_with.get(setting.name, ("", ()))
         if setting.name in contract.marks.belongs_to:
             other, *values = contract.marks.belongs_to[setting.name]
-        allowed = f"only with `{other}: {' | '.join(map(str, values))}`" if other else ""
-        more = [in_words(setting.bounds) if setting.bounds else "", allowed]
-        details = "; ".join(part for part in (default, *more) if part)
-        yield f"  with    {setting.name}: {setting.annotation or 'any'}  ({details})"
+        yield _describe_setting(setting, f"only with `{other}: {' | '.join(map(str, values))}`" if other else "")
 
 
 def list_engines(_: argparse.Namespace) -> int:

@@ -51,9 +51,6 @@ class NodeMarks:
     """Roles whose nodes of this type run it when they name no function."""
     requires: dict[str, str] = field(default_factory=dict)
     """Setting → optional column that must be there when the setting is not zero."""
-    bounds: dict[str, str] = field(default_factory=dict)
-    """Setting → comparisons that its number must meet, as `{"clip": ">= 0", "top_p": "> 0, <= 1"}`; None is
-    accepted."""
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
     """Setting → (another setting, its value): it must be given with that value and with no other, as
     `{"fixed_length": ("aggregate", "fixed_length_sum")}`."""
@@ -85,7 +82,6 @@ def node(
     refills: str | None = None,
     default_for: str | tuple[str, ...] = (),
     requires: dict[str, str] | None = None,
-    bounds: dict[str, str] | None = None,
     belongs_to: dict[str, tuple[str, Any]] | None = None,
     only_with: dict[str, tuple[str, tuple[Any, ...]]] | None = None,
     refuses: dict[str, dict[Any, str]] | None = None,
@@ -103,7 +99,7 @@ def node(
     All of them are written as plain values, so that they are known without importing the module.
     """
     marks = NodeMarks(writes, type, keep_together, repeats, refills, default_for, requires or {},  # type: ignore[arg-type]
-                      bounds or {}, belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
+                      belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
 
     def register(function: F) -> F:
         function.__distflow_node__ = marks  # type: ignore[attr-defined]

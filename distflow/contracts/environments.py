@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.contracts import decorators
-from distflow.contracts.signature import REQUIRED, Contract, Read, Setting, built_in, fits, module_file
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
+from distflow.contracts.modules import Definition, definitions, module_file
+from distflow.contracts.settings import check_given
+from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
     from distflow.contracts.spec import CheckedSpec
@@ -25,25 +26,18 @@ _OF_DATA = {"question": "questions", "answer": "answers"}
 
 
 @dataclass(frozen=True)
-class EnvironmentContract:
-    """Contract of an environment's class: the column of each positional parameter, and its settings.
+class EnvironmentContract(Signature):
+    """Contract of an environment's class: what `__init__` takes. `steps`: it has a method `step`; `coroutine`: that is
+    one."""
 
-    `steps`: it has a method `step`; `coroutine`: that is one.
-    """
-
-    name: str
-    module: str
-    where: Location
-    columns: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
     steps: bool = True
     safe: bool = False
     coroutine: bool = False
 
     @property
-    def key(self) -> str:
-        """Name by which a process loads it: `module:Name`."""
-        return f"{self.module}:{self.name}"
+    def columns(self) -> dict[str, str]:
+        """Column of each positional parameter."""
+        return {read.name: _OF_DATA.get(read.name, read.name) for read in self.reads}
 
 
 def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
@@ -57,16 +51,24 @@ def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION and isinstance(value, str):
-                where = spec.dag_source.location(("nodes", node, "with", name))
-                kind, known = find_environment(value, [*_modules(spec)])
-                if kind is None:
-                    what = f"node `{node}`: there is no environment `{value}`"
-                    mistakes.append(Diagnostic(what, where, did_you_mean(value.rpartition(":")[2], sorted(known),
-                                                                         "Environments")))
-                else:
-                    spec.environments[node] = kind
-                    mistakes += _check_environment(spec, node, kind, where)
+                try:
+                    mistakes += _check_named(spec, node, name, value)
+                except InvalidInput as error:
+                    mistakes += error.mistakes
     return mistakes
+
+
+def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list[Diagnostic]:
+    path = ("nodes", node, "with")
+    where = spec.dag_source.location((*path, setting))
+    kind, known = find_environment(value, [*_modules(spec)])
+    if kind is None:
+        return [Diagnostic(f"node `{node}`: there is no environment `{value}`", where,
+                           did_you_mean(value.rpartition(":")[2], sorted(known), "Environments"))]
+    spec.environments[node] = kind
+    hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
+    silent = [] if kind.steps else [Diagnostic(f"environment `{kind.name}` has no method `step`", kind.where, hint)]
+    return silent + wrong_settings(spec, (*path, SETTINGS), f"environment `{kind.name}`", kind, (*path, setting))
 
 
 def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
@@ -95,17 +97,10 @@ def load_environment(name: str) -> type:
 
 def environment_contract(environment: type) -> EnvironmentContract:
     """Return the contract of an imported class."""
-    columns, settings = {}, {}
-    for name, parameter in inspect.signature(environment).parameters.items():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            default = REQUIRED if parameter.default is inspect.Parameter.empty else repr(parameter.default)
-            settings[name] = Setting(name, "", default)
-        elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-            columns[name] = _OF_DATA.get(name, name)
     step = getattr(environment, "step", None)
-    return EnvironmentContract(environment.__name__, environment.__module__, Location(environment.__module__),
-                               columns, settings,
-                step is not None, getattr(environment, "__distflow_safe__", False), inspect.iscoroutinefunction(step))
+    return EnvironmentContract(**vars(live_signature(environment)), steps=step is not None,
+                               safe=getattr(environment, "__distflow_safe__", False),
+                               coroutine=inspect.iscoroutinefunction(step))
 
 
 def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
@@ -138,73 +133,35 @@ def _modules(spec: CheckedSpec) -> set[str]:
 def environments_in(module: str) -> list[EnvironmentContract]:
     """Return the classes that a module's source marks with `@environment`; [] if it cannot be read (reported
     elsewhere)."""
-    path = module_file(module)
-    if path is None:
-        return []
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except SyntaxError:
-        return []
-    found = (_of_source(module, path, item) for item in body if isinstance(item, ast.ClassDef))
+    found = (_of_definition(each) for each in definitions(module, "environment"))
     return [kind for kind in found if kind]
 
 
-def _of_source(module: str, path: Path, item: ast.ClassDef) -> EnvironmentContract | None:
-    for decorator in item.decorator_list:
-        called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(called) not in ("environment", "distflow.environment"):
-            continue
-        methods = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-        if item.bases and "__init__" not in methods:
-            return None  # what it inherits is known when it is imported
-        where = Location(shown(path), item.lineno, text=f"class {item.name}")
-        words = decorator.keywords if isinstance(decorator, ast.Call) else []
-        safe = any(word.arg == "safe" and ast.unparse(word.value) == "True" for word in words)
-        columns, settings = _parameters(methods["__init__"].args) if "__init__" in methods else ({}, {})
-        return EnvironmentContract(item.name, module, where, columns, settings, bool(item.bases) or "step" in methods,
-                                   safe,
-                                   isinstance(methods.get("step"), ast.AsyncFunctionDef))
-    return None
+def _of_definition(definition: Definition) -> EnvironmentContract | None:
+    item = definition.item
+    if not isinstance(item, ast.ClassDef):
+        return None
+    methods = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if item.bases and "__init__" not in methods:
+        return None  # what it inherits is known when it is imported
+    safe = definition.arguments.get("safe")
+    return EnvironmentContract(
+        **vars(read_signature(definition)), steps=bool(item.bases) or "step" in methods,
+        safe=safe is not None and ast.unparse(safe) == "True",
+        coroutine=isinstance(methods.get("step"), ast.AsyncFunctionDef))
 
 
-def _parameters(arguments: ast.arguments) -> tuple[dict[str, str], dict[str, Setting]]:
-    names = [item.arg for item in [*arguments.posonlyargs, *arguments.args]][1:]
-    settings = {item.arg: Setting(item.arg, ast.unparse(item.annotation) if item.annotation else "",
-                                  ast.unparse(default) if default else REQUIRED)
-                for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
-    return {name: _OF_DATA.get(name, name) for name in names}, settings
-
-
-def _check_environment(spec: CheckedSpec, node: str, kind: EnvironmentContract, where: Location) -> list[Diagnostic]:
-    mistakes = []
-    if not kind.steps:
-        hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
-        mistakes.append(Diagnostic(f"environment `{kind.name}` has no method `step`", kind.where, hint))
-    path = ("nodes", node, "with", SETTINGS)
-    return mistakes + wrong_settings(spec, path, f"environment `{kind.name}`", kind.settings, where)
-
-
-def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, known: dict[str, Setting],
-                   where: Location) -> list[Diagnostic]:
+def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,
+                   named_at: tuple[str, ...]) -> list[Diagnostic]:
     """Return what is wrong with the settings at `path` of the DAG, which go to something that a node names.
 
     Args:
         whose: as "environment `Lookup`".
-        known: the settings that it has.
-        where: the location that names it.
+        named_at: path of the setting that names it.
     """
-    mistakes, head, given = [], f"node `{path[1]}`:", spec.dag.nodes[path[1]].settings.get(path[-1])
-    given = given if isinstance(given, dict) else {}
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(name, known, "Settings") or "It has no settings at all."
-            key = spec.dag_source.location((*path, name), key=True)
-            mistakes.append(Diagnostic(f"{head} {whose} has no setting `{name}`", key, hint))
-        elif (wanted := known[name].annotation) and not fits(given[name], wanted):
-            what = f"{head} setting `{name}` of {whose} must be {wanted}, not {given[name]!r}"
-            mistakes.append(Diagnostic(what, spec.dag_source.location((*path, name))))
-    missing = [name for name, setting in known.items() if setting.default == REQUIRED and name not in given]
-    if missing:
-        hint = f"Add them:  with: {{…, {path[-1]}: {{{', '.join(f'{name}: …' for name in missing)}}}}}"
-        mistakes.append(Diagnostic(f"{head} {whose} needs {', '.join(f'`{name}`' for name in missing)}", where, hint))
-    return mistakes
+    given = spec.dag.nodes[path[1]].settings.get(path[-1])
+    wrong = check_given(given if isinstance(given, dict) else {}, signature.settings, whose,
+                        f"with: {{…, {path[-1]}: {{SETTING}}}}")
+    return [Diagnostic(f"node `{path[1]}`: {each.what}",
+                       spec.dag_source.location(named_at if each.missing else (*path, *each.path), each.key), each.hint)
+            for each in wrong]

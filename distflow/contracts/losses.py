@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.contracts import decorators
 from distflow.contracts.environments import wrong_settings
-from distflow.contracts.modules import check_imports, module_file, where_looked_for
-from distflow.contracts.signature import Contract, build
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
+from distflow.contracts.modules import check_imports, check_syntax, definitions, module_file, where_looked_for
+from distflow.contracts.signature import Signature, read_signature
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
 if TYPE_CHECKING:
     from distflow.contracts.spec import CheckedSpec
@@ -43,7 +40,7 @@ def load_loss(key: str) -> Callable[..., Any]:
     """
     module, _, name = key.partition(":")
     function = getattr(decorators.load_module(module), name, None)
-    if not hasattr(function, "__distflow_loss__"):
+    if function is None or not hasattr(function, "__distflow_loss__"):
         raise InvalidInput(f"module `{module}` has no function `{name}` with @loss above it")
     return function
 
@@ -51,8 +48,7 @@ def load_loss(key: str) -> Callable[..., Any]:
 def location_of(key: str) -> Location:
     """Return the location of the `def` of `MODULE:FUNCTION`."""
     module, _, name = key.partition(":")
-    file = module_file(module)
-    return _of_file(module, file)[name].where if file else Location(module)
+    return next((each.where for each in definitions(module, "loss") if each.name == name), Location(module))
 
 
 def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
@@ -73,22 +69,22 @@ def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterato
         yield from missing
         return
     try:
-        known = _of_file(module, file)
+        check_syntax(module)
+        known = {each.name: each for each in definitions(module, "loss")}
+        if function not in known:
+            hint = did_you_mean(function, known, "Losses in it") or f"Write  @loss  above  def {function}(…)"
+            yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it",
+                             where, hint)
+            return
+        signature = read_signature(known[function])
     except InvalidInput as error:
         yield from error.mistakes
         return
-    if function not in known:
-        hint = did_you_mean(function, known, "Losses in it") or f"Write  @loss  above  def {function}(…)"
-        yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it", where,
-                         hint)
-        return
-    yield from _check_parameters(known[function])
-    if isinstance(given, dict):
-        yield from wrong_settings(spec, (*path, SETTINGS), f"loss `{function}`",
-                                  known[function].settings, where)
+    yield from _check_parameters(signature)
+    yield from wrong_settings(spec, (*path, SETTINGS), f"loss `{function}`", signature, (*path, name))
 
 
-def _check_parameters(contract: Contract) -> Iterator[Diagnostic]:
+def _check_parameters(contract: Signature) -> Iterator[Diagnostic]:
     names = [read.name for read in contract.reads]
     for read in contract.reads:
         if read.name not in PARAMETERS:
@@ -102,22 +98,3 @@ def _check_parameters(contract: Contract) -> Iterator[Diagnostic]:
     if PARAMETERS[0] not in names:
         yield Diagnostic(f"loss `{contract.name}` has no parameter `{PARAMETERS[0]}`, so no gradient reaches the model",
                          contract.where, f"Instead:  def {contract.name}({', '.join(PARAMETERS[:3])}): …")
-
-
-@functools.cache
-def _of_file(module: str, path: Path) -> dict[str, Contract]:
-    """Return the losses that a module's source marks with `@loss`, by name.
-
-    Raises:
-        InvalidInput: the module is not Python.
-    """
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except SyntaxError as error:
-        location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
-        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
-    functions = [item for item in body if isinstance(item, ast.FunctionDef)
-                 and any(ast.unparse(each).rpartition(".")[2] == "loss" for each in item.decorator_list)]
-    return {item.name: build(item.name, module, Location(shown(path), item.lineno, text=f"def {item.name}(…)"),
-                             decorators.NodeMarks(), item.args, item.returns, ast.get_docstring(item))
-            for item in functions}

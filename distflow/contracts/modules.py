@@ -1,17 +1,100 @@
-"""Finds users' modules without importing them, and the modules that they import but that are missing."""
+"""Reads users' modules without importing them: where they are, what they import, which definitions are decorated."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.errors import Diagnostic, Location, nearest, shown
+from distflow.errors import Diagnostic, InvalidInput, Location, nearest, shown
 
 _OURS = ("distflow", "planners", "workers")
+_DECORATORS = ("node", "reward", "loss", "environment", "detector")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Function or class at the top of a module, with one of distflow's decorators above it."""
+
+    module: str
+    item: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    decorator: ast.expr
+    where: Location
+    aliases: dict[str, ast.expr]
+    """Expressions that the module gives names to at its top: annotations may use them."""
+
+    @property
+    def name(self) -> str:
+        return self.item.name
+
+    @property
+    def arguments(self) -> dict[str, ast.expr]:
+        """Arguments of the decorator by name; `*` stands for those without one."""
+        if not isinstance(self.decorator, ast.Call):
+            return {}
+        named = {word.arg or "*": word.value for word in self.decorator.keywords}
+        return named | ({"*": self.decorator.args[0]} if self.decorator.args else {})
+
+
+def definitions(module: str, decorator: str) -> tuple[Definition, ...]:
+    """Return what a module's source has under `@decorator`; nothing if it cannot be read (reported elsewhere)."""
+    try:
+        return tuple(each for kind, each in _decorated(module, module_file(module)) if kind == decorator)
+    except InvalidInput:
+        return ()
+
+
+def check_syntax(module: str) -> None:
+    """Raise InvalidInput if a module's source is not Python."""
+    _decorated(module, module_file(module))
+
+
+@functools.cache
+def _decorated(module: str, path: Path | None) -> tuple[tuple[str, Definition], ...]:
+    if path is None:
+        return ()
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except SyntaxError as error:
+        location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
+        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
+    names = _imported_names(body)
+    aliases = {target.id: item.value for item in body if isinstance(item, ast.Assign) for target in item.targets
+               if isinstance(target, ast.Name)}
+    found = []
+    for item in body:
+        for decorator in item.decorator_list if isinstance(
+                item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else ():
+            if kind := _kind_of(decorator, names):
+                text = f"class {item.name}" if isinstance(item, ast.ClassDef) else f"def {item.name}(…)"
+                where = Location(shown(path), item.lineno, text=text)
+                found.append((kind, Definition(module, item, decorator, where, aliases)))
+    return tuple(found)
+
+
+def _imported_names(body: list[ast.stmt]) -> dict[str, str]:
+    """Return name → what it stands for, of the imports at the top of a module."""
+    names = {}
+    for item in body:
+        if isinstance(item, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{item.module}.{alias.name}" for alias in item.names}
+        elif isinstance(item, ast.Import):
+            names |= {alias.asname: alias.name for alias in item.names if alias.asname}
+    return names
+
+
+def _kind_of(decorator: ast.expr, names: dict[str, str]) -> str | None:
+    """Return which of distflow's decorators this is; None if it is another."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    first, _, rest = ast.unparse(called).partition(".")
+    whole = ".".join(part for part in (names.get(first, first), rest) if part)
+    package, _, kind = whole.rpartition(".")
+    return kind if kind in _DECORATORS and package.split(".")[0] in ("", "distflow") else None
 
 
 def module_file(module: str) -> Path | None:

@@ -11,29 +11,17 @@ reward: {by: source, rewards: {gsm8k: math, mbpp: code}}    by the value of a co
 
 from __future__ import annotations
 
-import ast
-import functools
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
-from distflow.contracts.signature import (
-    REQUIRED,
-    Contract,
-    Read,
-    Setting,
-    build,
-    built_in,
-    fits,
-    live_contract,
-    module_file,
-)
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
+from distflow.contracts.modules import Definition, definitions, module_file
+from distflow.contracts.settings import Invalid, check_given
+from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
 if TYPE_CHECKING:
     from distflow.config.dag import Node
@@ -72,17 +60,6 @@ class Recipe:
     def of(self, source: str) -> tuple[Term, ...] | None:
         """Return the terms for a row with this value of the column `by`; None if no branch is for it."""
         return self.branches.get(source if self.by else "")
-
-
-@dataclass(frozen=True)
-class Invalid:
-    """Mistake at `path` below the setting."""
-
-    path: KeyPath
-    what: str
-    hint: str = ""
-    key: bool = False
-    """Whether the key is wrong, not its value."""
 
 
 def read_recipe(value: Any) -> tuple[Recipe, list[Invalid]]:
@@ -169,16 +146,11 @@ _BATCH_FORMS = {f"list[{kind}]": form for kind, form in _SAMPLE_FORMS.items()}
 
 
 @dataclass(frozen=True)
-class RewardContract:
+class RewardContract(Signature):
     """What a reward reads and accepts. `columns`: by parameter, in order; `batched`: it gets all samples at once."""
 
-    name: str
-    where: Location
-    columns: dict[str, Read]
-    settings: dict[str, Setting]
-    batched: bool
-    summary: str = ""
-    module: str = ""
+    columns: dict[str, Read] = field(default_factory=dict)
+    batched: bool = False
     checked: bool = False
     """Whether its decorator has a `check`."""
 
@@ -225,8 +197,7 @@ def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Con
 
 def shipped_rewards() -> dict[str, RewardContract]:
     """Return the contracts of the shipped rewards, by name."""
-    paths = {module: module_file(module) for module in SHIPPED}
-    return {name: each for module, path in paths.items() if path for name, each in _of_file(module, path).items()}
+    return {each.name: each for module in SHIPPED for each in map(_of_definition, definitions(module, "reward"))}
 
 
 def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
@@ -251,7 +222,7 @@ def validation_fields(spec: CheckedSpec) -> list[str]:
 
 def reward_contract(function: Any) -> RewardContract:
     """Return the contract of a registered function, by its live signature."""
-    return _contract(live_contract(function.__name__, function.__module__, function, decorators.NodeMarks()))
+    return _contract(live_signature(function))
 
 
 def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
@@ -292,21 +263,11 @@ def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
 
 
 def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
-    what = f"reward `{term.name}`"
-    for name, value in term.settings.items():
-        setting, path = contract.settings.get(name), (*term.path, name)
-        if setting is None:
-            known = [*contract.settings, "weight", "timeout", "retries"]
-            yield Invalid(path, f"{what} has no setting `{name}`", did_you_mean(name, known, "Settings"), key=True)
-        elif setting.annotation and not fits(value, setting.annotation):
-            yield Invalid(path, f"setting `{name}` of {what} must be {setting.annotation}, not {value!r}")
-        elif setting.annotation.partition(" |")[0].rpartition(".")[2] == "Regex" and value is not None:
-            yield from _check_pattern(path, f"setting `{name}` of {what}", value)
-    for name, setting in contract.settings.items():
-        if setting.default == REQUIRED and name not in term.settings:
-            kind = f"   ({setting.annotation})" if setting.annotation else ""
-            yield Invalid(term.path, f"{what} needs the setting `{name}`",
-                          f"Add it:  reward: {{{term.name}: {{{name}: …}}}}{kind}", term.named_by_key)
+    wrong = check_given(term.settings, contract.settings, f"reward `{term.name}`",
+                        f"reward: {{{term.name}: {{SETTING}}}}", ("weight", "timeout", "retries"))
+    for each in wrong:
+        yield replace(each, path=term.path, key=term.named_by_key) if each.missing else \
+            replace(each, path=(*term.path, *each.path))
 
 
 def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
@@ -316,13 +277,6 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
         if wrong := decorators.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
             what, _, hint = wrong.partition("\n")
             yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
-
-
-def _check_pattern(path: KeyPath, what: str, value: Any) -> Iterator[Invalid]:
-    try:
-        re.compile(value)
-    except (re.error, TypeError) as error:
-        yield Invalid(path, f"{what} is not a regular expression: {error}", "In YAML, put it in single quotes.")
 
 
 def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
@@ -341,15 +295,14 @@ def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) 
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
     found: dict[str, RewardContract] = {}
     for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
-        path = module_file(module)
-        try:
-            more = _of_file(module, path) if path else {}
-            mistakes += [Diagnostic(f"reward `{name}` has the name of another one ({found[name].where})",
-                                    more[name].where,
-                                    "Give it another.") for name in more if name in found]
-            found.update(more)
-        except InvalidInput as error:
-            mistakes += error.mistakes
+        for definition in definitions(module, "reward"):
+            if other := found.get(definition.name):
+                what = f"reward `{definition.name}` has the name of another one ({other.where})"
+                mistakes.append(Diagnostic(what, definition.where, "Give it another."))
+            try:
+                found[definition.name] = _of_definition(definition)
+            except InvalidInput as error:
+                mistakes += error.mistakes
     if not mistakes and not set(wanted) <= set(found):
         for module in spec.dag.imports:
             if module_file(module) is not None:
@@ -358,39 +311,16 @@ def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) 
     return found
 
 
-@functools.cache
-def _of_file(module: str, path: Path) -> dict[str, RewardContract]:
-    """Return the rewards that a module's source marks with `@reward`; {} if it cannot be read (reported elsewhere)."""
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except SyntaxError:
-        return {}
-    functions = [item for item in body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
-                 and any(_is_reward(decorator) for decorator in item.decorator_list)]
-    locations = {item.name: Location(shown(path), item.lineno, text=f"def {item.name}(…)") for item in functions}
-    found = {item.name: replace(_contract(build(item.name, module, locations[item.name], decorators.NodeMarks(),
-                                                item.args,
-                                                item.returns, ast.get_docstring(item))), checked=_has_check(item))
-             for item in functions}
-    for item in functions:
-        if found[item.name].batched and item.returns and ast.unparse(item.returns) in ("float", "int", "bool"):
-            raise InvalidInput(Diagnostic(f"reward `{item.name}` takes all samples and returns one "
-                                          f"{ast.unparse(item.returns)}", locations[item.name],
-                                          "Return a number for each sample:  -> list[float]"))
-    return found
+def _of_definition(definition: Definition) -> RewardContract:
+    """Return the contract of a reward from its source. Raises InvalidInput if it cannot be one."""
+    contract = replace(_contract(read_signature(definition)), checked="check" in definition.arguments)
+    if contract.batched and contract.result in ("float", "int", "bool"):
+        raise InvalidInput(Diagnostic(f"reward `{contract.name}` takes all samples and returns one {contract.result}",
+                                      contract.where, "Return a number for each sample:  -> list[float]"))
+    return contract
 
 
-def _has_check(item: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(word.arg == "check" for each in item.decorator_list if isinstance(each, ast.Call) and _is_reward(each)
-               for word in each.keywords)
-
-
-def _is_reward(decorator: ast.expr) -> bool:
-    named = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(named) in ("reward", "distflow.reward")
-
-
-def _contract(plain: Contract) -> RewardContract:
+def _contract(plain: Signature) -> RewardContract:
     """Return the contract of a reward from that of its function.
 
     Raises:
@@ -414,10 +344,10 @@ def _contract(plain: Contract) -> RewardContract:
             raise InvalidInput(Diagnostic(what, plain.where, "Leave its annotation out, or correct it."))
     columns = {read.name: Read(_PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
-    return RewardContract(plain.name, plain.where, columns, plain.settings, batched, plain.summary, plain.module)
+    return RewardContract(**vars(plain), columns=columns, batched=batched)
 
 
-def _check_sample_form(plain: Contract, name: str, form: str) -> None:
+def _check_sample_form(plain: Signature, name: str, form: str) -> None:
     """Check that a parameter of one sample is annotated as such, and one of all samples as a list.
 
     Raises:

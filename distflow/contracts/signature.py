@@ -1,10 +1,9 @@
-"""Contracts of node functions: what each reads, writes and accepts, read from its source without importing it.
+"""Signatures of users' functions, read from source without importing it, and the contracts of node functions.
 
-    find_functions           contracts of all functions that a DAG may name: shipped, imported, or `module:function`
-    of_module, build         contract from source (ast): instant, and runs no user code
-    imported, live_contract  contract of a function that only an import shows, since it is registered dynamically
-    fits                     whether a YAML value fits the annotation of a parameter
-    within, readable         bounds of a setting, as `@node(bounds=…)` writes them: ">= 1", or "> 0, <= 1"
+    read_signature, live_signature   what a function or class takes: from its source, or once it is imported
+    of_module, imported              contracts of a module's `@node` functions: from its source, or from an import if
+                                     they are registered dynamically
+    find_functions                   contracts of all functions that a DAG may name: shipped, imported, `module:name`
 """
 
 from __future__ import annotations
@@ -13,104 +12,41 @@ import ast
 import dataclasses
 import functools
 import inspect
-import math
-import operator
-import re
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from distflow.config.dag import Dag, Head
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
-from distflow.contracts.modules import check_imports, module_file, where_looked_for
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, shown
+from distflow.contracts.modules import (
+    Definition,
+    check_imports,
+    check_syntax,
+    definitions,
+    module_file,
+    where_looked_for,
+)
+from distflow.contracts.settings import (
+    BOUNDS,
+    Setting,
+    Unreadable,
+    annotation_text,
+    expression,
+    read_setting,
+)
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
 from distflow.plan import KEEP
-
-_PART = re.compile(r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
-_SIGNS = {">=": (operator.ge, "at least"), ">": (operator.gt, "above"), "<=": (operator.le, "at most"),
-          "<": (operator.lt, "below")}
-
-
-def readable(bounds: Any) -> bool:
-    """Return whether bounds are comparisons with numbers, separated by commas, which some number meets."""
-    parts = bounds.split(",") if isinstance(bounds, str) else [""]
-    return all(_PART.fullmatch(part) for part in parts) and within(nearest_within(bounds), bounds)
-
-
-def within(value: Any, bounds: str) -> bool:
-    """Return whether `value` is a finite number within the bounds."""
-    if type(value) not in (int, float) or not math.isfinite(value):
-        return False
-    return all(_SIGNS[sign][0](value, limit) for sign, limit in _parts(bounds))
-
-
-def in_words(bounds: str) -> str:
-    """Return bounds as words, as `above 0 and at most 1`."""
-    return " and ".join(f"{_SIGNS[sign][1]} {limit:g}" for sign, limit in _parts(bounds))
-
-
-def nearest_within(bounds: str) -> float:
-    """Return a number within the bounds, or one beside them if there is none: a limit that is included if possible."""
-    limits = [limit for _, limit in _parts(bounds)]
-    middle = (min(limits) + max(limits)) / 2
-    candidates = [*limits, min(limits) - 1, max(limits) + 1, middle]
-    found = next((value for value in candidates if within(value, bounds)), math.nan)
-    return int(found) if found == found // 1 else found
-
-
-def _parts(bounds: str) -> list[tuple[str, float]]:
-    found = [_PART.fullmatch(part) for part in bounds.split(",")]
-    return [(match[1], float(match[2])) for match in found if match]
-
-
-_NAMES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
-                          "None": type(None), "Loss": Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]}
-
-
-def fits(value: Any, annotation: str) -> bool:
-    """Return whether a value of YAML fits an annotation. Annotations that these rules do not cover take any value."""
-    kind = _kind(ast.parse(annotation, mode="eval").body)
-    if kind is Any:
-        return True
-    try:
-        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def _kind(node: ast.expr) -> Any:
-    """Return the type of an annotation; Any for what these rules do not cover."""
-    if isinstance(node, ast.Name):
-        return _NAMES.get(node.id, Any)
-    if isinstance(node, ast.Constant) and node.value is None:
-        return type(None)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return Union[_kind(node.left), _kind(node.right)]  # noqa: UP007 - built at run time
-    if not isinstance(node, ast.Subscript):
-        return Any
-    name = ast.unparse(node.value).rpartition(".")[2]
-    if name == "Literal":
-        values = ast.literal_eval(node.slice)
-        return Literal[values if isinstance(values, tuple) else (values,)]
-    items = [_kind(item) for item in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-    if name == "Optional":
-        items.append(type(None))
-    if name in ("Optional", "Union"):
-        return Union[tuple(items)]  # noqa: UP007 - built at run time
-    return _NAMES[name][tuple(items)] if name in ("list", "dict") else Any
-
 
 BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
 HEADS = get_args(Head)
-REQUIRED = "<required>"
 GROUP = "group"
 """Column with the prompt that a row stems from. A step's rows are always moved by it."""
 
@@ -127,43 +63,31 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Keyword-only parameter. `annotation` and `default` are source text; `default` is REQUIRED if it has none."""
-
-    name: str
-    annotation: str = ""
-    default: str = REQUIRED
-    bounds: str = ""
-    """Comparisons that its number must meet; "" if it has none."""
-
-    @property
-    def value(self) -> Any:
-        """Default, if it is a plain value; else None."""
-        try:
-            value = None if self.default == REQUIRED else ast.literal_eval(self.default)
-        except ValueError:
-            return None
-        return None if value is ... else value
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What a node function reads, writes and accepts. `name` is its name in YAML."""
+class Signature:
+    """Parameters of a user's function or class, before its decorator gives them a meaning."""
 
     name: str
     module: str
     where: Location
-    marks: decorators.NodeMarks
     reads: tuple[Read, ...] = ()
     settings: dict[str, Setting] = field(default_factory=dict)
-    returns: tuple[str, ...] = ()
-    """Form of each column that it writes; empty if it has no annotation."""
+    result: str = ""
+    """Annotation of what it returns."""
     summary: str = ""
 
     @property
     def key(self) -> str:
         """Name by which a worker loads it: `module:function`."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
+
+
+@dataclass(frozen=True)
+class Contract(Signature):
+    """What a node function reads, writes and accepts. `name` is its name in YAML."""
+
+    marks: decorators.NodeMarks = decorators.NodeMarks()
+    returns: tuple[str, ...] = ()
+    """Form of each column that it writes; empty if it has no annotation."""
 
     @property
     def samples(self) -> bool:
@@ -202,121 +126,174 @@ def load_function(key: str) -> Any:
 
 
 @functools.cache
-def _of_file(module: str, path: Path) -> tuple[Contract, ...]:
-    text = path.read_text(encoding="utf-8")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
-        raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
-    found = (_of_function(module, path, item) for item in tree.body if isinstance(item, ast.FunctionDef))
-    return tuple(contract for contract in found if contract)
+def _of_file(module: str, _path: Path) -> tuple[Contract, ...]:
+    check_syntax(module)
+    found = ((each, _marks(each)) for each in definitions(module, "node") if isinstance(each.item, ast.FunctionDef))
+    return tuple(_contract(_of_definition(each), marks) for each, marks in found if marks)
 
 
-def _of_function(module: str, path: Path, function: ast.FunctionDef) -> Contract | None:
-    for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("node", "distflow.node"):
-            marks = _marks(decorator)
-            if marks is None:
-                return None
-            where = Location(shown(path), function.lineno, text=f"def {function.name}(…)")
-            doc = ast.get_docstring(function)
-            return build(function.name, module, where, marks, function.args, function.returns, doc)
-    return None
-
-
-def _marks(decorator: ast.Call) -> decorators.NodeMarks | None:
+def _marks(definition: Definition) -> decorators.NodeMarks | None:
     """Return the decorator's arguments; None if they are not plain values (then the module is imported instead)."""
+    given, known = definition.arguments, {item.name for item in fields(decorators.NodeMarks)}
+    if "bounds" in given:
+        raise InvalidInput(Diagnostic(f"@node of `{definition.name}` has no argument `bounds`", definition.where,
+                                      "Bounds stand in annotations:  clip: Annotated[float, Field(ge=0)] = 0.2\n"
+                                      "Field is pydantic's:  from pydantic import Field"))
     try:
-        given = {str(item.arg): ast.literal_eval(item.value) for item in decorator.keywords}
-        known = {item.name for item in fields(decorators.NodeMarks)}
-        return decorators.NodeMarks(**given) if not decorator.args and set(given) <= known else None
+        values = {name: ast.literal_eval(value) for name, value in given.items()}
+        return decorators.NodeMarks(**values) if isinstance(definition.decorator, ast.Call) and set(given) <= known \
+            else None
     except (ValueError, TypeError):
         return None
 
 
-def build(name: str, module: str, where: Location, marks: decorators.NodeMarks, arguments: ast.arguments,
-          returns: ast.expr | None, doc: str | None) -> Contract:
-    """Return the contract of a function from its parsed signature.
+@dataclass(frozen=True)
+class _Parsed:
+    """Signature as ast has it. `arguments` are without `self`."""
+
+    name: str
+    module: str
+    where: Location
+    arguments: ast.arguments
+    returns: ast.expr | None
+    doc: str | None
+    aliases: dict[str, ast.expr] = field(default_factory=dict)
+
+    @property
+    def positional(self) -> list[ast.arg]:
+        return [*self.arguments.posonlyargs, *self.arguments.args]
+
+
+def read_signature(definition: Definition) -> Signature:
+    """Return the signature of a function, or that of a class's `__init__`, from its source.
 
     Raises:
-        InvalidInput: the arguments of `@node` do not fit the signature.
+        InvalidInput: an annotation cannot be read without importing the module, or a default does not fit it.
     """
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = len(positional) - len(arguments.defaults)
-    reads = [Read(item.arg, _annotation(item.annotation), index >= required) for index, item in enumerate(positional)]
-    if marks.type in ENGINE_TYPES:
-        reads = reads[1:]
-    bounds = {**{name: ">= 1" for name in (marks.repeats, marks.refills) if name}, **marks.bounds}
-    settings = {item.arg: Setting(item.arg, _annotation(item.annotation), _text(default) if default else REQUIRED,
-                                  bounds.get(item.arg, ""))
-                for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
-    summary = (doc or "").strip().partition("\n\n")[0].replace("\n", " ")
-    forms = _forms(returns, len(marks.writes))
-    result = Contract(name, module, where, marks, tuple(reads), settings, forms, summary)
-    _check_marks(result, bool(positional))
-    return result
+    return _complete(_of_definition(definition))
 
 
-def _check_marks(contract: Contract, positional: bool) -> None:
-    """Raise InvalidInput with all arguments of `@node` that do not fit the function's signature."""
-    marks, what = contract.marks, f"@node of `{contract.name}`: "
-    reads = [read.name for read in contract.reads]
-    wrong = []
-    if marks.type not in TYPES:
-        wrong.append(Diagnostic(f"{what}`type` is {marks.type!r}", contract.where, listing(TYPES, "It is one of")))
-    elif marks.type in ENGINE_TYPES and not positional:
-        wrong.append(Diagnostic(f"{what}a {marks.type} function gets its role's engine as its first parameter, and "
-                                "this one has none", contract.where))
-    named = [("repeats", marks.repeats), ("refills", marks.refills), *(("requires", name) for name in marks.requires),
-             *(("bounds", name) for name in marks.bounds), *(("belongs_to", name) for name in marks.belongs_to),
-             *(("belongs_to", pair[0]) for pair in marks.belongs_to.values() if _is_pair(pair)),
-             *(("only_with", name) for name in marks.only_with), *(("refuses", name) for name in marks.refuses),
-             *(("only_with", pair[0]) for pair in marks.only_with.values() if _is_pair(pair))]
-    for mark, setting in named:
-        if setting is not None and setting not in contract.settings:
-            hint = listing(contract.settings, "Keyword-only parameters")
-            wrong.append(Diagnostic(f"{what}`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
-                                    contract.where, hint))
-    if marks.refills and KEEP not in marks.writes:
-        wrong.append(Diagnostic(f"{what}`refills` is for a function that says which rows stay, and it does not write "
-                                f"`{KEEP}`", contract.where, f'Instead:  writes="{KEEP}", or take `refills` away'))
-    for column in marks.requires.values():
-        if column not in reads:
-            wrong.append(Diagnostic(f"{what}`requires` names column `{column}`, which is not a parameter of it",
-                                    contract.where, listing(reads, "Parameters")))
-    if marks.head not in (None, *HEADS):
-        wrong.append(Diagnostic(f"{what}`head` is {marks.head!r}", contract.where, listing(HEADS, "It is one of")))
-    if marks.keep_together not in (None, GROUP):
-        wrong.append(Diagnostic(f"{what}`keep_together` is {marks.keep_together!r}", contract.where,
-                                f"Rows are kept together by prompt:  keep_together={GROUP!r}"))
-    others = contract.samples or marks.repeats or marks.keep_together or KEEP in marks.writes
-    if marks.row_wise and (others or marks.type != "MODEL_INFERENCE"):
-        wrong.append(Diagnostic(f"{what}`row_wise` is for a MODEL_INFERENCE function that looks at each row by itself; "
-                                "this one has another type, or samples, repeats, drops or keeps together rows",
-                                contract.where, "Take `row_wise` away"))
-    wrong += [Diagnostic(f"{what}{text}", contract.where, hint) for text, hint in _wrong_limits(contract)]
+def live_signature(function: Any) -> Signature:
+    """Return the signature of an imported function or class. Raises InvalidInput as `read_signature` does."""
+    return _complete(_of_live(function))
+
+
+def _of_definition(definition: Definition) -> _Parsed:
+    item = definition.item
+    if isinstance(item, ast.ClassDef):
+        own = next((each for each in item.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+        arguments = _without_self(own.args) if own else ast.arguments([], [], None, [], [], None, [])
+    else:
+        arguments = item.args
+    returns = None if isinstance(item, ast.ClassDef) else item.returns
+    return _Parsed(item.name, definition.module, definition.where, arguments, returns, ast.get_docstring(item),
+                   definition.aliases)
+
+
+def _without_self(arguments: ast.arguments) -> ast.arguments:
+    part = "posonlyargs" if arguments.posonlyargs else "args"
+    return ast.arguments(**{**dict(ast.iter_fields(arguments)), part: getattr(arguments, part)[1:]})
+
+
+def _complete(parsed: _Parsed) -> Signature:
+    settings, wrong = _settings(parsed, {})
     if wrong:
         raise InvalidInput(wrong)
+    return _signature(parsed, parsed.positional, settings)
 
 
-def _wrong_limits(contract: Contract) -> Iterator[tuple[str, str]]:
-    """Yield (mistake, hint) for `bounds`, `belongs_to`, `only_with` and `refuses`."""
-    for name, setting in contract.settings.items():
-        if setting.bounds and not readable(setting.bounds):
-            yield (f"`bounds` of `{name}` are {setting.bounds!r}, which no number meets or which cannot be read",
-                   'Write comparisons with numbers:  bounds={"clip": ">= 0", "top_p": "> 0, <= 1"}')
-        elif setting.bounds and setting.value is not None and not within(setting.value, setting.bounds):
-            yield f"the default of `{name}`, {setting.default}, is not {in_words(setting.bounds)}", ""
-    for name, pair in contract.marks.belongs_to.items():
+def _settings(parsed: _Parsed, at_least: dict[str, int]) -> tuple[dict[str, Setting], list[Diagnostic]]:
+    """Return the settings that can be read, and a mistake for each other one."""
+    settings, wrong = {}, []
+    for argument, default in zip(parsed.arguments.kwonlyargs, parsed.arguments.kw_defaults):
+        limits = {"ge": at_least[argument.arg]} if argument.arg in at_least else {}
+        try:
+            settings[argument.arg] = read_setting(argument, default, parsed.aliases, limits)
+        except Unreadable as error:
+            line = getattr(argument, "lineno", 0)
+            where = dataclasses.replace(parsed.where, line=line, text=ast.unparse(argument)) if line else parsed.where
+            wrong.append(Diagnostic(f"setting `{argument.arg}` of `{parsed.name}` {error}", where,
+                                    "As in  share: Annotated[float, Field(gt=0, le=1)] = 0.5"))
+    return settings, wrong
+
+
+def _signature(parsed: _Parsed, positional: list[ast.arg], settings: dict[str, Setting]) -> Signature:
+    required = len(positional) - len(parsed.arguments.defaults)
+    reads = tuple(Read(item.arg, annotation_text(item.annotation), index >= required)
+                  for index, item in enumerate(positional))
+    summary = (parsed.doc or "").strip().partition("\n\n")[0].replace("\n", " ")
+    result = annotation_text(parsed.returns)
+    return Signature(parsed.name, parsed.module, parsed.where, reads, settings, result, summary)
+
+
+def _contract(parsed: _Parsed, marks: decorators.NodeMarks) -> Contract:
+    """Return the contract of a node function.
+
+    Raises:
+        InvalidInput: the arguments of `@node` do not fit the signature, or it has settings that cannot be read.
+    """
+    settings, wrong = _settings(parsed, {name: 1 for name in (marks.repeats, marks.refills) if name})
+    positional = parsed.positional[1:] if marks.type in ENGINE_TYPES else parsed.positional
+    signature = _signature(parsed, positional, settings)
+    contract = Contract(**vars(signature), marks=marks, returns=_forms(signature.result, len(marks.writes)))
+    names = [argument.arg for argument in parsed.arguments.kwonlyargs]
+    wrong += [Diagnostic(f"@node of `{contract.name}`: {what}", contract.where, hint)
+              for what, hint in _wrong_marks(contract, names, bool(parsed.positional))]
+    if wrong:
+        raise InvalidInput(wrong)
+    return contract
+
+
+def _wrong_marks(contract: Contract, settings: list[str], positional: bool) -> Iterator[tuple[str, str]]:
+    """Yield (mistake, hint) for each argument of `@node` that does not fit the function's signature."""
+    marks, reads = contract.marks, [read.name for read in contract.reads]
+    if marks.type not in TYPES:
+        yield f"`type` is {marks.type!r}", listing(TYPES, "It is one of")
+    elif marks.type in ENGINE_TYPES and not positional:
+        yield f"a {marks.type} function gets its role's engine as its first parameter, and this one has none", ""
+    for mark, setting in _named_settings(marks):
+        if setting not in settings:
+            yield (f"`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
+                   listing(settings, "Keyword-only parameters"))
+    if marks.refills and KEEP not in marks.writes:
+        yield (f"`refills` is for a function that says which rows stay, and it does not write `{KEEP}`",
+               f'Instead:  writes="{KEEP}", or take `refills` away')
+    for column in marks.requires.values():
+        if column not in reads:
+            yield (f"`requires` names column `{column}`, which is not a parameter of it", listing(reads, "Parameters"))
+    if marks.head not in (None, *HEADS):
+        yield f"`head` is {marks.head!r}", listing(HEADS, "It is one of")
+    if marks.keep_together not in (None, GROUP):
+        yield (f"`keep_together` is {marks.keep_together!r}",
+               f"Rows are kept together by prompt:  keep_together={GROUP!r}")
+    others = contract.samples or marks.repeats or marks.keep_together or KEEP in marks.writes
+    if marks.row_wise and (others or marks.type != "MODEL_INFERENCE"):
+        yield ("`row_wise` is for a MODEL_INFERENCE function that looks at each row by itself; this one has another "
+               "type, or samples, repeats, drops or keeps together rows", "Take `row_wise` away")
+    yield from _wrong_forms(marks)
+
+
+def _named_settings(marks: decorators.NodeMarks) -> Iterator[tuple[str, str]]:
+    """Yield (argument of `@node`, setting that it names)."""
+    yield from ((name, setting) for name in ("repeats", "refills") if (setting := getattr(marks, name)) is not None)
+    for name in ("requires", "belongs_to", "only_with", "refuses"):
+        for setting, value in getattr(marks, name).items():
+            yield name, setting
+            if name in ("belongs_to", "only_with") and _is_pair(value):
+                yield name, value[0]
+
+
+def _wrong_forms(marks: decorators.NodeMarks) -> Iterator[tuple[str, str]]:
+    """Yield (mistake, hint) for `belongs_to`, `only_with` and `refuses` of another form."""
+    for name, pair in marks.belongs_to.items():
         if not _is_pair(pair):
             yield (f"`belongs_to` of `{name}` is {pair!r}, not another setting and its value",
                    'As in  belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")}')
-    for name, pair in contract.marks.only_with.items():
+    for name, pair in marks.only_with.items():
         if not _is_pair(pair) or not isinstance(pair[1], tuple):
             yield (f"`only_with` of `{name}` is {pair!r}, not another setting and a tuple of its values",
                    'As in  only_with={"clip": ("loss", ("ppo", "gspo"))}')
-    for name, reasons in contract.marks.refuses.items():
+    for name, reasons in marks.refuses.items():
         if not isinstance(reasons, dict):
             yield (f"`refuses` of `{name}` is {reasons!r}, not a reason for each value",
                    'As in  refuses={"kl_kind": {"k1": "its gradient is zero on average"}}')
@@ -326,36 +303,15 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2
 
 
-def _forms(returns: ast.expr | None, count: int) -> tuple[str, ...]:
-    returns = _unquoted(returns)
+def _forms(result: str, count: int) -> tuple[str, ...]:
+    """Return the form of each of `count` columns that a function with this annotation returns."""
+    returns = expression(result)
     if returns is None or count == 0:
         return ()
     if isinstance(returns, ast.Subscript) and ast.unparse(returns.value) in ("tuple", "Tuple", "typing.Tuple"):
         items = returns.slice.elts if isinstance(returns.slice, ast.Tuple) else [returns.slice]
-        return tuple(_annotation(item) for item in items) if len(items) == count else ()
-    return (_annotation(returns),) if count == 1 else ()
-
-
-def _annotation(node: ast.expr | None) -> str:
-    return _text(_unquoted(node))
-
-
-def _unquoted(node: ast.expr | None) -> ast.expr | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return expression(node.value)
-    return node
-
-
-def expression(text: str) -> ast.expr | None:
-    """Return a parsed expression; None if the text is none."""
-    try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return None
-
-
-def _text(node: ast.expr | None) -> str:
-    return "" if node is None else ast.unparse(node)
+        return tuple(map(annotation_text, items)) if len(items) == count else ()
+    return (result,) if count == 1 else ()
 
 
 def imported(module: str, name: str) -> Contract | None:
@@ -373,11 +329,16 @@ def imported(module: str, name: str) -> Contract | None:
 
 def live_contract(name: str, module: str, function: Any, marks: decorators.NodeMarks) -> Contract:
     """Return the contract of an imported function."""
+    return _contract(dataclasses.replace(_of_live(function), name=name, module=module), marks)
+
+
+def _of_live(function: Any) -> _Parsed:
     line = inspect.getsourcelines(function)[1] if inspect.isfunction(function) else 0
-    where = Location(inspect.getsourcefile(function) or module, line) if line else Location(module)
+    where = Location(inspect.getsourcefile(function) or function.__module__, line) if line \
+        else Location(function.__module__)
     signature = inspect.signature(function)
-    returns = _parsed(signature.return_annotation)
-    return build(name, module, where, marks, _arguments(signature), returns, inspect.getdoc(function))
+    return _Parsed(function.__name__, function.__module__, where, _arguments(signature),
+                   _parsed(signature.return_annotation), inspect.getdoc(function))
 
 
 def _arguments(signature: inspect.Signature) -> ast.arguments:
@@ -386,7 +347,7 @@ def _arguments(signature: inspect.Signature) -> ast.arguments:
     for parameter in signature.parameters.values():
         argument = ast.arg(parameter.name, _parsed(parameter.annotation))
         missing = parameter.default is inspect.Parameter.empty
-        default = None if missing else _parsed(repr(parameter.default)) or ast.Constant(...)
+        default = None if missing else expression(repr(parameter.default)) or ast.Constant(...)
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             result.kwonlyargs.append(argument)
             result.kw_defaults.append(default)
@@ -396,10 +357,23 @@ def _arguments(signature: inspect.Signature) -> ast.arguments:
     return result
 
 
-def _parsed(value: Any) -> ast.expr | None:
-    if value is inspect.Parameter.empty:
-        return None
-    return expression(value if isinstance(value, str) else inspect.formatannotation(value))
+def _parsed(annotation: Any) -> ast.expr | None:
+    return None if annotation is inspect.Parameter.empty else expression(_source(annotation))
+
+
+def _source(annotation: Any) -> str:
+    """Return a live annotation as its source says it."""
+    if isinstance(annotation, str):
+        return annotation
+    if get_origin(annotation) is Annotated:
+        kind, *added = get_args(annotation)
+        items = [item for each in added for item in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        limits = [f"{name}={limit!r}" for item in items for name in BOUNDS
+                  if (limit := getattr(item, name, None)) is not None]
+        return f"Annotated[{_source(kind)}, Field({', '.join(limits)})]"
+    if get_origin(annotation) in (types.UnionType, Union):
+        return " | ".join(map(_source, get_args(annotation)))
+    return "None" if annotation is type(None) else inspect.formatannotation(annotation)
 
 
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:

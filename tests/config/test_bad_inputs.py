@@ -82,7 +82,7 @@ DAGS = [
     case("unknown_setting", 8, "epsilom", "function `group_advantage` has no setting `epsilom`",
          "Did you mean `epsilon`? Settings: epsilon, scale."),
     case("no_settings_at_all", 9, "x", "has no setting `x`", "It has no settings at all.", others=(11,)),
-    case("wrong_setting_type", 9, "wide", "setting `clip` of `policy_update` must be float | None, not 'wide'",
+    case("wrong_setting_type", 9, "wide", "setting `clip` of `policy_update` must be a number or null, not 'wide'",
          "Its default is None.", others=(9,)),
     case("missing_setting", 8, "reward", "function `scaled` needs the setting `by`", "with: {by: …}   (float)"),
     case("group_of_none", 6, "0", "setting `group_size`", "must be a whole number above 0, not 0", "{group_size: 8}"),
@@ -162,9 +162,9 @@ RUNS = [
          others=(6, 7, 8, 9)),
     case("unknown_detector", 6, "second", "detector `stalled` has no setting `second`", "Did you mean `seconds`?",
          others=(5, 7, 8, 9)),
-    case("unknown_detector", 7, "1", "setting `restart` of detector `loss_spike` is true or false, not 1",
+    case("unknown_detector", 7, "1", "setting `restart` of detector `loss_spike` must be true or false, not 1",
          others=(5, 6, 8, 9)),
-    case("unknown_detector", 8, "true", "setting `factor` of detector `straggler` is a number, not true",
+    case("unknown_detector", 8, "true", "setting `factor` of detector `straggler` must be a number, not true",
          others=(5, 6, 7, 9)),
     case("unknown_detector", 9, "restart", "detector `straggler` has no setting `restart`", "during", "factor",
          others=(5, 6, 7, 8)),
@@ -379,14 +379,15 @@ def test_module_that_fails_when_imported() -> None:
 
 def test_marks_that_do_not_fit_their_function() -> None:
     text = str(InvalidInput(mistakes_of(dag="wrong_marks")))
-    for part in ("modules/wrong_marks.py:10: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
+    for part in ("modules/wrong_marks.py:13: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
-                 "`bounds` of `kl` are '=> 0'", "the default of `epsilon`, 0.0, is not above 0",
-                 "`bounds` names `clipp`", "`belongs_to` of `kl` is 'clip'",
+                 "modules/wrong_marks.py:13: setting `kl` of `muddled` has `Field(min=0)` in its annotation",
+                 "setting `epsilon` of `muddled` has the default 0.0, which is not above 0",
+                 "`belongs_to` of `kl` is 'clip'",
                  "`refills` is for a function that says which rows stay",
                  "`only_with` of `epsilon` is ('kl', 0.1)",
                  "`refuses` of `kl` is 'k1'", "`head` is 'number'", "It is one of: lm, value.",
-                 "`row_wise` is for a MODEL_INFERENCE function", "13 mistakes."):
+                 "`row_wise` is for a MODEL_INFERENCE function", "12 mistakes."):
         assert part in text
 
 

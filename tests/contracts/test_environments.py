@@ -72,9 +72,9 @@ def test_a_column_may_be_another_one(checked):
 @pytest.mark.parametrize(("settings", "line", "says"), [
     ("environment: Maize, environment_settings: {size: 3}", 6, ["no environment `Maize`", "Did you mean `Maze`?"]),
     ("environment: mazes_of_mine:Maize", 6, ["no environment `mazes_of_mine:Maize`", "Did you mean"]),
-    ("environment: Maze", 6, ["environment `Maze` needs `size`", "environment_settings: {size: …}"]),
+    ("environment: Maze", 6, ["environment `Maze` needs the setting `size`", "environment_settings: {size: …}"]),
     ("environment: Maze, environment_settings: {size: 3, wals: false}", 6, ["no setting `wals`", "`walls`"]),
-    ("environment: Maze, environment_settings: {size: large}", 6, ["`size` of environment `Maze` must be int"]),
+    ("environment: Maze, environment_settings: {size: large}", 6, ["`size` of environment `Maze` must be a whole"]),
     ("environment: Mute", 11, ["environment `Mute` has no method `step`", "def step(self, text: str) -> Turn"]),
     ("max_turns: 3", 5, ["`converse` needs the setting `environment`"]),
     ("environment: Calculator, max_turns: 0", 6, ["at least 1"]),

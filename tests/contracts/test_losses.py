@@ -91,10 +91,10 @@ def test_what_is_right_passes_and_runs_no_code_of_the_user(mistakes, settings):
                           "Did you mean `fine`? Losses in it: fine, needy, of_rewards, of_nothing, shadowed."]),
     ("loss: MODULE:unmarked", ["module `MODULE` has no function `unmarked` with @loss above it"]),
     ("loss: nowhere:fine", ["module `nowhere` cannot be found", "It was looked for in"]),
-    ("loss: MODULE:needy", ["loss `needy` needs `sharpness`", "with: {…, loss_settings: {sharpness: …}}"]),
+    ("loss: MODULE:needy", ["loss `needy` needs the setting `sharpness`", "with: {…, loss_settings: {sharpness: …}}"]),
     ("loss: MODULE:fine, loss_settings: {sharpnes: 1.0}",
      ["loss `fine` has no setting `sharpnes`", "Did you mean `sharpness`? Settings: sharpness, name."]),
-    ("loss: MODULE:fine, loss_settings: {name: 1}", ["setting `name` of loss `fine` must be str, not 1"]),
+    ("loss: MODULE:fine, loss_settings: {name: 1}", ["setting `name` of loss `fine` must be text, not 1"]),
     ("loss: MODULE:fine, clip: 0.3", ["setting `clip` says nothing with `loss: MODULE:fine`"]),
     ("loss: ppo, loss_settings: {clip: 0.3}", ["`loss_settings` are for a loss of your own, and `loss` is `ppo`"]),
     ("loss: ppoo", ["setting `loss` of `policy_update` must be one of ['ppo', 'gspo', 'cispo', 'reinforce'] or "

@@ -67,7 +67,7 @@ MISTAKES = [
     (16, "0.5", "the retries of reward `math` must be a whole number of at least 0, not 0.5", ""),
     (17, "patern", "reward `format` has no setting `patern`", "Did you mean `pattern`?"),
     (18, "'(x'", "setting `pattern` of reward `format` is not a regular expression: missing )", ""),
-    (19, "long", "setting `target` of reward `length` must be int | None, not 'long'", ""),
+    (19, "long", "setting `target` of reward `length` must be a whole number or null, not 'long'", ""),
     (20, "judge", "reward `judge` needs the setting `address`", "reward: {judge: {address: …}}   (str)"),
     (20, "judge", "reward `judge` needs the setting `model`", ""),
     (21, "math", "`rewards` must say the reward for each value of `answers`", "reward: {by: source, rewards: {gsm8k:"),
@@ -175,11 +175,11 @@ def test_a_live_function_reads_like_its_source() -> None:
     ("{length: {cap: 8, margin: -1}}", "`margin` from 0 to its cap of 8, not -1"),
     ("{length: {target: 0}}", "a `target` of at least 1"),
     ("{format: {pattern: x, tags: [a]}}", "a `pattern` or `tags`, not both"),
-    ("{code: {seconds: 0}}", "reward `code` needs `seconds` above 0"),
-    ("{judge: {address: 'localhost:1', model: m}}", "an `address` that begins with http"),
+    ("{code: {seconds: 0}}", "setting `seconds` of reward `code` must be above 0, not 0"),
+    ("{judge: {address: 'localhost:1', model: m}}", "setting `address` of reward `judge` must be text that matches ^https?://"),
     ("{judge: {address: 'http://a', model: m, prompt: '{answer}'}}", "a `prompt` without `{completion}`"),
     ("{judge: {address: 'http://a', model: m, score: 'a'}}", "`score` without its one group"),
-    ("{judge: {address: 'http://a', model: m, highest: 0}}", "needs `highest`")])
+    ("{judge: {address: 'http://a', model: m, highest: 0}}", "setting `highest` of reward `judge` must be above 0")])
 def test_settings_that_no_call_could_use_are_found_before_the_start(planned, recipe, what):
     with pytest.raises(InvalidInput) as caught:
         planned(recipe, columns="tests")

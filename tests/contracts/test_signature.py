@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from distflow.contracts.settings import REQUIRED, Setting
 from distflow.contracts.signature import (
-    REQUIRED,
     Contract,
     Read,
-    Setting,
     built_in,
     imported,
     load_function,
@@ -46,9 +45,9 @@ FULL = '''
     from distflow import node
 
     @node(writes=("a", "{role}_b"), type="MODEL_INFERENCE", repeats="copies", default_for="critic",
-          requires={"kl": "extra"}, keep_together="group", bounds={"kl": ">= 0"}, belongs_to={"kl": ("word", "y")})
-    def full(engine, prompts: Ragged, extra: Ragged | None = None, *, copies: int, kl: float = 1e-3,
-             word: Literal["x", "y"] = "x") -> tuple[Tensor, list[str]]:
+          requires={"kl": "extra"}, keep_together="group", belongs_to={"kl": ("word", "y")})
+    def full(engine, prompts: Ragged, extra: Ragged | None = None, *, copies: int,
+             kl: Annotated[float, Field(ge=0)] = 1e-3, word: Literal["x", "y"] = "x") -> tuple[Tensor, list[str]]:
         """One line.
 
         More lines.
@@ -60,8 +59,8 @@ def test_all_that_a_signature_says(module) -> None:
     contract = only(module(FULL))
     assert contract.name == "full"
     assert contract.reads == (Read("prompts", "Ragged"), Read("extra", "Ragged | None", optional=True))
-    assert contract.settings == {"copies": Setting("copies", "int", REQUIRED, ">= 1"),
-                                 "kl": Setting("kl", "float", "0.001", ">= 0"),
+    assert contract.settings == {"copies": Setting("copies", "int", REQUIRED, {"ge": 1}),
+                                 "kl": Setting("kl", "float", "0.001", {"ge": 0}),
                                  "word": Setting("word", "Literal['x', 'y']", "'x'")}
     assert contract.returns == ("Tensor", "list[str]")
     assert contract.summary == "One line."
@@ -69,7 +68,7 @@ def test_all_that_a_signature_says(module) -> None:
     assert marks.writes == ("a", "{role}_b")
     assert (marks.type, marks.repeats, marks.keep_together) == ("MODEL_INFERENCE", "copies", "group")
     assert (marks.default_for, marks.requires) == (("critic",), {"kl": "extra"})
-    assert (marks.bounds, marks.belongs_to) == ({"kl": ">= 0"}, {"kl": ("word", "y")})
+    assert marks.belongs_to == {"kl": ("word", "y")}
     assert contract.key.endswith(":full")
 
 
@@ -103,16 +102,20 @@ def test_source_is_read_and_not_run(module) -> None:
 
 def test_a_function_registered_when_its_module_is_imported(module) -> None:
     name = module('''
+        from typing import Annotated
+
         import torch
+        from pydantic import Field
         from distflow import Ragged, node
 
         def make(setting):
-            def made(prompts: Ragged, extra: torch.Tensor | None = None, *, by: float = setting,
-                     odd=object()) -> Ragged:
+            def made(prompts: Ragged, extra: torch.Tensor | None = None, *,
+                     by: Annotated[float, Field(gt=0)] | None = setting,
+                     kind: Annotated[str, Field(pattern="^[ab]", max_length=3)] = "a", odd=object()) -> Ragged:
                 """Made."""
                 return prompts
             made.__name__ = "made_by_hand"
-            return node(writes="made", bounds={"by": "> 0", "odd": "> 0"})(made)
+            return node(writes="made")(made)
 
         anything = make(0.5)
     ''')
@@ -121,7 +124,9 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
     assert contract is not None
     assert [(read.name, read.optional) for read in contract.reads] == [("prompts", False), ("extra", True)]
     assert contract.reads[0].form.endswith("Ragged")
-    assert contract.settings["by"] == Setting("by", "float", "0.5", "> 0")
+    assert contract.settings["by"] == Setting("by", "float | None", "0.5", {"gt": 0})
+    assert contract.settings["kind"].limits == {"pattern": "^[ab]", "max_length": 3}
+    assert [contract.settings["kind"].errors(value) == [] for value in ("abc", "c", "abcd")] == [True, False, False]
     assert contract.settings["odd"].default == "..."
     assert contract.marks.writes == ("made",)
     assert contract.where.line > 0
@@ -135,7 +140,8 @@ def test_marks_that_are_not_plain_are_left_to_the_import(module, decorator: str)
 
 
 def test_a_live_function_reads_like_its_source(module) -> None:
-    shown = only(name := module(FULL.replace("import node", "import node, Ragged\n    from typing import Literal")))
+    imports = "import node, Ragged\n    from typing import Annotated, Literal"
+    shown = only(name := module(FULL.replace("import node", imports)))
     live = imported(name, "full")
     assert live is not None
     assert (live.reads, live.settings, live.returns, live.marks, live.summary) == (
@@ -190,4 +196,41 @@ def test_a_filter_that_draws_again_says_how_often(module) -> None:
         def informative(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor: ...
     """))
     assert contract.marks.refills == "max_draws"
-    assert contract.settings["max_draws"] == Setting("max_draws", "int", "10", ">= 1")
+    assert contract.settings["max_draws"] == Setting("max_draws", "int", "10", {"ge": 1})
+
+
+@pytest.mark.parametrize(("imports", "decorator"), [
+    ("from distflow import node as made_of", "@made_of(writes='x')"), ("import distflow as df", "@df.node(writes='x')"),
+    ("from distflow.contracts.decorators import node", "@node(writes='x')")])
+def test_a_decorator_may_have_another_name(module, imports: str, decorator: str) -> None:
+    assert only(module(f"{imports}\n{decorator}\ndef f(a): ...\n")).name == "f"
+
+
+def test_a_decorator_of_another_package_is_not_ours(module) -> None:
+    assert of_module(module("from graphs import node\nimport graphs as g\n@node(writes='x')\ndef f(a): ...\n"
+                            "@g.node(writes='x')\ndef h(a): ...\n")) == ()
+
+
+def test_settings_that_cannot_be_read_are_said_with_their_lines(module) -> None:
+    name = module("""
+        from distflow import node
+
+        @node(writes="x")
+        def f(a, *,
+              fine: Annotated[float, Field(ge=0)] = 1.0,
+              computed: Annotated[float, Field(ge=LIMIT)] = 1.0,
+              beside: Annotated[float, Field(gt=0)] = 0.0): ...
+    """)
+    with pytest.raises(InvalidInput) as caught:
+        of_module(name)
+    first, second = caught.value.mistakes
+    assert (first.where.line, second.where.line) == (7, 8)
+    assert first.what.startswith("setting `computed` of `f` has `Field(ge=LIMIT)` in its annotation, and only plain")
+    assert "share: Annotated[float, Field(gt=0, le=1)] = 0.5" in first.hint
+    assert second.what == "setting `beside` of `f` has the default 0.0, which is not above 0"
+
+
+def test_the_former_notation_of_bounds_is_answered_with_the_new_one(module) -> None:
+    name = module("from distflow import node\n@node(writes='x', bounds={'kl': '>= 0'})\ndef f(a, *, kl=0.0): ...\n")
+    with pytest.raises(InvalidInput, match=r"@node of `f` has no argument `bounds`(.*\n)*.*Annotated\[float, Field"):
+        of_module(name)

@@ -12,7 +12,10 @@ state of a token is the next trained one, and a reward on an untrained token cou
 it, the action that it answers. (verl skips such tokens too, and loses their rewards.)
 """
 
+from typing import Annotated
+
 import torch
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from distflow import Ragged, node
@@ -205,8 +208,8 @@ def _check_advantages(rewards_B: Tensor, group_B: Tensor) -> None:
         )
 
 
-@node(writes="advantages", keep_together="group", bounds={"epsilon": ">= 0"})
-def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
+@node(writes="advantages", keep_together="group")
+def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat = 1e-6, scale: bool = True) -> Tensor:
     """Compare each reward with its group's mean, in units of the group's deviation: see `group_normalized`."""
     return group_normalized(rewards, group, epsilon, scale)
 
@@ -226,8 +229,9 @@ def baseline_advantage(rewards: Tensor, baselines: Tensor) -> Tensor:
     return rewards - baselines
 
 
-@node(writes="advantages", bounds={"gamma": ">= 0, <= 1"})
-def discounted_advantage(token_rewards: Ragged, response_mask: Ragged | None = None, *, gamma: float = 1.0) -> Ragged:
+@node(writes="advantages")
+def discounted_advantage(token_rewards: Ragged, response_mask: Ragged | None = None, *,
+                         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> Ragged:
     """Take each token's return as its advantage, without a baseline: see `discounted_returns`.
 
     With `gamma` 1 and rewards that hold a KL penalty per token it is REINFORCE++'s (Hu et al. 2025), to be normalised

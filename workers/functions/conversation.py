@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distflow import Ragged, Turn, node
@@ -41,14 +42,12 @@ Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tenso
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
-              "turns", "keep"),
-      bounds={"max_turns": ">= 1", "max_new_tokens": ">= 1", "max_tokens": ">= 1", "step_seconds": "> 0",
-              "processes": ">= 1", "memory_gib": "> 0"})
+              "turns", "keep"))
 def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
-             environment_settings: dict | None = None, group_size: int = 1, max_turns: int = 4,
-             max_new_tokens: int | None = None, max_tokens: int = 1024,
-             observation_role: Literal["user", "tool"] = "user", step_seconds: float = 10.0, processes: int = 2,
-             memory_gib: float = 4.0, **columns: list[str],
+             environment_settings: dict | None = None, group_size: int = 1, max_turns: PositiveInt = 4,
+             max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
+             observation_role: Literal["user", "tool"] = "user", step_seconds: PositiveFloat = 10.0,
+             processes: PositiveInt = 2, memory_gib: PositiveFloat = 4.0, **columns: list[str],
              ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
     """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
     were sampled, the rewards of the environment, the number of turns, and whether the environment did not fail.

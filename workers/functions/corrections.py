@@ -44,9 +44,10 @@ are about to train on it; `staleness/tokens/N` is how many tokens are so old.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from distflow import Ragged, node
@@ -90,10 +91,10 @@ def report_staleness(engine: RoleEngines, versions: Ragged, mask: Ragged) -> Non
         current().add(f"staleness/tokens/{age}", tokens)
 
 
-@node(writes="importance", bounds={"cap": ">= 1"})
+@node(writes="importance")
 def truncated_importance(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
-    level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0,
+    level: Literal["token", "sequence", "geometric"] = "token", cap: Annotated[float, Field(ge=1)] = 2.0,
 ) -> Ragged:
     """Return the weight `min(ratio, cap)` of each token in the loss, float32; untrained tokens get 1.
 
@@ -107,10 +108,11 @@ def truncated_importance(
     return rollout_logprobs.with_values(weight_T.float())
 
 
-@node(writes="response_mask", bounds={"low": ">= 0, <= 1", "high": ">= 1"})
+@node(writes="response_mask")
 def reject_mismatch(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
-    level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 5.0,
+    level: Literal["token", "sequence", "geometric"] = "token",
+    low: Annotated[float, Field(ge=0, le=1)] = 0.5, high: Annotated[float, Field(ge=1)] = 5.0,
 ) -> Ragged:
     """Remove from `response_mask` the tokens, or rows, whose ratio is below `low` or above `high`."""
     mask_T = _mask(rollout_logprobs, response_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distflow import node
@@ -10,9 +11,9 @@ from distflow.telemetry.accuracy import pass_at
 from distflow.telemetry.metrics import current
 
 
-@node(keep_together="group", bounds={"samples": ">= 1", "threshold": "> 0"})
+@node(keep_together="group")
 def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[str], completions: list[str], *,
-          samples: int = 1, threshold: float = 1.0) -> None:
+          samples: PositiveInt = 1, threshold: PositiveFloat = 1.0) -> None:
     """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
 
     An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the

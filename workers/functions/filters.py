@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from distflow import node
@@ -31,8 +32,9 @@ def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -
     return keep
 
 
-@node(writes="keep", keep_together="group", bounds={"best": ">= 1", "others": ">= 0"})
-def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: int = 1, others: int = 1,
+@node(writes="keep", keep_together="group")
+def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveInt = 1,
+                others: NonNegativeInt = 1,
                 kind: Literal["worst", "random"] = "worst") -> Tensor:
     """Keep each prompt's `best` best answers, and `others` of the rest: policy filtration (Shen & Zhang 2024).
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat
+
 from distflow import Ragged, node
 from distflow.telemetry.metrics import current
 from workers.functions.kl import kl_estimate
 from workers.roles import RoleEngines
 
 
-@node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference", row_wise=True,
-      bounds={"temperature": "> 0"})
+@node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference", row_wise=True)
 def logprobs(engine: RoleEngines, prompts: Ragged, responses: Ragged, images: Ragged | None = None, *,
-             temperature: float | None = None) -> Ragged:
+             temperature: PositiveFloat | None = None) -> Ragged:
     """Return the log-probability of each response token, by default at the temperature at which the role samples."""
     return engine.logprobs(prompts, responses, images, temperature)
 

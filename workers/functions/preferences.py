@@ -7,9 +7,10 @@ that are in no pair. It does not matter where pairs come from: `labelled_pairs` 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -82,13 +83,13 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
 
 
 @node(type="MODEL_TRAIN", keep_together="group",
-      bounds={"beta": "> 0", "label_smoothing": ">= 0, < 0.5", "temperature": "> 0"},
       only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged,
     group: Tensor,
-    response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid", beta: float = 0.1,
-    label_smoothing: float = 0.0, per_token: bool = False, temperature: float = 1.0,
+    response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
+    beta: PositiveFloat = 0.1, label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0, per_token: bool = False,
+    temperature: PositiveFloat = 1.0,
 ) -> None:
     """Make a step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
 
@@ -117,9 +118,9 @@ def preference_update(
         optimize(engine, rows, loss_of, temperature, together=True)
 
 
-@node(type="MODEL_TRAIN", head="value", keep_together="group", bounds={"centering": ">= 0"})
+@node(type="MODEL_TRAIN", head="value", keep_together="group")
 def reward_update(engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, group: Tensor, *,
-                  centering: float = 0.0) -> None:
+                  centering: NonNegativeFloat = 0.0) -> None:
     """Make a step of a reward model: the preferred answer's score above the other's. Without a pair there is none.
 
     -log σ(better - worse), the model of Bradley and Terry 1952 (Ouyang et al. 2022, Eq. 1). `centering` times

@@ -6,9 +6,10 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distflow import Ragged, node
@@ -23,11 +24,10 @@ _REASONS, _ROWS = 8, 32
 """Of a step's failures, so many reasons become events, and so many rows stand in each."""
 
 
-@node(writes=("rewards", "keep", "reward_parts"), default_for="reward",
-      bounds={"workers": ">= 1", "memory_gib": "> 0", "limit": "> 0", "patience": ">= 1"})
+@node(writes=("rewards", "keep", "reward_parts"), default_for="reward")
 def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor | None = None, *,
-          reward: Reward = "math", workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
-          patience: int = 3, **columns: Any) -> tuple[Tensor, Tensor, list[str]]:
+          reward: Reward = "math", workers: PositiveInt | None = None, memory_gib: PositiveFloat = 8.0,
+          limit: PositiveFloat = 300.0, patience: PositiveInt = 3, **columns: Any) -> tuple[Tensor, Tensor, list[str]]:
     """Return each completion's reward [B] float32 (0.0 if it has none), whether it has one [B] bool, and the values of
     the recipe's parts before their weights, as JSON.
 
@@ -114,10 +114,10 @@ def report_failures(scores: Scores, names: Sequence[int]) -> None:
                       trace=scores.failures[indices[0]][2].trace)
 
 
-@node(writes="rewards", bounds={"kl": ">= 0"})
+@node(writes="rewards")
 def kl_in_reward(
     rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, response_mask: Ragged | None = None, *,
-    kl: float = 0.001, kl_kind: Literal["k1", "k2", "k3"] = "k1",
+    kl: NonNegativeFloat = 0.001, kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Tensor:
     """Subtract from each reward [B] `kl` times the KL estimate to the reference, summed over the row's trained tokens.
 
@@ -130,10 +130,11 @@ def kl_in_reward(
     return _like(rewards, rewards.double() - kl * kl_B)
 
 
-@node(writes="token_rewards", bounds={"kl": ">= 0"}, requires={"kl": "reference_logprobs"})
+@node(writes="token_rewards", requires={"kl": "reference_logprobs"})
 def token_rewards(
     rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged | None = None,
-    response_mask: Ragged | None = None, *, kl: float = 0.0, kl_kind: Literal["k1", "k2", "k3"] = "k1",
+    response_mask: Ragged | None = None, *, kl: NonNegativeFloat = 0.0,
+    kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Ragged:
     """A reward for each token, float32: the row's own on its last trained token, minus `kl` times each token's KL.
 
@@ -154,9 +155,9 @@ def token_rewards(
     return rollout_logprobs.with_values(result_T.float())
 
 
-@node(writes="rewards", bounds={"max_length": ">= 1", "margin": "> 0, <= 1", "penalty": ">= 0"})
-def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: int, margin: float = 0.2,
-                     penalty: float = 1.0) -> Tensor:
+@node(writes="rewards")
+def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: PositiveInt,
+                     margin: Annotated[float, Field(gt=0, le=1)] = 0.2, penalty: NonNegativeFloat = 1.0) -> Tensor:
     """Add to each reward [B] `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
 
     The punishment falls linearly from 0 to -1 over the last `margin` of `max_length` tokens, where generation usually

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from distflow import Ragged, node
@@ -12,10 +13,9 @@ from workers.engines.chat import prompt_tokens
 from workers.roles import RoleEngines
 
 
-@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True,
-      bounds={"max_new_tokens": ">= 1"})
+@node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True)
 def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
-           max_new_tokens: int | None = None) -> tuple[Ragged, list[str]]:
+           max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, list[str]]:
     """Generate the greedy answer to each prompt, as tokens and as text.
 
     It repeats no rows, so that columns made of it can be read beside the samples of a node that does.
@@ -25,8 +25,9 @@ def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
     return samples.tokens, engine.decode(samples.tokens)
 
 
-@node(type="MODEL_INFERENCE", writes="{role}_prompts", bounds={"max_prompt_tokens": ">= 1"}, row_wise=True)
-def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: int = 1024, **columns: list[str]) -> Ragged:
+@node(type="MODEL_INFERENCE", writes="{role}_prompts", row_wise=True)
+def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveInt = 1024,
+        **columns: list[str]) -> Ragged:
     """Make prompts for a role: the template filled with each row's columns, as a question by the role's chat template.
 
     A prompt longer than `max_prompt_tokens` loses its beginning, and is counted.
@@ -38,9 +39,9 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: int = 102
 
 
 @node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "versions", "completions"),
-      repeats="group_size", default_for="actor", bounds={"max_new_tokens": ">= 1"})
+      repeats="group_size", default_for="actor")
 def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
-             max_new_tokens: int | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
+             max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, Ragged, Ragged, list[str]]:
     """Sample `group_size` answers to each prompt: tokens, their log-probabilities, the weights' version, the text."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)

@@ -3,9 +3,10 @@ that are alike on any number of ranks, token weights, the optimizer step)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from distflow import Batch, Ragged, node
@@ -119,8 +120,6 @@ _ALWAYS = 4
 
 
 @node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group",
-      bounds={"clip": ">= 0", "clip_high": ">= 0", "dual_clip": "> 1", "kl": ">= 0", "fixed_length": ">= 1",
-              "mini_batches": ">= 1", "epochs": ">= 1"},
       belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")},
       only_with={"clip": ("loss", ("ppo", "gspo")), "clip_high": ("loss", ("ppo", "gspo", "cispo")),
                  "dual_clip": ("loss", ("ppo",))},
@@ -132,10 +131,11 @@ def policy_update(
     actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None,
     images: Ragged | None = None, *,
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] | Loss = "ppo", loss_settings: dict | None = None,
-    clip: float | None = None, clip_high: float | None = None, dual_clip: float | None = None, kl: float = 0.0,
+    clip: NonNegativeFloat | None = None, clip_high: NonNegativeFloat | None = None,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None, kl: NonNegativeFloat = 0.0,
     kl_kind: Literal["k2", "k3"] = "k3", normalize: Literal["none", "batch"] = "none",
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
-    fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
+    fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
 ) -> None:
     """Make a policy-gradient step with a loss for each token, plus KL to a reference if `kl` is not zero.
 

@@ -5,9 +5,10 @@ A critic gives V(s_t), the value of all that stands before response token t; a r
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distflow import Batch, Ragged, node
@@ -65,10 +66,10 @@ def model_score(engine: RoleEngines, prompts: Ragged, responses: Ragged) -> Tens
     return rewards
 
 
-@node(writes=("advantages", "returns"), requires={"kl": "reference_logprobs"},
-      bounds={"gamma": ">= 0, <= 1", "lam": ">= 0, <= 1", "kl": ">= 0"})
+@node(writes=("advantages", "returns"), requires={"kl": "reference_logprobs"})
 def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, reference_logprobs: Ragged | None = None,
-        response_mask: Ragged | None = None, *, gamma: float = 1.0, lam: float = 0.95, kl: float = 0.0,
+        response_mask: Ragged | None = None, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0,
+        lam: Annotated[float, Field(ge=0, le=1)] = 0.95, kl: NonNegativeFloat = 0.0,
         kl_kind: Literal["k1", "k2", "k3"] = "k1") -> tuple[Ragged, Ragged]:
     """Return advantages and returns of each token by generalised advantage estimation: see `generalized_advantage`.
 
@@ -95,13 +96,12 @@ def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
 
 
 @node(type="MODEL_TRAIN", head="value", default_for="critic", keep_together="group",
-      bounds={"clip": "> 0", "fixed_length": ">= 1", "mini_batches": ">= 1", "epochs": ">= 1"},
       belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")})
 def value_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, values: Ragged, returns: Ragged, group: Tensor,
-    response_mask: Ragged | None = None, *, clip: float | None = 0.2,
+    response_mask: Ragged | None = None, *, clip: PositiveFloat | None = 0.2,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
-    fixed_length: int | None = None, mini_batches: int = 1, epochs: int = 1,
+    fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
 ) -> None:
     """Make the critic's step of PPO: squared error to the returns, clipped around the old values.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
-from distflow.contracts.rewards import SHIPPED, Path, Recipe, RewardContract, Term, read_recipe, reward_contract
+from distflow.contracts.rewards import SHIPPED, KeyPath, Recipe, RewardContract, Term, read_recipe, reward_contract
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
@@ -184,10 +184,10 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
     return [recipe.branches[source] for source in sources]
 
 
-def _distinct(terms: list[Term]) -> tuple[list[Term], dict[Path, int]]:
+def _distinct(terms: list[Term]) -> tuple[list[Term], dict[KeyPath, int]]:
     """Return the distinct calls, and the call of each term by its path: branches may share calls."""
     calls: list[Term] = []
-    call_of: dict[Path, int] = {}
+    call_of: dict[KeyPath, int] = {}
     for term in terms:
         alike = (number for number, call in enumerate(calls) if (call.name, call.timeout, call.retries, call.settings)
                  == (term.name, term.timeout, term.retries, term.settings))
@@ -222,7 +222,7 @@ def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, 
                inspect.iscoroutinefunction(function), positional, names)
 
 
-def _combine(terms: list[tuple[Term, ...]], call_of: dict[Path, int], results: CallResults) -> Scores:
+def _combine(terms: list[tuple[Term, ...]], call_of: dict[KeyPath, int], results: CallResults) -> Scores:
     scores = Scores([0.0] * len(terms), [True] * len(terms), parts=[{} for _ in terms])
     for row, own in enumerate(terms):
         for term in own:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 
+from pydantic import PositiveFloat, PositiveInt
+
 from distflow import Turn, environment
 from workers.isolation.sandbox.runner import run_python
 
@@ -19,7 +21,8 @@ class PythonSandbox:
     else 0. See `workers.isolation.sandbox.runner` for what the programs cannot do.
     """
 
-    def __init__(self, answer: str, *, seconds: float = 5.0, memory_mib: int = 512, output: int = 2000):
+    def __init__(self, answer: str, *, seconds: PositiveFloat = 5.0, memory_mib: PositiveInt = 512,
+                 output: PositiveInt = 2000):
         """`seconds` and `memory_mib` that a program may take; characters of its `output` that are shown."""
         self.expected = _final(answer)
         self.seconds, self.memory_mib, self.output = seconds, memory_mib, output

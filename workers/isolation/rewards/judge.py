@@ -10,6 +10,9 @@ import re
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from distflow import reward
 from distflow.contracts.decorators import Regex
@@ -34,21 +37,20 @@ _MAX_BYTES = 1 << 20
 """Most bytes of a response that are read."""
 
 
-def _wrong(address: str, prompt: str = PROMPT, score: str = "()", highest: float = 10.0, max_tokens: int = 512,
-           seconds: float = 60.0, **_: object) -> str:
-    if not address.startswith(("http://", "https://")):
-        return f"needs an `address` that begins with http:// or https://, not {address!r}"
+def _wrong(prompt: str = PROMPT, score: str = "()", **_: object) -> str:
     if "{completion}" not in prompt:
         return "has a `prompt` without `{completion}`: its judge would never see the answer"
     if re.compile(score).groups != 1:
         return f"has a `score` without its one group, which holds the number: {score!r}\nscore: 'Score: ([0-9]+)'"
-    return "" if min(highest, max_tokens, seconds) > 0 else "needs `highest`, `max_tokens` and `seconds` above 0"
+    return ""
 
 
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong)
-async def judge(completion: str, answer: str, question: str, *, address: str, model: str, prompt: str = PROMPT,
-                score: Regex = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", highest: float = 10.0, key_variable: str | None = None,
-                max_tokens: int = 512, temperature: float = 0.0, seconds: float = 60.0) -> float:
+async def judge(completion: str, answer: str, question: str, *,
+                address: Annotated[str, Field(pattern="^https?://")], model: str, prompt: str = PROMPT,
+                score: Regex = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", highest: PositiveFloat = 10.0,
+                key_variable: str | None = None, max_tokens: PositiveInt = 512, temperature: NonNegativeFloat = 0.0,
+                seconds: PositiveFloat = 60.0) -> float:
     """Return the judge's score divided by `highest`, clipped to 0.0 … 1.0.
 
     Args:

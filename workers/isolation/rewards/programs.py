@@ -7,7 +7,9 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
 
 from distflow import reward
 from workers.isolation.sandbox.runner import Outcome, run_python
@@ -27,10 +29,6 @@ sys.__stdout__.write("\\n" + _token)
 """The token comes by standard input, so that a program that exits early or prints much does not pass."""
 
 
-_MIN_MEMORY_MIB = 32
-"""Address space in MiB below which no interpreter starts."""
-
-
 @dataclass(frozen=True)
 class _Sandbox:
     seconds: float
@@ -43,14 +41,11 @@ class _Sandbox:
                           files=self.files)
 
 
-def _wrong(seconds: float = 10.0, memory_mib: int = 512, **_: object) -> str:
-    return "" if seconds > 0 and memory_mib >= _MIN_MEMORY_MIB else \
-        f"needs `seconds` above 0 and `memory_mib` of at least {_MIN_MEMORY_MIB}: no program could pass"
-
-
-@reward(timeout=120.0, check=_wrong)
-def code(completion: str, tests: str, *, seconds: float = 10.0, memory_mib: int = 512, partial: bool = False,
-         network: Literal["deny", "allow"] = "deny", files: Literal["deny", "allow"] = "deny") -> float:
+@reward(timeout=120.0)
+def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
+         memory_mib: Annotated[int, Field(ge=32)] = 512,  # below it no interpreter starts
+         partial: bool = False, network: Literal["deny", "allow"] = "deny",
+         files: Literal["deny", "allow"] = "deny") -> float:
     """Return 1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share it passes.
 
     The program is the completion's last Python block (``` fences), else the whole completion. The data's column `tests`
