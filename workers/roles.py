@@ -70,8 +70,9 @@ class RoleEngines:
             model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
+        self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
         self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
-            model, tokenizer, settings, meshes.rollout, spec.run.seed, _end_tokens(model, tokenizer), frozen)
+            model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
           "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
 
+@final
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Ragged column: `values` [T, …] holds all rows back to back, `lengths` [B] (int64) the number of elements of each
@@ -154,6 +155,13 @@ class Batch:
         if name not in self.columns:
             raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns)) or 'none'}")
         return self.columns[name]
+
+    def ragged(self, name: str) -> Ragged:
+        """Return a ragged column. Raises `ColumnError` if it is a dense one."""
+        column = self[name]
+        if isinstance(column, Ragged):
+            return column
+        raise ColumnError(f"column `{name}` has one number per row, and a ragged column is needed")
 
     def only(self, names: Iterable[str]) -> Batch:
         return Batch(self.ids, {name: self[name] for name in names})

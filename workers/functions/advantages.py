@@ -1,15 +1,9 @@
 """Advantages: of whole rows against the other rows of their prompt, and of tokens from the rewards that follow them.
 
-Everything is computed in float64 and returned in the dtype of the rewards (or values): a group's rewards often differ
-by little around a large mean.
-
-- Groups: ids may be any integers, in any order, with groups of any size; rows stay in their order.
-- Tokens: rows lie back to back in `[T]` tensors, `lengths_B` tokens each, and do not influence each other. A row ends
-  where its response ends, truncated or not: after its last token there is no reward and the value is 0.
-
-Tokens that the policy did not choose (of a tool or an environment: `mask_T` is False) are no steps in time. The next
-state of a token is the next trained one, and a reward on an untrained token counts for the last trained token before
-it, the action that it answers. (verl skips such tokens too, and loses their rewards.)
+Computed in float64 and returned in the dtype of the rewards (or values). After a row's last token, truncated or not,
+there is no reward and the value is 0. Tokens that the policy did not choose (`mask_T` is False) are no steps in time:
+the next state of a token is the next trained one, and a reward on an untrained token counts for the last trained token
+before it, the action that it answers. (verl skips such tokens too, and loses their rewards.)
 """
 
 from typing import Annotated
@@ -24,15 +18,6 @@ from distflow import Ragged, node
 def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_T: Tensor | None = None) -> Tensor:
     """Return the discounted return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 for tokens that are not trained.
 
-    Args:
-        rewards_T: one reward per token.
-        lengths_B: int64, tokens per row; a row may have none.
-        gamma: discount per trained token, from 0 to 1.
-        mask_T: bool, True where the token is trained; None trains every token.
-
-    Returns:
-        `[T]`, computed in float64 and returned in the dtype of the rewards.
-
     Raises:
         ValueError: shapes that do not fit, or a discount out of range.
     """
@@ -42,24 +27,11 @@ def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_
     return _spread(_discounted_sum(steps_S, lengths_R, gamma), mask_T).to(rewards_T.dtype)
 
 
-def generalized_advantage(
-    rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor, gamma: float, lam: float, mask_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Estimate advantages by GAE (Schulman et al. 2016, Eq. 16) over ragged rows.
+def generalized_advantage(rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor, gamma: float, lam: float,
+                          mask_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return advantages by GAE (Schulman et al. 2016, Eq. 16), and returns; both 0 where the token is not trained.
 
-    With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`. `lam` 1 gives the
-    discounted return minus the value, `lam` 0 the one-step error.
-
-    Args:
-        rewards_T: one reward per token.
-        values_T: the critic's value of the state that the token was chosen in; a constant.
-        lengths_B: int64, tokens per row; a row may have none.
-        gamma, lam: each from 0 to 1.
-        mask_T: bool, True where the token is trained; None trains every token.
-
-    Returns:
-        `advantages_T`, and `returns_T = advantages_T + values_T`, which the critic is to predict; both 0 where the
-        token is not trained. Computed in float64 and returned in the dtype of the values.
+    With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`; returns are `A + V`.
 
     Raises:
         ValueError: shapes that do not fit, or a discount out of range.
@@ -77,7 +49,7 @@ def generalized_advantage(
 
 
 def _discounted_sum(values_S: Tensor, lengths_R: Tensor, discount: float) -> Tensor:
-    """Return `x_t + discount * x_(t+1) + …` to the row's end, in a number of passes logarithmic in the longest row."""
+    """Return `x_t + discount * x_(t+1) + …` to the row's end, in log(longest row) passes."""
     summed, longest = 1, int(lengths_R.max()) if len(lengths_R) else 0
     while summed < longest:
         values_S = values_S + discount**summed * _later(values_S, lengths_R, summed)
@@ -121,55 +93,37 @@ def _check(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor | None, **shares
             raise ValueError(f"{name} must be from 0 to 1; got {value}")
 
 
-def group_normalized(rewards_B: Tensor, group_B: Tensor, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
-    """Return `(r - mean) / (std + epsilon)` in each group (GRPO: Shao et al. 2024, section 4.1.2), `std` unbiased.
+@node(writes="advantages", keep_together="group")
+def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat = 1e-6, scale: bool = True) -> Tensor:
+    """Compare each reward with its group's mean, in units of the group's deviation (GRPO: Shao et al. 2024, 4.1.2).
 
-    A group of equal rewards gets exactly 0: it cannot tell good from bad. So does a group of one row, whose reward is
-    its own mean and whose deviation is undefined; verl gives such a row its raw reward, TRL has no such groups. Both
-    divide by the unbiased deviation (n - 1); `epsilon` is 1e-6 in verl and 1e-4 in TRL.
-
-    Args:
-        rewards_B: one finite reward per row; integer and bool rewards are taken too.
-        group_B: integer group id per row.
-        epsilon: added to the deviation, at least 0, in units of reward.
-        scale: False leaves the division out (Dr. GRPO, Liu et al. 2025: dividing favours prompts of little spread).
-
-    Returns:
-        `[B]`, in the dtype of the rewards (torch's default dtype if that is not floating).
+    `(r - mean) / (std + epsilon)` with the unbiased `std` (epsilon is 1e-6 in verl and 1e-4 in TRL); exactly 0 in
+    groups of equal rewards, or of one row (verl gives that row its raw reward). Without `scale` there is no division,
+    which favours prompts of little spread (Dr. GRPO: Liu et al. 2025).
 
     Raises:
         ValueError: shapes that differ, ids that are not integers, a reward that is not finite, a negative epsilon.
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon is added to a deviation and must be at least 0; got {epsilon}")
-    centred_B, size_B, index_B = _centred(rewards_B, group_B)
+    centred_B, size_B, index_B = _centred(rewards, group)
     if not scale:
-        return centred_B.to(_result_dtype(rewards_B))
+        return centred_B.to(_result_dtype(rewards))
     variance_B = _group_sum(centred_B.square(), index_B) / (size_B - 1).clamp(min=1)
     deviation_B = variance_B.sqrt()
     # Where the deviation is 0 so is the numerator: any divisor will do but 0, which epsilon may be.
     divisor_B = torch.where(deviation_B > 0, deviation_B + epsilon, 1.0)
-    return (centred_B / divisor_B).to(_result_dtype(rewards_B))
+    return (centred_B / divisor_B).to(_result_dtype(rewards))
 
 
-def leave_one_out(rewards_B: Tensor, group_B: Tensor) -> Tensor:
-    """Return each reward minus the mean of its group's other rewards (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
+@node(writes="advantages", keep_together="group")
+def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
+    """Subtract from each reward the mean of its group's others (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
 
-    Computed as `(r - mean) * n / (n - 1)`, which is the same. A group of one row gets 0, because without other rows
-    there is no baseline to compare with; verl leaves such a row its raw reward. Equal rewards give exactly 0.
-
-    Args:
-        rewards_B: one finite reward per row; integer and bool rewards are taken too.
-        group_B: integer group id per row.
-
-    Returns:
-        `[B]`, in the dtype of the rewards (torch's default dtype if that is not floating).
-
-    Raises:
-        ValueError: shapes that differ, ids that are not integers, a reward that is not finite.
+    As `(r - mean) * n / (n - 1)`; 0 in groups of one row. Raises ValueError as `group_advantage` does.
     """
-    centred_B, size_B, _ = _centred(rewards_B, group_B)
-    return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(_result_dtype(rewards_B))
+    centred_B, size_B, _ = _centred(rewards, group)
+    return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(_result_dtype(rewards))
 
 
 def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,40 +156,20 @@ def _check_advantages(rewards_B: Tensor, group_B: Tensor) -> None:
     bad = (~torch.isfinite(rewards_B)).nonzero().flatten().tolist()
     if bad:
         rows = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
-        raise ValueError(
-            f"{len(bad)} of {rewards_B.numel()} rewards are not finite (rows {rows}); one would spoil its whole group. "
-            "Return a number for every sample from the reward function, or leave the row out"
-        )
-
-
-@node(writes="advantages", keep_together="group")
-def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat = 1e-6, scale: bool = True) -> Tensor:
-    """Compare each reward with its group's mean, in units of the group's deviation: see `group_normalized`."""
-    return group_normalized(rewards, group, epsilon, scale)
-
-
-@node(writes="advantages", keep_together="group")
-def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract from each reward the mean of its group's other rewards: see `leave_one_out`."""
-    return leave_one_out(rewards, group)
+        raise ValueError(f"{len(bad)} of {rewards_B.numel()} rewards are not finite (rows {rows}); one would spoil its "
+                         "whole group. Return a number for every sample from the reward function, or leave the row out")
 
 
 @node(writes="advantages")
 def baseline_advantage(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """Subtract a baseline from each reward: in ReMax the reward of the greedy answer (Li et al. 2024).
-
-    The databuffer repeats a baseline that was made once per prompt for each of the prompt's rows.
-    """
+    """Subtract a baseline from each reward: in ReMax the reward of the greedy answer (Li et al. 2024)."""
     return rewards - baselines
 
 
 @node(writes="advantages")
 def discounted_advantage(token_rewards: Ragged, response_mask: Ragged | None = None, *,
                          gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> Ragged:
-    """Take each token's return as its advantage, without a baseline: see `discounted_returns`.
-
-    With `gamma` 1 and rewards that hold a KL penalty per token it is REINFORCE++'s (Hu et al. 2025), to be normalised
-    over the whole batch by the update.
-    """
+    """Take each token's discounted return as its advantage: with `gamma` 1 and a KL penalty per token REINFORCE++'s
+    (Hu et al. 2025), to be normalised over the whole batch by the update."""
     mask_T = None if response_mask is None else response_mask.values
     return token_rewards.with_values(discounted_returns(token_rewards.values, token_rewards.lengths, gamma, mask_T))

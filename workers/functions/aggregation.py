@@ -1,18 +1,8 @@
 """Loss aggregation: turns per-token losses into one number by one weight per token.
 
-Averaging inside a micro-batch and then averaging the micro-batches gives another loss for every way of splitting the
-rows (short rows, masked rows and uneven ranks all shift it). Here every mode is turned into one weight per token from
-totals over the whole optimiser step, before rows are split into micro-batches or ranks:
-
-    totals = local_totals(mask_T, lengths_B)                  # on each rank, over its rows of the whole optimiser step
-    all_reduce(totals, SUM)                                   # over the data-parallel ranks
-    weights_T = token_weights(mask_T, lengths_B, mode, totals)
-    for piece in micro_batches:
-        weighted_sum(loss_T[piece], weights_T[piece]).backward()
-
-The loss is then the plain sum over all pieces on all ranks, and so is its gradient. Two duties stay with the caller:
-gradients must be *summed* over data-parallel ranks (an engine that averages them needs a factor of the number of
-ranks), and a row must be whole on its rank when weights are made, because `seq_mean_token_mean` counts its tokens.
+Weights follow from totals over the whole optimizer step, before rows are split into micro-batches or ranks, so that
+loss and gradient are plain sums over all pieces however the rows are split. Engines therefore sum gradients over
+ranks, and a row must be whole on its rank when weights are made.
 
 ====================== ============================== ============================================================
 mode                   weight of a trained token      source
@@ -23,9 +13,7 @@ mode                   weight of a trained token      source
 `fixed_length_sum`     1 / (rows * fixed_length)      Dr. GRPO (Liu et al. 2025): a constant, so no length bias
 ====================== ============================== ============================================================
 
-`tokens` and `rows` are the two totals. A masked token weighs 0. A row without trained tokens has only such tokens and
-is not among `rows`: it says nothing about the policy, and counting it would shrink the others' gradient (peers
-disagree here, and one that divides by the row's own token count gets NaN). All-zero totals give all-zero weights.
+A masked token weighs 0, and a row without trained tokens is not among `rows`.
 """
 
 from difflib import get_close_matches
@@ -33,22 +21,20 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from distflow import Ragged
+
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum")
 
 
+def trained_mask(tokens: Ragged, response_mask: Ragged | None) -> Ragged:
+    """Return which tokens are trained: all of them if no node says otherwise."""
+    if response_mask is not None:
+        return response_mask
+    return tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool))
+
+
 def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
-    """Count the trained tokens and rows of this rank; the caller sums them over ranks.
-
-    Args:
-        mask_T: bool, one entry per token, True where the token is trained. None trains every token.
-        lengths_B: int64, tokens per row; a row may have none.
-
-    Returns:
-        float64 `[2]`: trained tokens, and rows with at least one trained token; exact below 2**53.
-
-    Raises:
-        ValueError: the mask is not bool, or its size is not the sum of the lengths.
-    """
+    """Return float64 `[2]`: trained tokens (bool `mask_T`; None: all), and rows with any; to be summed over ranks."""
     trained_B = _trained_tokens_per_row(_checked_mask(mask_T, lengths_B), lengths_B)
     return torch.stack([trained_B.sum(), (trained_B > 0).sum()]).to(torch.float64)
 
@@ -56,17 +42,7 @@ def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
 def token_weights(
     mask_T: Tensor | None, lengths_B: Tensor, mode: str, totals: Tensor, fixed_length: int | None = None
 ) -> Tensor:
-    """Return the weight of each token, such that the loss is `sum(weight * loss)` however the rows are split.
-
-    Args:
-        mask_T: bool, one entry per token, True where the token is trained. None trains every token.
-        lengths_B: int64, tokens per row; a row may have none.
-        mode: one of `MODES`.
-        totals: `[2]`, the sum of `local_totals` over every rank and micro-batch of the optimiser step.
-        fixed_length: tokens, for `fixed_length_sum` only; usually the longest response that may be generated.
-
-    Returns:
-        float32 `[T]` on the device of `lengths_B`.
+    """Return each token's weight, float32 `[T]`. `totals` [2]: the sum of `local_totals` over the optimizer step.
 
     Raises:
         ValueError: unknown mode; `fixed_length` missing, below 1, or given to a mode that would ignore it; the
@@ -75,28 +51,21 @@ def token_weights(
     _check_mode(mode, fixed_length)
     mask_T = _checked_mask(mask_T, lengths_B)
     tokens, rows = totals.to(device=mask_T.device, dtype=torch.float64)
-    if mode == "token_mean":
-        denominator_T = tokens.expand(mask_T.shape)
-    elif mode == "seq_mean_token_sum":
-        denominator_T = rows.expand(mask_T.shape)
-    elif mode == "seq_mean_token_mean":
+    if mode == "seq_mean_token_mean":
         trained_B = _trained_tokens_per_row(mask_T, lengths_B)
         denominator_T = rows * trained_B[_row_of_token(lengths_B, mask_T.numel())]
     else:
-        denominator_T = (rows * fixed_length).expand(mask_T.shape)
+        per_step = {"token_mean": tokens, "seq_mean_token_sum": rows, "fixed_length_sum": rows * (fixed_length or 1)}
+        denominator_T = per_step[mode].expand(mask_T.shape)
     # Every denominator is a whole number: the clamp only keeps the discarded branch of `where` finite.
     weight_T = torch.where(mask_T & (denominator_T > 0), 1.0 / denominator_T.clamp(min=1.0), 0.0)
     return weight_T.to(torch.float32)
 
 
 def weighted_sum(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """Return the scalar `sum(weight * loss)`; without any token 0 with a zero gradient, so that backward still runs.
+    """Return `sum(weight * loss)`; 0 with a zero gradient without tokens.
 
-    Tokens of weight 0 are left out rather than multiplied by 0: an untrained token may carry an infinite or undefined
-    loss (a log-probability of -inf, say), and 0 * inf is NaN. A trained token's NaN is kept: it is a fault to be seen.
-
-    Raises:
-        ValueError: the two differ in shape.
+    Tokens of weight 0 are left out rather than multiplied: 0 * inf is NaN, and an untrained token's loss may be inf.
     """
     if loss_T.shape != weights_T.shape:
         raise ValueError(f"loss {tuple(loss_T.shape)} and weights {tuple(weights_T.shape)} differ: slice both alike")

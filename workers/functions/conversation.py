@@ -1,8 +1,5 @@
-"""Multi-turn rollouts: conversations of a model with environments. Sampling goes on while environments answer.
-
-Which rows are computed together depends on when environments answer. The random numbers of a row do not; two runs
-differ by the rounding of their log-probabilities.
-"""
+"""Multi-turn rollouts: conversations of a model with environments. Sampling goes on while environments answer, so that
+two runs differ by the rounding of their log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -37,7 +34,6 @@ _REASONS, _ROWS = 8, 20
 """Reasons of failure with an event in a step, and rows named in each event."""
 _PATIENCE = 3
 """Steps in a row in which all trajectories may fail before the run ends."""
-Columns = tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
@@ -64,10 +60,10 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     kind = environment_contract(found)
     env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                                memory_gib, found.__distflow_together__)
-    between = Between(engine.tokenizer, engine.rollout.end_tokens.tolist(), observation_role)
+    between = Between(engine.tokenizer, engine.end_tokens, observation_role)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, env_settings) as pool:
-        saved = trajectories().claim(engine.step, engine.stream, len(rows))
+        saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
         episodes = [_Episode(each, {name: columns[column][index // group_size]
                                     for name, column in kind.columns.items()}, index < saved)
                     for index, each in enumerate(rows)]
@@ -85,34 +81,34 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     return _columns(episodes, engine)
 
 
+class _Piece(NamedTuple):
+    """Tokens of a conversation that were sampled, or observed."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    sampled: bool
+
+
 @dataclass(eq=False)
 class _Episode:
-    """A conversation as a sequence of pieces: tokens, log-probabilities, versions, whether sampled or observed."""
-
     row: SampledRow
     columns: dict[str, str]
     saved: bool
     """Whether its turns are written to the run folder."""
-    pieces: list[tuple[Tensor, Tensor, Tensor, bool]] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
     turns: int = 0
-    length: int = 0
     reward: float = 0.0
     asked: float = 0.0
     failure: EnvFailure | None = None
     cut: bool = False
 
     @property
-    def text(self) -> list[int]:
-        return torch.cat([tokens for tokens, *_ in self.pieces]).tolist()
-
-    def add(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, sampled: bool) -> None:
-        self.pieces.append((tokens, logprobs, versions, sampled))
-        self.length += len(tokens)
+    def length(self) -> int:
+        return sum(len(piece.tokens) for piece in self.pieces)
 
 
 class _ConversationLoop:
-    """Loop that samples turns of some episodes while environments answer others."""
-
     def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: Between,
                  limits: tuple[int, int, int]):
         self.session, self.pool, self.engine, self.between = session, pool, engine, between
@@ -147,7 +143,7 @@ class _ConversationLoop:
     def _step_environment(self, episode: _Episode) -> None:
         row = episode.row
         episode.turns += 1
-        episode.add(row.tokens, row.logprobs, row.versions, True)
+        episode.pieces.append(_Piece(row.tokens, row.logprobs, row.versions, True))
         episode.asked = time.perf_counter()
         heartbeat.current().notify("tools")
         self.pool.step(row.id, episode.columns, self._text(row))
@@ -166,7 +162,8 @@ class _ConversationLoop:
                 observed = torch.tensor(between, dtype=torch.int64)
                 room = self.max_tokens - episode.length - len(observed)
                 if room > 0:
-                    episode.add(observed, torch.zeros(len(observed)), row.versions[-1:].expand(len(observed)), False)
+                    episode.pieces.append(_Piece(observed, torch.zeros(len(observed)),
+                                                 row.versions[-1:].expand(len(observed)), False))
                     self.session.extend(row, observed, min(self.max_new_tokens, room))
                     return
                 episode.cut = True
@@ -174,7 +171,7 @@ class _ConversationLoop:
         self.session.forget(row)
 
     def _text(self, row: SampledRow) -> str:
-        return self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True)
+        return str(self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True))
 
     def _save(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
         turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
@@ -185,21 +182,19 @@ class _ConversationLoop:
 
 
 def _report(episodes: list[_Episode], ids: Tensor, environment: str, idle: float | None) -> None:
-    metrics, failed = current(), [episode for episode in episodes if episode.failure]
+    metrics, failures = current(), [episode.failure for episode in episodes if episode.failure]
     metrics.mean("environment/turns", sum(episode.turns for episode in episodes), len(episodes))
     truncated = sum(episode.cut or not episode.row.finished for episode in episodes)
     metrics.mean("response/truncated", truncated, len(episodes))
     metrics.add("environment/cut", sum(episode.cut for episode in episodes))
-    metrics.add("environment/failed", len(failed))
-    metrics.add("environment/timeouts", sum(episode.failure.timeout for episode in failed))
-    pieces = [piece for episode in episodes for piece in episode.pieces]
-    metrics.add("tokens", sum(len(tokens) for tokens, _, _, sampled in pieces if sampled))
+    metrics.add("environment/failed", len(failures))
+    metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
+    metrics.add("tokens", sum(len(piece.tokens) for episode in episodes for piece in episode.pieces if piece.sampled))
     if idle is not None:
         metrics.maximum("environment/idle_seconds", idle)
-    texts = Ragged.from_rows([torch.tensor(episode.text) for episode in episodes])
-    metrics.add("response/fingerprint", fingerprint(texts, ids))
-    if failed:
-        _report_failures(episodes, failed, environment)
+    metrics.add("response/fingerprint", fingerprint(_tokens(episodes), ids))
+    if failures:
+        _report_failures(episodes, environment)
 
 
 def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
@@ -211,28 +206,34 @@ def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
     metrics.mean_of("environment/zero_std_groups", all_equal(rewards, group[kept]))
 
 
-def _report_failures(episodes: list[_Episode], failed: list[_Episode], environment: str) -> None:
+def _report_failures(episodes: list[_Episode], environment: str) -> None:
     """Report failed trajectories: one line in the output, and an event for each reason."""
     alike: dict[str, list[int]] = {}
-    for episode in failed:
-        alike.setdefault(episode.failure.reason, []).append(episode.row.id)
+    for episode in episodes:
+        if episode.failure:
+            alike.setdefault(episode.failure.reason, []).append(episode.row.id)
     rank = f"[rank {events.current().rank}] "
     reason, rows = max(alike.items(), key=lambda item: len(item[1]))
-    events.show(f"{rank}environment `{environment}`: {len(failed)} of {len(episodes)} trajectories failed and are left "
-                f"out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
+    events.show(f"{rank}environment `{environment}`: {sum(map(len, alike.values()))} of {len(episodes)} trajectories "
+                f"failed and are left out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
     for reason, rows in list(alike.items())[:_REASONS]:
         events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
 
 
-def _columns(episodes: list[_Episode], engine: RoleEngines) -> Columns:
+def _tokens(episodes: list[_Episode]) -> Ragged:
+    return Ragged.from_rows([torch.cat([piece.tokens for piece in episode.pieces]) for episode in episodes])
+
+
+def _columns(episodes: list[_Episode], engine: RoleEngines,
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
     """Return what `converse` writes. No token of a trajectory that is not kept is trained."""
-    responses = Ragged.from_rows([torch.cat([piece[0] for piece in episode.pieces]) for episode in episodes])
-    logprobs, versions = ([piece[index] for episode in episodes for piece in episode.pieces] for index in (1, 2))
-    mask = [torch.full((len(tokens),), sampled and not episode.failure) for episode in episodes
-            for tokens, _, _, sampled in episode.pieces]
-    return (responses, responses.with_values(torch.cat(mask) if episodes else torch.empty(0, dtype=torch.bool)),
-            responses.with_values(torch.cat(logprobs) if episodes else torch.empty(0)),
-            responses.with_values(torch.cat(versions) if episodes else torch.empty(0, dtype=torch.int32)),
+    responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
+    mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)
+            for episode in episodes for piece in episode.pieces]
+    logprobs, versions = [piece.logprobs for piece in pieces], [piece.versions for piece in pieces]
+    return (responses, responses.with_values(torch.cat(mask) if mask else torch.empty(0, dtype=torch.bool)),
+            responses.with_values(torch.cat(logprobs) if pieces else torch.empty(0)),
+            responses.with_values(torch.cat(versions) if pieces else torch.empty(0, dtype=torch.int32)),
             engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
             torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool))

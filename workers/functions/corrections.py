@@ -1,7 +1,6 @@
 """Importance corrections for tokens that another policy than the trainer's has sampled, and metrics of the mismatch.
 
-They stand between a node that recomputes the log-probabilities (`logprobs` with role actor) and the update, and use
-the ratio `r = exp(actor_logprobs - rollout_logprobs)` of a token, or at one ratio for all trained tokens of a row:
+They use the ratio `r = exp(actor_logprobs - rollout_logprobs)` of a token, or one for all trained tokens of a row:
 
 ============ ==================================== ====================================================================
 level        ratio                                what it is good for
@@ -11,35 +10,8 @@ level        ratio                                what it is good for
 `geometric`  geometric mean of the row's r        independent of length; a test of rows rather than a weight
 ============ ==================================== ====================================================================
 
-Two nodes, which may follow each other, as recipes combine them:
-
-- truncated importance sampling (Yao et al. 2025): `truncated_importance` alone, level token, cap 2
-- IcePop (Ling Team 2025, the Ring-1T report): `truncated_importance` with cap 5 and `reject_mismatch` with low 0.5 and
-  high 5, both on tokens: the weight is r inside the band and a token outside it is not trained
-- masked importance sampling (Liu et al. 2025, "When Speed Kills Stability"): the same with level sequence and low 0
-
 A weight multiplies the surrogate and not the KL term. A rejected token leaves `response_mask`, so that it neither has
-a gradient nor counts in an average (as in verl and slime; the Ring-1T report divides by all tokens).
-
-Without a recomputing node the update starts from the rollout's own log-probabilities, and its ratio and bounds are the
-correction: `loss: cispo` is then truncated importance sampling of tokens.
-
-Two engines give one set of weights slightly different probabilities (Yao et al. 2025, "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training"), and in the asynchronous modes the weights differ too. With
-`d = trainer - rollout`, the difference of a token's natural-log probabilities, and `w = exp(d)` over n tokens:
-
-============================= ======================================= ===============================================
-metric, `mismatch/…`          formula                                 when both agree
-============================= ======================================= ===============================================
-`logprob_mean`, `logprob_max` mean and maximum of abs(d)              0
-`kl`                          mean of `w - 1 - d`, the k3 estimate    0; it is KL(rollout || trainer), in nats
-`perplexity_ratio`            `exp(-mean of d)`                       1; the trainer's perplexity over the rollout's
-`effective_samples`           `(sum of w)**2 / (n * sum of w**2)`     1; the share of tokens that importance weighting
-                                                                      would leave (Kish 1965), 1/n at worst
-============================= ======================================= ===============================================
-
-`staleness/mean` and `staleness/max` count the optimizer steps between the weights that sampled a token and those that
-are about to train on it; `staleness/tokens/N` is how many tokens are so old.
+a gradient nor counts in an average. Recipes are in `docs/algorithms.md`, metrics in `docs/metrics.md`.
 """
 
 from __future__ import annotations
@@ -52,12 +24,16 @@ from torch import Tensor
 
 from distflow import Ragged, node
 from distflow.telemetry.metrics import current
+from workers.functions.aggregation import trained_mask
 from workers.functions.kl import LOG_RATIO_LIMIT, kl_estimate
 from workers.roles import RoleEngines
 
 
 class Mismatch:
-    """Mismatch metrics of the step's first optimizer step, in which the weights are still those that sampled."""
+    """Metrics of the step's first optimizer step, in which the weights are still those that sampled.
+
+    `d` is the trainer's minus the rollout's natural-log probability of a token, `w = exp(d)`.
+    """
 
     def __init__(self) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64)
@@ -100,7 +76,7 @@ def truncated_importance(
 
     Truncation bounds the variance at the price of a bias towards what the trainer finds less likely (Ionides 2008).
     """
-    mask_T = _mask(rollout_logprobs, response_mask)
+    mask_T = trained_mask(rollout_logprobs, response_mask).values
     ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
     weight_T = torch.where(mask_T, ratio_T.clamp(max=cap), 1.0)
     current().mean_of("importance/mean", weight_T[mask_T])
@@ -115,7 +91,7 @@ def reject_mismatch(
     low: Annotated[float, Field(ge=0, le=1)] = 0.5, high: Annotated[float, Field(ge=1)] = 5.0,
 ) -> Ragged:
     """Remove from `response_mask` the tokens, or rows, whose ratio is below `low` or above `high`."""
-    mask_T = _mask(rollout_logprobs, response_mask)
+    mask_T = trained_mask(rollout_logprobs, response_mask).values
     ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
     inside_T = (ratio_T >= low) & (ratio_T <= high)
     current().mean_of("importance/rejected", ~inside_T[mask_T])
@@ -123,15 +99,7 @@ def reject_mismatch(
 
 
 def importance_ratio(new: Ragged, old: Ragged, mask_T: Tensor, level: str) -> Tensor:
-    """Return the ratio of each token, or of its row, float64 `[T]`; NaN where the token is not trained.
-
-    The log-ratio of what is compared is clamped to +-`LOG_RATIO_LIMIT`.
-
-    Args:
-        new, old: natural-log probabilities of the same tokens.
-        mask_T: bool, True where the token is trained.
-        level: see the module.
-    """
+    """Return the ratio of each token, or of its row, float64 `[T]`; NaN where the token is not trained."""
     log_T = torch.where(mask_T, new.values.double() - old.values.double(), 0.0)
     if level != "token":
         log_B = log_T.new_zeros(len(old)).index_add(0, old.row_of, log_T)
@@ -139,7 +107,3 @@ def importance_ratio(new: Ragged, old: Ragged, mask_T: Tensor, level: str) -> Te
             log_B = log_B / log_T.new_zeros(len(old)).index_add(0, old.row_of, mask_T.double()).clamp(min=1)
         log_T = log_B[old.row_of]
     return torch.where(mask_T, log_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), torch.nan)
-
-
-def _mask(tokens: Ragged, response_mask: Ragged | None) -> Tensor:
-    return torch.ones(len(tokens.values), dtype=torch.bool) if response_mask is None else response_mask.values

@@ -17,8 +17,7 @@ def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[st
     """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
 
     An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the
-    reward of others failed, has no pass@k. With each mean come the mean of the squares and the number of problems, for
-    the confidence interval: see `distflow.telemetry.accuracy`. The text is read so that the run's samples have it.
+    reward of others failed, has no pass@k. The text is read so that the run's samples have it.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
     order = torch.argsort(group)

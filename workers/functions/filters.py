@@ -21,9 +21,7 @@ _FILTERS = 1 << 32
 def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor:
     """Keep the prompts whose answers earn different rewards: dynamic sampling (DAPO: Yu et al. 2025, Eq. 11).
 
-    An answer that earns what all others of its prompt earn has an advantage of 0. The paper asks for an accuracy
-    strictly between 0 and 1, which for rewards of 0 and 1 is the same; a prompt with one answer is dropped. New
-    prompts are drawn in place of those dropped, `max_draws` times at most.
+    A prompt with one answer is dropped. New prompts are drawn in place of those dropped, `max_draws` times at most.
     """
     del max_draws  # read by the training loop, which draws again
     _, index = torch.unique(group, return_inverse=True)
@@ -38,10 +36,9 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveIn
                 kind: Literal["worst", "random"] = "worst") -> Tensor:
     """Keep each prompt's `best` best answers, and `others` of the rest: policy filtration (Shen & Zhang 2024).
 
-    A reward model is most reliable at the ends of its scale. `kind: worst` is the paper's best-worst (BW), `random` its
-    best-random (BR), and `others: 0` its best-of-N (BoN). The paper draws with replacement by rank; here the numbers
-    are exact. Equal rewards are ranked by chance, which depends on (seed, step, row id) alone. A prompt with fewer
-    answers keeps them all.
+    `kind: worst` is the paper's best-worst (BW), `random` its best-random (BR), and `others: 0` its best-of-N (BoN).
+    The paper draws with replacement by rank; here the numbers are exact. Equal rewards are ranked by chance, which
+    depends on (seed, step, row id) alone.
     """
     chance = uniform(_key(), row, 0)
     by_rank = _order(group, -rewards.double(), chance)

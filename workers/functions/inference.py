@@ -6,6 +6,7 @@ from pydantic import PositiveFloat
 
 from distflow import Ragged, node
 from distflow.telemetry.metrics import current
+from workers.functions.aggregation import trained_mask
 from workers.functions.kl import kl_estimate
 from workers.roles import RoleEngines
 
@@ -22,11 +23,9 @@ def distillation_advantage(rollout_logprobs: Ragged, teacher_logprobs: Ragged,
                            response_mask: Ragged | None = None) -> Ragged:
     """Return log p_teacher - log p_student of each token that the student sampled.
 
-    Its mean over samples is minus the reverse divergence KL(student || teacher), so that a policy gradient with these
-    advantages descends it (MiniLLM, Gu et al. 2024; generalised knowledge distillation, Agarwal et al. 2024). Each
-    token counts for itself alone (a discount of 0): as Lu et al. 2025 ("On-Policy Distillation") found to suffice.
+    A policy gradient with these advantages descends the reverse divergence KL(student || teacher) (MiniLLM, Gu et al.
+    2024). Each token counts for itself alone, which Lu et al. 2025 ("On-Policy Distillation") found to suffice.
     """
     reverse_T = kl_estimate(rollout_logprobs.values, teacher_logprobs.values, "k1")
-    trained_T = reverse_T if response_mask is None else reverse_T[response_mask.values]
-    current().mean_of("distillation/reverse_kl", trained_T)
+    current().mean_of("distillation/reverse_kl", reverse_T[trained_mask(rollout_logprobs, response_mask).values])
     return rollout_logprobs.with_values(-reverse_T)

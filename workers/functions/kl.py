@@ -1,9 +1,6 @@
-"""Per-token estimates of how far the policy has moved from a reference.
+"""Per-token estimates of KL(policy || reference) from sampled tokens (Schulman, "Approximating KL Divergence", 2020).
 
-The quantity is the reverse divergence KL(policy || reference) of one token's distribution, estimated from the token
-that was sampled. Estimators: John Schulman, "Approximating KL Divergence" (blog post, 2020).
-
-With `d = logprobs - reference` of the sampled token:
+With `d = logprobs - reference`:
 
 ==== ==================== ======================================= ==============================================
 kind per token            mean of the value                       mean of the gradient (autograd, tokens fixed)
@@ -13,13 +10,11 @@ k2   d**2 / 2             biased, little while d is small; >= 0   unbiased: the 
 k3   exp(-d) - 1 + d      unbiased; >= 0, low variance            biased: the gradient of KL(reference||policy)
 ==== ==================== ======================================= ==============================================
 
-All means are over tokens drawn from the policy itself; once it has moved from the one that sampled, each needs the
-importance ratio. For the gradients see Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for
-RL" (2025). GRPO (Shao et al. 2024, Eq. 4) uses k3.
+Means are over tokens drawn from the policy itself; gradients as in Tang & Munos 2025, "On a few pitfalls in KL
+divergence gradient estimation for RL". GRPO (Shao et al. 2024, Eq. 4) uses k3.
 
-In k3, `-d` is clamped from above at `LOG_RATIO_LIMIT` (20): a token that the reference finds e**20 times likelier
-than the policy costs 4.9e8 and has no gradient, where exp would overflow. Nothing is clamped on the other side,
-though some peers do: there k3 is linear and safe, and its gradient is what pulls a runaway token back.
+In k3 `-d` is clamped from above alone, where exp would overflow: on the other side k3 is linear, and its gradient is
+what pulls a runaway token back.
 """
 
 import torch
@@ -33,17 +28,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(logprobs_T: Tensor, reference_T: Tensor, kind: str) -> Tensor:
-    """Estimate KL(policy || reference) per token with one of the estimators above; not aggregated.
-
-    As a value k1 and k3 are unbiased and k2 is not; as a gradient only k2 is.
-
-    Args:
-        logprobs_T: natural-log probabilities of the sampled tokens under the policy, finite; gradients flow here.
-        reference_T: the same tokens under the reference, finite; a constant.
-        kind: one of `KINDS`.
-
-    Returns:
-        `[T]`, nats, in the dtype of the inputs.
+    """Return the estimate of each token [T], in nats; gradients flow to `logprobs_T` alone.
 
     Raises:
         ValueError: unknown kind, or shapes that differ.

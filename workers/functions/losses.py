@@ -9,10 +9,9 @@ capped_policy_gradient cispo       `-sg[min(r, 1 + clip_high)] * A * logprobs`  
 policy_gradient        reinforce   `-A * logprobs`                                       has no bounds
 ====================== =========== ===================================================== ==============================
 
-`sg` stops the gradient. `surrogate` chooses by name, with each kind's usual bounds; `own_loss` takes a user's function.
-
-Log-ratios are clamped to +-`LOG_RATIO_LIMIT` (20) before exp, so that float32 holds the ratio times any advantage; a
-token beyond that has no gradient.
+`sg` stops the gradient. Each returns `loss_T`; `ratio_T`, detached, for metrics; and `clipped_T`, bool: a bound was
+active. All tensors are [T] of trained tokens, gradients flow to `logprobs_T` alone, and a bound out of range is a
+ValueError. Log-ratios are clamped to +-`LOG_RATIO_LIMIT` before exp; a token beyond that has no gradient.
 """
 
 import inspect
@@ -31,33 +30,26 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Ten
 `clipped` is None where the loss's bounds are not known."""
 
 USUAL_BOUNDS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0), "reinforce": (0.0, 0.0)}
-"""By kind, what `clip` and `clip_high` are when neither is given: PPO and GSPO as in their papers. MiniMax-M1 does
-not say; a cap of 5 is what Khatri et al. 2025 ("The Art of Scaling Reinforcement Learning Compute") found robust."""
+"""Default (clip, clip_high) by kind: PPO's and GSPO's papers; CISPO's cap of 5 is from Khatri et al. 2025 ("The Art of
+Scaling Reinforcement Learning Compute")."""
 
 
 def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Surrogate:
-    """Return the loss of that kind with its bounds. `clip` alone is both bounds; with neither the usual ones hold.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Return the loss of that kind with its bounds. `clip` alone is both bounds; with neither the usual ones hold."""
     if kind not in USUAL_BOUNDS:
         raise ValueError(f"unknown policy loss `{kind}`. Losses: {', '.join(USUAL_BOUNDS)}")
     low, high = USUAL_BOUNDS[kind] if clip is None else (clip, clip)
     high = high if clip_high is None else clip_high
-    if kind == "ppo":
-        return lambda new_T, old_T, gain_T, _: clipped_policy_loss(new_T, old_T, gain_T, low, high, dual_clip)
-    if kind == "gspo":
-        return lambda new_T, old_T, gain_T, lengths_B: sequence_policy_loss(new_T, old_T, gain_T, lengths_B, low, high)
-    if kind == "cispo":
-        return lambda new_T, old_T, gain_T, _: capped_policy_gradient(new_T, old_T, gain_T, high)
-    return lambda new_T, old_T, gain_T, _: policy_gradient(new_T, old_T, gain_T)
+    kinds: dict[str, Surrogate] = {
+        "ppo": lambda new_T, old_T, gain_T, _: clipped_policy_loss(new_T, old_T, gain_T, low, high, dual_clip),
+        "gspo": lambda new_T, old_T, gain_T, rows_B: sequence_policy_loss(new_T, old_T, gain_T, rows_B, low, high),
+        "cispo": lambda new_T, old_T, gain_T, _: capped_policy_gradient(new_T, old_T, gain_T, high),
+        "reinforce": lambda new_T, old_T, gain_T, _: policy_gradient(new_T, old_T, gain_T)}
+    return kinds[kind]
 
 
 def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
-    """Return the loss under `@loss` that `MODULE:FUNCTION` names, as `surrogate` returns a shipped one.
-
-    Its bounds are unknown, so that there is no metric of clipped tokens.
+    """Return the user's loss `MODULE:FUNCTION` in the form of `surrogate`.
 
     Raises:
         InvalidInput: there is no such function; when it is called, that it returned no loss for each token.
@@ -68,7 +60,7 @@ def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
     def loss(new_T: Tensor, old_T: Tensor, gain_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, None]:
         if not len(new_T):  # no token of the micro-batch is trained: users need not think of it
             return new_T, new_T.detach(), None
-        given = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
+        given: dict[str, Tensor] = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
         loss_T = function(*(given[name] for name in wanted), **settings)
         if wrong := _not_per_token(loss_T, new_T):
             raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", location_of(key),
@@ -90,32 +82,13 @@ def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
     return None
 
 
-def clipped_policy_loss(
-    logprobs_T: Tensor,
-    old_T: Tensor,
-    advantages_T: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7) per token, as a loss to minimise.
+def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float,
+                        dual_clip: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7), with bounds `1 - clip_low` and `1 + clip_high`.
 
-    With `r = exp(logprobs - old)` and the advantage `A` it is `-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`.
-    PPO has both bounds equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). For `A < 0` the loss has
-    no bound in `r` unless `dual_clip` caps it at `-dual_clip * A` (Ye et al. 2020, "Mastering Complex Control in MOBA
-    Games with Deep Reinforcement Learning").
-
-    Args:
-        logprobs_T: natural-log probabilities of the sampled tokens under the policy; gradients flow here alone.
-        old_T, advantages_T: the same under the policy that the step started from; one advantage per token.
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it, each at least 0.
-        dual_clip: the cap's ratio, above 1; None leaves it out.
-
-    Returns:
-        `loss_T`; `ratio_T`, detached, for metrics; `clipped_T`, bool: a bound was active, so the token has no gradient.
-
-    Raises:
-        ValueError: a bound out of range, or shapes that differ.
+    PPO has both equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). `dual_clip`, above 1, caps the
+    loss of a negative advantage, which has no bound in `r` otherwise, at `-dual_clip * A` (Ye et al. 2020, "Mastering
+    Complex Control in MOBA Games with Deep Reinforcement Learning").
     """
     _check_bounds(clip_low, clip_high, dual_clip)
     _check_shapes(logprobs_T, old_T, advantages_T)
@@ -132,26 +105,13 @@ def clipped_policy_loss(
     return loss_T, ratio_T.detach(), clipped_T
 
 
-def sequence_policy_loss(
-    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the clipped surrogate with one ratio per row (GSPO: Zheng et al. 2025, Eq. 5 to 7), per token.
+def sequence_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float,
+                         clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the clipped surrogate with one ratio per row, `s = exp(mean(logprobs - old))` (GSPO: Zheng et al. 2025,
+    Eq. 5 to 7).
 
-    The ratio is the geometric mean of its tokens' ratios, `s = exp(mean(logprobs - old))`, so that its spread does not
-    grow with length; the bounds are therefore far narrower than PPO's (3e-4 and 4e-4 in the paper). It is written as
-    GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`: with `seq_mean_token_mean` and one advantage
-    for the row, value and gradient are those of Eq. 5, and advantages of single tokens are allowed as well. A row
-    beyond a bound loses the gradient of all its tokens.
-
-    Args:
-        logprobs_T, old_T, advantages_T, clip_low, clip_high: as in `clipped_policy_loss`.
-        lengths_B: int64, tokens per row. All are trained: leave untrained ones out, so that none counts in the mean.
-
-    Returns:
-        As `clipped_policy_loss`; `ratio_T` is the row's for each of its tokens.
-
-    Raises:
-        ValueError: a bound out of range, or shapes that differ.
+    Written as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`: with `seq_mean_token_mean` and one
+    advantage for the row, value and gradient are those of Eq. 5, and advantages of single tokens are allowed as well.
     """
     _check_shapes(logprobs_T, old_T, advantages_T)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
@@ -162,23 +122,12 @@ def sequence_policy_loss(
     return clipped_policy_loss(log_ratio_T, torch.zeros_like(constant_T), advantages_T, clip_low, clip_high)
 
 
-def capped_policy_gradient(
-    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5), per token.
+def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
+                           clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5).
 
-    `-sg[min(r, 1 + clip_high)] * A * logprobs`: unlike PPO's clipping the cap bounds a token's weight and never takes
-    its gradient away. There is no bound from below, as in the paper's runs. Only the gradient has a meaning.
-
-    Args:
-        logprobs_T, old_T, advantages_T: as in `clipped_policy_loss`.
-        clip_high: how far the weight may rise above 1, at least 0.
-
-    Returns:
-        `loss_T`; `ratio_T` before the cap, detached; `capped_T`, bool.
-
-    Raises:
-        ValueError: a bound out of range, or shapes that differ.
+    The cap bounds a token's weight and never takes its gradient away. There is no bound from below, as in the paper's
+    runs.
     """
     _check_bounds(0.0, clip_high, None)
     _check_shapes(logprobs_T, old_T, advantages_T)
@@ -188,19 +137,12 @@ def capped_policy_gradient(
 
 
 def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `-A * logprobs` (REINFORCE: Williams 1992) per token; unbiased if this very policy has sampled them.
-
-    `old_T` changes neither value nor gradient: the ratio to it, returned as by the other losses, shows in the metrics
-    how far several steps on the same samples have led away from them.
-    """
+    """Return `-A * logprobs` (REINFORCE: Williams 1992); unbiased if this very policy has sampled. `old_T` is for the
+    ratio alone."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()
     return -advantages_T.detach() * logprobs_T, ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
 
-
-def negative_log_likelihood(logprobs_T: Tensor) -> Tensor:
-    """Return the loss of supervised training: `[T]` natural-log probabilities in, `[T]` nats out."""
-    return -logprobs_T
 
 
 def _ratio(logprobs_T: Tensor, old_T: Tensor) -> Tensor:

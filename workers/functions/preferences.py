@@ -1,8 +1,7 @@
 """Preference learning from pairs of answers: policies (DPO, IPO, SLiC) and reward models.
 
 A pair is two rows of one group. The column `preference` says 1 for the better one, -1 for the worse one, 0 for rows
-that are in no pair. It does not matter where pairs come from: `labelled_pairs` reads them from the data,
-`best_and_worst` finds them among samples.
+that are in no pair.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from distflow import Batch, Ragged, node
 from distflow.telemetry.metrics import current
+from workers.functions.aggregation import trained_mask
 from workers.functions.rollout import note_lengths
 from workers.functions.updates import optimize
 from workers.roles import RoleEngines
@@ -37,8 +37,7 @@ def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], reje
 def best_and_worst(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Pair each prompt's sample of the highest reward with that of the lowest, as `preference`.
 
-    The first of equals is taken. Samples with equal rewards are no pair: that prompt's rows, and those between best
-    and worst, leave the step.
+    The first of equals is taken. Rows in no pair leave the step, as all of a prompt with equal rewards.
     """
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite, so that no sample is better than another")
@@ -66,9 +65,6 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
     `ipo`     (margin - 1 / (2 beta))²                     IPO (Azar et al. 2023, Eq. 17, `beta` their τ)
     `hinge`   max(0, 1 - h)                                SLiC (Zhao et al. 2023), as in RSO (Liu et al. 2023)
     ========= ============================================ =========================================================
-
-    Raises:
-        ValueError: an unknown kind, or settings out of range.
     """
     if not beta > 0 or not 0 <= label_smoothing < 0.5:
         raise ValueError(f"beta must be above 0 and label_smoothing from 0 to below 0.5; got {beta}, {label_smoothing}")
@@ -86,26 +82,24 @@ def preference_loss(margin_P: Tensor, kind: str, beta: float, label_smoothing: f
       only_with={"label_smoothing": ("loss", ("sigmoid",))})
 def preference_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged,
-    group: Tensor,
-    response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
+    group: Tensor, response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
     beta: PositiveFloat = 0.1, label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0, per_token: bool = False,
     temperature: PositiveFloat = 1.0,
 ) -> None:
     """Make a step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
 
     Args:
-        per_token: compare log-ratios per token instead of per answer, so that long answers weigh no more than short
-            ones.
-        temperature: divides the policy's logits. 1.0 is DPO's own, whatever the role samples at; the node that writes
-            `reference_logprobs` must have the same.
+        per_token: compare log-ratios per token, so that long answers weigh no more than short ones.
+        temperature: divides the policy's logits; the node that writes `reference_logprobs` must have the same.
     """
-    mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
     rows, count = _pairs(engine, preference, group, {
-        "prompts": prompts, "responses": responses, "reference": reference_logprobs, "mask": mask})
+        "prompts": prompts, "responses": responses, "reference": reference_logprobs,
+        "mask": trained_mask(responses, response_mask)})
 
     def loss_of(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        mask_T, row_T = (column.to(logprobs_T.device) for column in (micro["mask"].values, micro["mask"].row_of))
-        ratio_T = torch.where(mask_T, logprobs_T - micro["reference"].values.to(logprobs_T.device), 0.0)
+        mask = micro.ragged("mask")
+        mask_T, row_T = (column.to(logprobs_T.device) for column in (mask.values, mask.row_of))
+        ratio_T = torch.where(mask_T, logprobs_T - micro.ragged("reference").values.to(logprobs_T.device), 0.0)
         ratio_B = ratio_T.new_zeros(len(micro)).index_add(0, row_T, ratio_T)
         if per_token:
             ratio_B = ratio_B / ratio_T.new_zeros(len(micro)).index_add(0, row_T, mask_T.to(ratio_T)).clamp(min=1)

@@ -17,11 +17,12 @@ from distflow.contracts.decorators import Reward
 from distflow.data.batch import ColumnData, decode_text
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
+from workers.functions.aggregation import trained_mask
 from workers.functions.kl import kl_estimate
 from workers.isolation.scoring import Scorer, Scores, report
 
 _REASONS, _ROWS = 8, 32
-"""Of a step's failures, so many reasons become events, and so many rows stand in each."""
+"""Reasons of failure with an event in a step, and rows named in each event."""
 
 
 @node(writes=("rewards", "keep", "reward_parts"), default_for="reward")
@@ -31,15 +32,13 @@ def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor
     """Return each completion's reward [B] float32 (0.0 if it has none), whether it has one [B] bool, and the values of
     the recipe's parts before their weights, as JSON.
 
-    `reward` is a name, a list or weights of several, or one for each value of a column: see
-    `distflow.contracts.rewards`. A row whose reward has failed (it raised, hung, ended its process or gave no finite
-    number) leaves the step.
+    `reward`: see `distflow.contracts.rewards`. A row whose reward has failed (it raised, hung, ended its process or
+    gave no finite number) leaves the step.
 
     Args:
         workers: processes in which rewards run; default: the rank's cores, 2 at least and 8 at most.
         memory_gib: limit of each of these processes.
         limit: seconds for all rewards of a step on this rank; what is not done then has failed.
-        patience: steps in a row of which every row has failed, after which the run ends.
 
     Raises:
         RewardsFailed: every row of `patience` steps in a row has failed.
@@ -82,7 +81,7 @@ def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
         return column
     if isinstance(column, Tensor):
         return column.tolist()
-    if not isinstance(column.values, Ragged) and column.values.dtype == torch.uint8:
+    if isinstance(column.values, Tensor) and column.values.dtype == torch.uint8:
         return decode_text(column)
     return [as_list(each) for each in column.rows]
 
@@ -119,11 +118,8 @@ def kl_in_reward(
     rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, response_mask: Ragged | None = None, *,
     kl: NonNegativeFloat = 0.001, kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Tensor:
-    """Subtract from each reward [B] `kl` times the KL estimate to the reference, summed over the row's trained tokens.
-
-    The KL term of RLHF (Ziegler et al. 2019, Eq. 2) as one number a row; with `kl_kind` k1 its expectation is the
-    KL divergence itself. A row without tokens keeps its reward.
-    """
+    """Subtract from each reward `kl` times the KL estimate to the reference, summed over the row's trained tokens
+    (Ziegler et al. 2019, Eq. 2)."""
     kl_T = _trained_kl(rollout_logprobs, reference_logprobs, response_mask, kl_kind)
     kl_B = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, rollout_logprobs.row_of, kl_T)
     current().mean_of("reward/kl", kl_B)
@@ -136,13 +132,12 @@ def token_rewards(
     response_mask: Ragged | None = None, *, kl: NonNegativeFloat = 0.0,
     kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Ragged:
-    """A reward for each token, float32: the row's own on its last trained token, minus `kl` times each token's KL.
+    """Return a reward for each token, float32: the row's own on its last trained token, minus `kl` times each token's
+    KL estimate (Ouyang et al. 2022, Eq. 2; Hu et al. 2025).
 
-    The reward of RLHF as PPO and REINFORCE++ use it (Ouyang et al. 2022, Eq. 2; Hu et al. 2025), with the KL estimate
-    where it arises. Untrained tokens get 0, and a row without trained tokens has nowhere to put its reward.
+    Untrained tokens get 0, and a row without trained tokens has nowhere to put its reward.
     """
-    mask_T = torch.ones(len(rollout_logprobs.values), dtype=torch.bool)
-    mask_T = mask_T if response_mask is None else response_mask.values
+    mask_T = trained_mask(rollout_logprobs, response_mask).values
     index_T = torch.arange(len(mask_T))[mask_T]
     last_B = torch.full((len(rewards),), -1).scatter_reduce(0, rollout_logprobs.row_of[mask_T], index_T, "amax")
     result_T = torch.zeros(len(mask_T), dtype=torch.float64)
@@ -158,10 +153,10 @@ def token_rewards(
 @node(writes="rewards")
 def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: PositiveInt,
                      margin: Annotated[float, Field(gt=0, le=1)] = 0.2, penalty: NonNegativeFloat = 1.0) -> Tensor:
-    """Add to each reward [B] `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
+    """Add to each reward `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
 
     The punishment falls linearly from 0 to -1 over the last `margin` of `max_length` tokens, where generation usually
-    stops, and is -1 beyond. The paper punishes the last 4096 of 20480 tokens, a fifth, and answers that earn 1 or -1.
+    stops, and is -1 beyond; the paper's margin is a fifth.
     """
     cache = margin * max_length
     punishment_B = ((max_length - cache - responses.lengths) / cache).clamp(-1.0, 0.0)
@@ -170,11 +165,11 @@ def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: Positive
 
 
 def _like(rewards: Tensor, shaped_B: Tensor) -> Tensor:
-    """Convert to the dtype of the rewards, or float32 if it is an integer one, which would round a penalty away."""
+    """Convert to the dtype of the rewards, or float32 if that is an integer one."""
     return shaped_B.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _trained_kl(rollout: Ragged, reference: Ragged, response_mask: Ragged | None, kind: str) -> Tensor:
     """Return the KL estimate of each token, float64 `[T]`, 0 where it is not trained."""
     kl_T = kl_estimate(rollout.values.double(), reference.values.double(), kind)
-    return kl_T if response_mask is None else torch.where(response_mask.values, kl_T, 0.0)
+    return torch.where(trained_mask(rollout, response_mask).values, kl_T, 0.0)

@@ -16,10 +16,7 @@ from workers.roles import RoleEngines
 @node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True)
 def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
            max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, list[str]]:
-    """Generate the greedy answer to each prompt, as tokens and as text.
-
-    It repeats no rows, so that columns made of it can be read beside the samples of a node that does.
-    """
+    """Generate the greedy answer to each prompt, as tokens and as text."""
     samples = engine.generate(prompts, row, 1, max_new_tokens, temperature=0.0)
     current().mean_of("greedy/length", samples.tokens.lengths)
     return samples.tokens, engine.decode(samples.tokens)
@@ -63,7 +60,7 @@ def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:
 
 
 def fingerprint(tokens: Ragged, ids: Tensor) -> int:
-    """Return a number that is equal for equal samples on any number of ranks, and almost surely differs for others."""
+    """Return a number that is equal for equal samples on any number of ranks."""
     position = torch.arange(len(tokens.values)) - tokens.offsets[:-1][tokens.row_of]
     mixed = (ids[tokens.row_of] * 1_000_003 + position) * 1_000_003 + tokens.values
     return int((mixed * 2_654_435_761 % 1_000_003).sum())

@@ -1,5 +1,5 @@
-"""Training steps: the policy update and the supervised update, with what all training functions share (mini-batches
-that are alike on any number of ranks, token weights, the optimizer step)."""
+"""Training steps of policies, and what all training functions share: mini-batches that are alike on any number of
+ranks, token weights, the optimizer step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from distflow import Batch, Ragged, node
 from distflow.contracts.decorators import Loss
 from distflow.telemetry.metrics import current
 from workers.engines.trainer import LossOf
-from workers.functions.aggregation import local_totals, token_weights, weighted_sum
+from workers.functions.aggregation import local_totals, token_weights, trained_mask, weighted_sum
 from workers.functions.corrections import Mismatch, report_staleness
 from workers.functions.kl import kl_estimate
-from workers.functions.losses import Surrogate, negative_log_likelihood, own_loss, surrogate
+from workers.functions.losses import Surrogate, own_loss, surrogate
 from workers.roles import RoleEngines
 
 
-def parts_with_rows(engine: RoleEngines, group: Tensor, count: int) -> list[int]:
-    """Return which of the `count` mini-batches have a prompt on any rank.
+def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
+    """Return the row numbers of each of `count` mini-batches, by prompt, that has rows on any rank. Collective.
 
     An optimizer step without data would still decay the weights and use up Adam's moments.
     """
-    rows = engine.total(torch.bincount(group.long() % count, minlength=count))  # an empty column is float
-    return rows.nonzero().squeeze(1).tolist()
+    part_of = rows.ids.long() % count  # an empty column is float
+    filled = engine.total(torch.bincount(part_of, minlength=count)).nonzero().squeeze(1)
+    return [(part_of == part).nonzero().squeeze(1) for part in filled.tolist()]
 
 
 def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
     """Return `rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
-    mask = rows["mask"]
+    mask = rows.ragged("mask")
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
     return rows.with_columns({"weights": mask.with_values(weights)})
@@ -40,8 +41,8 @@ def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int
 def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
     """Return `(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0.
 
-    Both moments count every token once (REINFORCE++, Hu et al. 2025; as verl and OpenRLHF have it). The deviation is
-    unbiased, and 1e-8 under its root lets equal advantages become 0 rather than magnified rounding.
+    Every token counts once (REINFORCE++, Hu et al. 2025). The deviation is unbiased; 1e-8 under its root lets equal
+    advantages become 0 rather than magnified rounding.
     """
     values_S = advantages.values[mask.values].double()
     tokens, total = engine.total(torch.stack([mask.values.sum(), values_S.sum()]).double())
@@ -54,12 +55,8 @@ def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
 
 def optimize(engine: RoleEngines, rows: Batch, loss: LossOf, temperature: float | None = None, prefix: str = "",
              **options: Any) -> None:
-    """Make one optimizer step over all ranks' rows, and report the engine's metrics under `prefix`.
-
-    `options` are those of `RoleEngines.update`.
-    """
-    report = engine.update(rows, loss, temperature, **options)
-    for name, value in report.items():
+    """Make one optimizer step over all ranks' rows by `RoleEngines.update`; report its metrics under `prefix`."""
+    for name, value in engine.update(rows, loss, temperature, **options).items():
         current().maximum(f"{prefix}{name}", value)
 
 
@@ -70,11 +67,7 @@ class PolicyLoss:
     """Loss of a policy update, called with each micro-batch: the sum of its tokens' weighted losses.
 
     Untrained tokens are left out first: they may have log-probabilities of -inf, which no mean or gradient must see.
-
-    Args:
-        surrogate: the loss of a token; see `losses`.
-        kl, kl_kind: weight and estimator of the KL term, which needs column `reference`.
-        share: weight of one call in the step's reported loss.
+    `share` is the weight of one call in the step's reported loss.
     """
 
     def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float):
@@ -83,9 +76,10 @@ class PolicyLoss:
         """Until the step's first optimizer step the trainer's policy is still the rollout's: they are compared then."""
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        mask = micro["mask"]
+        mask = micro.ragged("mask")
         device, trained_T = logprobs_T.device, mask.values  # _S below: trained tokens only
-        columns = {name: micro[name].values[trained_T].to(device) for name in micro.columns if name in _PER_TOKEN}
+        columns = {name: micro.ragged(name).values[trained_T].to(device)
+                   for name in _PER_TOKEN if name in micro.columns}
         logprobs_S, entropy_S = logprobs_T[trained_T.to(device)], entropy_T[trained_T.to(device)]
         lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, trained_T.long()).to(device)
         loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
@@ -139,15 +133,13 @@ def policy_update(
 ) -> None:
     """Make a policy-gradient step with a loss for each token, plus KL to a reference if `kl` is not zero.
 
-    The four shipped losses and their usual bounds are in `workers/functions/losses.py`. Your own loss is a function
-    under `@loss`, named as `MODULE:FUNCTION`; `loss_settings` are its settings. The old policy is `actor_logprobs`
-    where a node recomputed it, else what the rollout recorded when it sampled. `importance` weighs each token (see
-    `corrections`); `normalize: batch` gives the advantages of all trained tokens mean 0 and deviation 1. `mini_batches`
-    divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one optimizer step.
+    Losses and their usual bounds are in `workers/functions/losses.py`; `MODULE:FUNCTION` names your own, under `@loss`.
+    The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded. `importance` weighs
+    each token (see `corrections`). Each of the `mini_batches` that has a prompt makes one optimizer step.
     """
     tokens, old = responses, rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = advantages if isinstance(advantages, Ragged) else tokens.with_values(advantages[tokens.row_of].float())
-    mask = response_mask or tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool))
+    mask = trained_mask(tokens, response_mask)
     if normalize == "batch":
         per_token = normalized(engine, per_token, mask)
     current().spread_of("advantages", per_token.values[mask.values])
@@ -156,13 +148,12 @@ def policy_update(
     columns = {"prompts": prompts, "responses": responses, "old": old, "behaviour": rollout_logprobs, "mask": mask,
                "advantages": per_token, "reference": reference_logprobs, "importance": importance, "images": images}
     rows = Batch(group, {name: column for name, column in columns.items() if column is not None})
-    parts = parts_with_rows(engine, group, mini_batches)
+    parts = divided(engine, rows, mini_batches) * epochs
     own = ":" in loss
     of_token = own_loss(loss, loss_settings or {}) if own else surrogate(loss, clip, clip_high, dual_clip)
-    objective = PolicyLoss(of_token, kl, kl_kind, 1 / (epochs * max(len(parts), 1)))
-    for part in parts * epochs:
-        chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
-        chosen = weighted(engine, chosen, aggregate, fixed_length)
+    objective = PolicyLoss(of_token, kl, kl_kind, 1 / max(len(parts), 1))
+    for part in parts:
+        chosen = weighted(engine, rows.select(part), aggregate, fixed_length)
         optimize(engine, chosen if kl or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
 
@@ -173,27 +164,23 @@ def supervised_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
     """Make a maximum-likelihood step on the targets, not on prompts. Without a row on any rank there is none."""
-    mask = targets.with_values(torch.ones(len(targets.values), dtype=torch.bool))
     shown = {} if images is None else {"images": images}
-    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": mask, **shown})
+    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, None), **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
 
     def loss(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        total = weighted_sum(negative_log_likelihood(logprobs_T), micro["weights"].values.to(logprobs_T.device))
+        total = weighted_sum(-logprobs_T, micro.ragged("weights").values.to(logprobs_T.device))
         current().add("loss", total.detach())
         return total
 
-    if parts_with_rows(engine, group, 1):
+    if divided(engine, rows, 1):
         optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
 
 
 def _with_gradient(rows: Batch) -> Batch:
-    """Return the rows that have a gradient: without a KL term a row whose advantages are all 0 has none.
-
-    The first few rows always stay, so that trainer and rollout are compared in every step.
-    """
-    advantages = rows["advantages"]
+    """Return the rows that have a gradient, and the first few: without a KL term, rows with advantages 0 have none."""
+    advantages = rows.ragged("advantages")
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True
     current().mean("policy/rows_without_gradient", (~chosen).sum(), len(chosen))

@@ -1,7 +1,4 @@
-"""Value models: values and scores of models with a value head, GAE, and the critic's update.
-
-A critic gives V(s_t), the value of all that stands before response token t; a reward model one score for each response.
-"""
+"""Value models: values and scores of models with a value head, GAE, and the critic's update."""
 
 from __future__ import annotations
 
@@ -14,27 +11,19 @@ from torch import Tensor
 from distflow import Batch, Ragged, node
 from distflow.telemetry.metrics import current
 from workers.functions.advantages import generalized_advantage
-from workers.functions.aggregation import weighted_sum
+from workers.functions.aggregation import trained_mask, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.rewards import note_rewards
-from workers.functions.updates import optimize, parts_with_rows, weighted
+from workers.functions.updates import divided, optimize, weighted
 from workers.roles import RoleEngines
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
                        clip: float | None) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of each value, or of the clipped value where that is larger.
+    """Return `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`, and where the bound was active.
 
-    `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`: the pessimistic clipping of PPO's reference
-    implementation ("ppo2" of OpenAI baselines; Huang et al. 2022, "The 37 implementation details of PPO", number 9).
-
-    Args:
-        values_T: the critic's values; gradients flow here alone.
-        old_T, returns_T: its values when the step started, and what they should have been; constants.
-        clip: how far a value may move from the old one, in units of reward, above 0; None leaves the clipping out.
-
-    Returns:
-        `loss_T`, and `clipped_T`, bool: the bound was active, so the value has no gradient.
+    The pessimistic clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation details of
+    PPO", number 9); without `clip` half the squared error.
 
     Raises:
         ValueError: shapes that differ, or a bound that is not above 0.
@@ -71,14 +60,14 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
         response_mask: Ragged | None = None, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0,
         lam: Annotated[float, Field(ge=0, le=1)] = 0.95, kl: NonNegativeFloat = 0.0,
         kl_kind: Literal["k1", "k2", "k3"] = "k1") -> tuple[Ragged, Ragged]:
-    """Return advantages and returns of each token by generalised advantage estimation: see `generalized_advantage`.
+    """Return advantages and returns of each token by generalised advantage estimation (Schulman et al. 2016, Eq. 16).
 
     A reward of a whole row stands at its last token. With `kl` each token also pays for its KL estimate to the
     reference (Ziegler et al. 2019, Eq. 2; Ouyang et al. 2022, section 3.5).
     """
     rewards_T = rewards.values.double() if isinstance(rewards, Ragged) else _at_last_token(rewards, values)
     mask_T = None if response_mask is None else response_mask.values
-    if kl:
+    if kl and reference_logprobs is not None:
         kl_T = kl_estimate(rollout_logprobs.values, reference_logprobs.values, kl_kind).double()
         kl_T = kl_T if mask_T is None else torch.where(mask_T, kl_T, 0.0)
         current().mean("reward/kl", kl_T.sum(), len(values))
@@ -88,7 +77,7 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
 
 
 def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
-    """Return rewards of tokens [T], float64: each row's at its last token. A row without tokens has no action."""
+    """Return [T], float64: each row's reward at its last token. A row without tokens has no action."""
     some_B = rows.lengths > 0
     rewards_T = torch.zeros(len(rows.values), dtype=torch.float64)
     rewards_T[rows.offsets[1:][some_B] - 1] = rewards_B[some_B].double()
@@ -103,31 +92,27 @@ def value_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
 ) -> None:
-    """Make the critic's step of PPO: squared error to the returns, clipped around the old values.
-
-    `mini_batches` divides a step by prompt, the same way on any number of ranks; each that has a prompt makes one
-    optimizer step.
-    """
-    mask = response_mask or responses.with_values(torch.ones(len(responses.values), dtype=torch.bool))
+    """Make the critic's step of PPO: squared error to the returns, clipped around the old values. `mini_batches` as in
+    `policy_update`."""
+    mask = trained_mask(responses, response_mask)
     # A return that is no number, where nothing is trained, would spoil the gradient even with a weight of 0.
     targets = returns.with_values(torch.where(mask.values, returns.values, values.values))
     rows = Batch(group, {"prompts": prompts, "responses": responses, "old": values, "returns": targets, "mask": mask})
-    parts = parts_with_rows(engine, group, mini_batches)
-    share = 1 / (epochs * max(len(parts), 1))
+    parts = divided(engine, rows, mini_batches) * epochs
+    share = 1 / max(len(parts), 1)
     _report_explained(engine, returns.values[mask.values], values.values[mask.values])
 
     def loss(values_T: Tensor, scores_B: Tensor, micro: Batch) -> Tensor:
-        columns = {name: micro[name].values.to(values_T.device) for name in ("old", "returns", "mask", "weights")}
+        columns = {name: micro.ragged(name).values.to(values_T.device)
+                   for name in ("old", "returns", "mask", "weights")}
         loss_T, clipped_T = clipped_value_loss(values_T, columns["old"], columns["returns"], clip)
         total = weighted_sum(loss_T, columns["weights"])
         current().add("value/loss", total.detach() * share)
         current().mean_of("value/clipped", clipped_T[columns["mask"]])
         return total
 
-    for _ in range(epochs):
-        for part in parts:
-            chosen = rows if len(parts) == 1 else rows.select((group % mini_batches == part).nonzero().squeeze(1))
-            optimize(engine, weighted(engine, chosen, aggregate, fixed_length), loss, prefix="value/")
+    for part in parts:
+        optimize(engine, weighted(engine, rows.select(part), aggregate, fixed_length), loss, prefix="value/")
 
 
 def _report_explained(engine: RoleEngines, returns_T: Tensor, values_T: Tensor) -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.functions.advantages import baseline_advantage, group_normalized, leave_one_out, leave_one_out_advantage
+from workers.functions.advantages import baseline_advantage, group_advantage, leave_one_out_advantage
 
-FUNCTIONS = [group_normalized, leave_one_out]
+FUNCTIONS = [group_advantage, leave_one_out_advantage]
 
 
 def others_of(rewards, groups, row):
@@ -52,7 +52,7 @@ BATCHES = st.lists(st.tuples(REWARDS, st.sampled_from([-5, 0, 3, 2**40])), max_s
 def test_normalized_matches_plain_python(batch, epsilon, scale):
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     expected = plain_normalized(rewards, groups, epsilon, scale)
-    assert call(group_normalized, rewards, groups, epsilon=epsilon, scale=scale) == pytest.approx(
+    assert call(group_advantage, rewards, groups, epsilon=epsilon, scale=scale) == pytest.approx(
         expected, rel=1e-6, abs=1e-9
     )
 
@@ -61,7 +61,7 @@ def test_normalized_matches_plain_python(batch, epsilon, scale):
 @given(batch=BATCHES)
 def test_leave_one_out_matches_plain_python(batch):
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    assert call(leave_one_out, rewards, groups) == pytest.approx(
+    assert call(leave_one_out_advantage, rewards, groups) == pytest.approx(
         plain_leave_one_out(rewards, groups), rel=1e-6, abs=1e-9
     )
 
@@ -70,13 +70,13 @@ def test_a_case_by_hand():
     rewards, groups = [1.0, 5.0, 0.0, 7.0, 2.0], [9, 4, 9, 4, 9]
     # Group 9: 1, 0, 2 with mean 1 and deviation 1. Group 4: 5, 7 with mean 6 and deviation sqrt(2).
     root = math.sqrt(2)
-    assert call(group_normalized, rewards, groups, epsilon=0.0) == pytest.approx([0, -1 / root, -1, 1 / root, 1])
-    assert call(group_normalized, rewards, groups, scale=False) == pytest.approx([0, -1, -1, 1, 1])
-    assert call(leave_one_out, rewards, groups) == pytest.approx([0, -2, -1.5, 2, 1.5])
+    assert call(group_advantage, rewards, groups, epsilon=0.0) == pytest.approx([0, -1 / root, -1, 1 / root, 1])
+    assert call(group_advantage, rewards, groups, scale=False) == pytest.approx([0, -1, -1, 1, 1])
+    assert call(leave_one_out_advantage, rewards, groups) == pytest.approx([0, -2, -1.5, 2, 1.5])
 
 
 def test_the_default_epsilon_is_added_to_the_deviation():
-    assert call(group_normalized, [0.0, 2e-6], [0, 0]) == pytest.approx(
+    assert call(group_advantage, [0.0, 2e-6], [0, 0]) == pytest.approx(
         [sign * 1e-6 / (math.sqrt(2) * 1e-6 + 1e-6) for sign in (-1, 1)]
     )
 
@@ -91,8 +91,8 @@ def test_a_group_of_one_gets_exactly_zero(function):
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e8 / 3, 1e15 / 7])
 def test_equal_rewards_get_exactly_zero(reward, epsilon):
     """The floating-point mean of three equal numbers need not be that number; dividing by epsilon would show it."""
-    assert call(group_normalized, [reward] * 3, [0, 0, 0], epsilon=epsilon) == [0, 0, 0]
-    assert call(leave_one_out, [reward] * 3, [0, 0, 0]) == [0, 0, 0]
+    assert call(group_advantage, [reward] * 3, [0, 0, 0], epsilon=epsilon) == [0, 0, 0]
+    assert call(leave_one_out_advantage, [reward] * 3, [0, 0, 0]) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -123,8 +123,8 @@ def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(function, batch
 def test_never_nan(rewards, data, scale):
     groups = [data.draw(st.integers(0, 2)) for _ in rewards]
     for epsilon in (0.0, 1e-6):
-        assert all(map(math.isfinite, call(group_normalized, rewards, groups, epsilon=epsilon, scale=scale)))
-    assert all(map(math.isfinite, call(leave_one_out, rewards, groups)))
+        assert all(map(math.isfinite, call(group_advantage, rewards, groups, epsilon=epsilon, scale=scale)))
+    assert all(map(math.isfinite, call(leave_one_out_advantage, rewards, groups)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -149,14 +149,13 @@ def test_bad_input_is_refused(function):
 @pytest.mark.parametrize("epsilon", [-1e-6, math.nan])
 def test_an_epsilon_below_zero_is_refused(epsilon):
     with pytest.raises(ValueError, match="epsilon"):
-        group_normalized(torch.zeros(2), torch.zeros(2, dtype=torch.int64), epsilon=epsilon)
+        group_advantage(torch.zeros(2), torch.zeros(2, dtype=torch.int64), epsilon=epsilon)
 
 
 def test_a_baseline_is_taken_from_each_reward():
     assert baseline_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_the_node_is_the_function():
+def test_a_lone_answer_has_no_others_to_be_compared_with():
     rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([2, 2, 2, 9])
-    assert leave_one_out_advantage(rewards, group).tolist() == leave_one_out(rewards, group).tolist() == [
-        0.75, -0.75, 0.0, 0.0]
+    assert leave_one_out_advantage(rewards, group).tolist() == [0.75, -0.75, 0.0, 0.0]

@@ -11,7 +11,6 @@ from workers.functions.losses import (
     USUAL_BOUNDS,
     capped_policy_gradient,
     clipped_policy_loss,
-    negative_log_likelihood,
     policy_gradient,
     sequence_policy_loss,
     surrogate,
@@ -123,14 +122,6 @@ def test_bounds_out_of_range_are_refused(bounds):
 def test_unequal_shapes_are_refused():
     with pytest.raises(ValueError, match="shape"):
         clipped_policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(1), 0.2, 0.2)
-
-
-def test_negative_log_likelihood():
-    logprobs_T = torch.tensor([-0.5, 0.0, -3.0], requires_grad=True)
-    loss_T = negative_log_likelihood(logprobs_T)
-    loss_T.sum().backward()
-    assert loss_T.tolist() == [0.5, 0.0, 3.0]
-    assert logprobs_T.grad.tolist() == [-1.0, -1.0, -1.0]
 
 
 ROWS = st.lists(st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), max_size=5)), min_size=1, max_size=4)

@@ -71,3 +71,22 @@ def supervised_steps_of(groups: list[list[int]]) -> list[list[int]]:
 def test_a_supervised_step_needs_a_row_on_some_rank(groups):
     """A filter may leave none; a step without one would still decay the weights."""
     assert run_ranks(2, supervised_steps_of, groups) == [[rows] if any(groups) else [] for rows in groups]
+
+
+class Differentiating(Recorder):
+    """A role that keeps the gradient of each token's log-probability."""
+
+    def total(self, values):
+        return values
+
+    def update(self, batch, loss_of, temperature=None):
+        logprobs = torch.tensor([-0.5, 0.0, -3.0], requires_grad=True)
+        loss_of(logprobs, torch.zeros(3), batch).backward()
+        self.steps.append(logprobs.grad.tolist())
+        return {}
+
+
+def test_the_supervised_loss_is_the_negative_log_likelihood():
+    role, tokens = Differentiating(), Ragged.from_rows([torch.tensor([7, 8]), torch.tensor([9])])
+    supervised_update(role, tokens, tokens, torch.tensor([0, 1]), aggregate="seq_mean_token_sum")
+    assert role.steps == [[-0.5, -0.5, -0.5]]
