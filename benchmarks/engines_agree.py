@@ -23,8 +23,8 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.plan import Layout
 from workers.engines import attention, engine_class
+from workers.engines.devices import mesh_of
 from workers.engines.embedded import build_model, build_tokenizer
-from workers.engines.meshes import mesh_of
 
 BOUND = 1e-4
 """Of the difference of one token's log-probability in float32; bfloat16 has a bound of 0.1."""

@@ -132,8 +132,8 @@ def _forget_groups() -> None:
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
-    if "workers.engines.meshes" in sys.modules:
-        sys.modules["workers.engines.meshes"].mesh_of.cache_clear()
+    if "workers.engines.devices" in sys.modules:
+        sys.modules["workers.engines.devices"].mesh_of.cache_clear()
 
 
 def _module(path: str) -> Any:

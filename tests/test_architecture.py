@@ -42,13 +42,12 @@ FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
 KNOWN_CIRCLES = [
     ["distflow.config.load", "distflow.config.models"],
     ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"],
-    ["distflow.data.dataset", "distflow.data.problems"],
-    ["workers.engines.sglang.engine", "workers.engines.sglang.session"]]
+    ["distflow.data.dataset", "distflow.data.problems"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.config.live_changes", "distflow.contracts.detectors", "distflow.data.missing_rows",
     "distflow.telemetry.progress", "distflow.weights.transport.tcp", "workers.engines", "workers.engines.attention",
-    "workers.engines.sglang.share", "workers.engines.swap", "workers.engines.vllm.weights",
+    "workers.engines.swap",
     "workers.isolation.sandbox.landlock"}
 
 Sources = dict[str, str]

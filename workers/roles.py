@@ -26,10 +26,9 @@ from distflow.errors import EngineError
 from distflow.plan import Plan
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
-from workers.engines.chat import tokenizer_lock
+from workers.engines.chat import pad_token, tokenizer_lock
+from workers.engines.devices import halve, is_half, mesh_of
 from workers.engines.loading import load_model
-from workers.engines.meshes import mesh_of
-from workers.engines.precision import halve, is_half, pad_token
 from workers.engines.rollout import SampledRow, Sampler, Samples, Session, StopStrings
 from workers.engines.sampling import key_of
 from workers.engines.swap import EngineSwap

@@ -11,7 +11,7 @@ from distflow.config.load import Spec
 from distflow.plan import Plan
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
-from workers.engines.precision import is_half
+from workers.engines.devices import is_half
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.weight_updates import WeightUpdates
 from workers.roles import RoleEngines

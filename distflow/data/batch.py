@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
           "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
 
-@final
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Ragged column: `values` [T, …] holds all rows back to back, `lengths` [B] (int64) the number of elements of each

@@ -11,7 +11,7 @@ import torch
 from engines.rollouts import HALFWAY, TRAITS, build, engines, tiny
 from torch.distributed.device_mesh import init_device_mesh
 
-from workers.engines.meshes import NAMES
+from workers.engines.devices import NAMES
 
 
 @pytest.fixture

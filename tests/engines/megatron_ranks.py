@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
+from workers.engines.devices import NAMES
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.megatron.engine import MegatronEngine
-from workers.engines.meshes import NAMES
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
-from workers.engines.meshes import NAMES
+from workers.engines.devices import NAMES
 from workers.engines.rollout import SampledRow
 from workers.engines.sglang import weights as arrival
 from workers.engines.sglang.engine import SGLangRollout

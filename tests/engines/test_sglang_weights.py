@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.errors import EngineError
-from workers.engines.meshes import NAMES
+from workers.engines.devices import NAMES
 from workers.engines.sglang import weights as arrival
-from workers.engines.sglang.session import TurnResult
-from workers.engines.sglang.share import TPGroup
+from workers.engines.sglang.engine import TPGroup, TurnResult
 from workers.engines.sglang.weights import Buckets, unfused
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}

@@ -19,6 +19,11 @@ tokenizer_lock = threading.Lock()
 """A tokenizer keeps its treatment of special tokens between calls, so threads must not interleave."""
 
 
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the padding token, or the end token if the tokenizer has none."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
                   tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
     """Return the tokens of a question (text or chat messages) by the chat template, or line by line without one.

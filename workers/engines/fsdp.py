@@ -28,9 +28,8 @@ from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
-from workers.engines.meshes import dimension, shard_mesh
+from workers.engines.devices import dimension, is_half, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
-from workers.engines.precision import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.value import ValueModel
 from workers.engines.vision import image_inputs, same_as_previous, with_dummy_image

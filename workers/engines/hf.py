@@ -23,9 +23,10 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
+from workers.engines.chat import pad_token
+from workers.engines.devices import halve, is_half
 from workers.engines.kv_slots import Past, Slots, prefixes
-from workers.engines.precision import halve, is_half, pad_token
-from workers.engines.rollout import Rollout, SampledRow, Session, weight_mismatch
+from workers.engines.rollout import Rollout, SampledRow, Session, matching
 from workers.engines.sampling import pick, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
@@ -75,9 +76,7 @@ class HFRollout(Rollout):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         own, size = self.weight_buffers(), 0
         shapes = {name: weight.shape for name, weight in own.items()}
-        for name, whole in weights:
-            if wrong := weight_mismatch(name, whole, shapes):
-                raise EngineError(wrong)
+        for name, whole in matching(weights, shapes):
             if own[name].data_ptr() != whole.data_ptr():
                 own[name].copy_(whole)
             size += own[name].nbytes

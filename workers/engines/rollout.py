@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -236,7 +236,7 @@ class Rollout(Sampler):
         """Build an engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
 
         Args:
-            mesh: the layout's mesh, see `workers.engines.meshes`.
+            mesh: the layout's mesh, see `workers.engines.devices`.
             shared: parameters that another engine uses too, on the mesh's kind of device.
 
         Raises:
@@ -290,26 +290,16 @@ class Rollout(Sampler):
         self.paused = False
 
 
-class SeparateWeights(Rollout):
-    """Engine with its own weight format: it starts without weights and loads the first version like all later ones."""
+def matching(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights.
 
-    library: str
-    """Display name."""
-
-    @abstractmethod
-    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        """`model` gives the configuration."""
-
-    @classmethod
-    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
-              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
-        if any(True for _ in shared):
-            raise EngineError(f"{cls.library} keeps weights in a form of its own, so that it cannot share a base model "
-                              "with the trainer of its adapters. Instead:  rollout: hf   or train the whole model, "
-                              "without `lora`")
-        engine = cls(model, settings, mesh, seed, end_tokens)
-        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
-        return engine
+    Raises:
+        EngineError: a name or a shape is not the model's.
+    """
+    for name, weight in weights:
+        if wrong := weight_mismatch(name, weight, shapes):
+            raise EngineError(wrong)
+        yield name, weight
 
 
 def weight_mismatch(name: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> str:

@@ -138,7 +138,8 @@ def policy_update(
     each token (see `corrections`). Each of the `mini_batches` that has a prompt makes one optimizer step.
     """
     tokens, old = responses, rollout_logprobs if actor_logprobs is None else actor_logprobs
-    per_token = advantages if isinstance(advantages, Ragged) else tokens.with_values(advantages[tokens.row_of].float())
+    per_token = (tokens.with_values(advantages[tokens.row_of].float()) if isinstance(advantages, Tensor)
+                 else advantages)
     mask = trained_mask(tokens, response_mask)
     if normalize == "batch":
         per_token = normalized(engine, per_token, mask)

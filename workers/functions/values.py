@@ -65,7 +65,7 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
     A reward of a whole row stands at its last token. With `kl` each token also pays for its KL estimate to the
     reference (Ziegler et al. 2019, Eq. 2; Ouyang et al. 2022, section 3.5).
     """
-    rewards_T = rewards.values.double() if isinstance(rewards, Ragged) else _at_last_token(rewards, values)
+    rewards_T = _at_last_token(rewards, values) if isinstance(rewards, Tensor) else rewards.values.double()
     mask_T = None if response_mask is None else response_mask.values
     if kl and reference_logprobs is not None:
         kl_T = kl_estimate(rollout_logprobs.values, reference_logprobs.values, kl_kind).double()

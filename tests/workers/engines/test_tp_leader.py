@@ -19,7 +19,7 @@ from distflow.errors import RankMissing
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
 from workers.colocated import ColocatedSource
-from workers.engines.meshes import NAMES
+from workers.engines.devices import NAMES
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates

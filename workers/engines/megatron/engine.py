@@ -17,7 +17,7 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
-from workers.engines.precision import is_half
+from workers.engines.devices import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
 from workers.engines.vocabulary import score_cut
 

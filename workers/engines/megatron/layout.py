@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
 from distflow.plan import Layout
-from workers.engines.meshes import NAMES, dimension
+from workers.engines.devices import NAMES, dimension
 
 
 def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:

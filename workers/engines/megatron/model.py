@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
 from distflow.plan import Layout
-from workers.engines.megatron.attention import PackedAttention
+from workers.engines.megatron.packing import PackedAttention
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that Megatron supports."""

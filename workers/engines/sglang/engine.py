@@ -1,7 +1,7 @@
 """Generation by an SGLang server, which runs beside the training process in its own Python environment.
 
-    SGLangRollout   the engine (this module)         PendingRequests   its session (`session`)
-    SGLangServer    the server process (`server`)    TPGroup           the ranks that share a server (`share`)
+    SGLangRollout   the engine                        PendingRequests   its session
+    SGLangServer    the server process (`server`)     TPGroup           the ranks that share a server
 """
 
 from __future__ import annotations
@@ -9,67 +9,245 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
+import queue
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.config.models import ROLLOUTS
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
-from workers.engines.paging import cache_on_cpu
-from workers.engines.precision import is_half
-from workers.engines.rollout import SeparateWeights
+from distflow.rpc.shared_memory import machine_name
+from distflow.telemetry import heartbeat
+from workers.engines.devices import dimension
+from workers.engines.external import ExternalRollout, RequestSession, cache_on_cpu, end_turn
+from workers.engines.rollout import SampledRow, matching
+from workers.engines.sampling import key_of
 from workers.engines.sglang.server import SGLangServer
-from workers.engines.sglang.session import PendingRequests
-from workers.engines.sglang.share import TPGroup
-from workers.engines.sglang.weights import Buckets, checked
+from workers.engines.sglang.weights import Buckets
 
 _HEALTH_TIMEOUT = 60.0
 """Seconds in which a healthy server samples a token."""
 _KEEPALIVE = 10.0
 """Seconds between broadcasts while the server starts, so that no collective times out."""
+_STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0
+"""Seconds that a step waits for a turn to end, and for the first tokens of new rows."""
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
-class SGLangRollout(SeparateWeights):
-    """A model in an SGLang server. With tp > 1 the ranks of a share use one server together.
+class TPGroup:
+    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone.
 
     Raises:
-        EngineError: SGLang is not installed, does not know the architecture, or cannot start.
+        EngineError: the ranks are on several machines.
     """
 
-    library = "SGLang"
+    def __init__(self, mesh: DeviceMesh):
+        self.size, self.device = dimension(mesh, "tp"), mesh.device_type
+        self.group = mesh["tp"].get_group() if self.size > 1 else None
+        self.leads = self.group is None or dist.get_rank(self.group) == 0
+        if self.group is not None:
+            self._require_one_machine()
+
+    def broadcast(self, ask: Callable[[], Any]) -> Any:
+        """Run `ask` on the first rank; return its JSON result, or raise its EngineError, on all ranks. Collective."""
+        if self.group is None:
+            return ask()
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["answer"] = ask() if self.leads else None
+        except EngineError as error:
+            outcome["error"] = str(error)
+        received = json.loads(self._bytes(json.dumps(outcome).encode()))
+        if "error" in received:
+            raise EngineError(received["error"])
+        return received["answer"]
+
+    def _require_one_machine(self) -> None:
+        elsewhere = torch.tensor([int(self.broadcast(machine_name) != machine_name())], device=self.device)
+        dist.all_reduce(elsewhere, group=self.group)
+        if elsewhere.item():
+            raise EngineError(f"SGLang's server is on one machine, and {elsewhere.item()} of the {self.size} ranks "
+                              "over which its model is split are on others. Let the role's tp divide the ranks of a "
+                              "machine, or write  rollout: vllm")
+
+    def _bytes(self, own: bytes) -> bytes:
+        """Broadcast the first rank's bytes."""
+        size = torch.tensor([len(own)], device=self.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.leads else torch.empty(0, dtype=torch.uint8)
+        text = text.to(self.device) if self.leads else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(text, group=self.group, group_src=0)
+        return bytes(text.cpu().numpy())
+
+
+class TurnResult(NamedTuple):
+    """Server's result of a finished turn."""
+
+    request: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    aborted: bool
+
+
+class PendingRequests(RequestSession):
+    """Requests of one session; the server continues between two steps and its events are queued."""
+
+    engine: SGLangRollout
+    turns: dict[str, SampledRow]
+
+    def __init__(self, engine: SGLangRollout, key: int, temperature: float):
+        super().__init__(engine, key, temperature)
+        self.new: dict[str, SampledRow] = {}
+        """Turns that have yet to be sent to the server, by request."""
+        self.aborting: set[str] = set()
+        """Requests that are being aborted."""
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.ends = set(engine.end_tokens.tolist())
+        if engine.server:
+            weakref.finalize(self, _abandon, engine.server, self.turns).atexit = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.new) or super().busy
+
+    def add(self, rows: list[SampledRow]) -> None:
+        for row in rows:
+            self.new[f"{self.request_for(row)}."] = row  # the dot: SGLang aborts by prefix
+
+    def _advance(self) -> None:
+        new, self.new = self.new, {}
+        self.turns.update(new)
+        if self.turns:
+            heartbeat.current().tick()
+            self._take(self.engine.share.broadcast(lambda: self._send(new)))
+
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
+        chosen = {*self.new.values(), *self.turns.values()} if rows is None else set(rows)
+        left = [self.new.pop(request) for request, row in list(self.new.items()) if row in chosen]
+        for row in left:
+            end_turn(row, [], [], [], False)
+        self.aborting = {request for request, row in self.turns.items() if row in chosen}
+        return left + self._take(self.engine.share.broadcast(self._abort)) if self.aborting else left
+
+    def _take(self, turns: list[TurnResult]) -> list[SampledRow]:
+        """End the turns; return the aborted rows and keep the others for the next step."""
+        aborted = []
+        for turn in itertools.starmap(TurnResult, turns):
+            (aborted if turn.aborted else self.ended).append(end_turn(
+                self.turns.pop(turn.request), turn.tokens, turn.logprobs, turn.versions,
+                bool(turn.tokens) and turn.tokens[-1] in self.ends))
+        return aborted
+
+    def _send(self, new: dict[str, SampledRow]) -> list[TurnResult]:
+        if new:
+            self.engine.own_server.generate(self._body(new), self.events)
+        return self._receive(0.0 if self.ended else _FIRST_TIMEOUT if new else _STEP_TIMEOUT)
+
+    def _body(self, new: dict[str, SampledRow]) -> dict[str, Any]:
+        settings = self.engine.generation
+        # SGLang draws differently once any row of a batch is greedy or has a top-k: with seeds, give a top-k to all.
+        no_limit = self.engine.vocabulary if settings.batch_invariant else -1
+        common = {"temperature": self.temperature, "top_p": settings.top_p, "top_k": settings.top_k or no_limit,
+                  "stop_token_ids": sorted(self.ends)}
+        return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
+                "return_logprob": True, "sampling_params": [
+                    {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
+                    for row in new.values()]}
+
+    def _receive(self, patience: float) -> list[TurnResult]:
+        """Return the turns that have ended. Raises EngineError if the server has ended."""
+        results = []
+        with contextlib.suppress(queue.Empty):
+            results.append(self._turn(self.events.get(timeout=patience)))
+            while True:
+                results.append(self._turn(self.events.get_nowait()))
+        if not results:
+            self.engine.own_server.watch()
+        return list(filter(None, results))
+
+    def _turn(self, event: dict[str, Any] | EngineError) -> TurnResult | None:
+        """Return the result of a turn; None while it continues."""
+        if isinstance(event, EngineError):
+            raise event
+        if "error" in event:
+            raise EngineError(f"SGLang refuses rows: {event['error']}")
+        meta, tokens = event["meta_info"], event["output_ids"]
+        reason, request = meta["finish_reason"], meta["id"]
+        if reason is None:
+            return None
+        row = self.turns[request]
+        complete = bool(tokens) and (tokens[-1] in self.ends or len(tokens) >= row.limit)
+        if reason["type"] == "abort" and request not in self.aborting:
+            raise EngineError(f"SGLang gave a row of {len(row.sequence)} tokens up after {len(tokens)} more: "
+                              f"{reason.get('message')}")
+        versions = [int(span["version"]) for span in meta.get("weight_versions", ())
+                    for _ in range(span["start"], span["end"])]
+        logprobs = [chosen[0] for chosen in meta.get("output_token_logprobs", [])]
+        return TurnResult(request, tokens, logprobs, versions, reason["type"] == "abort" and not complete)
+
+    def _abort(self) -> list[TurnResult]:
+        left, results = set(self.aborting), []
+        with self.engine.running():
+            while left:  # repeated: the server forgets an abort that arrives before its request
+                self.engine.end(left)
+                turns = self._receive(_STEP_TIMEOUT)
+                results += turns
+                left -= {turn.request for turn in turns}
+        return results
+
+
+def _abandon(server: SGLangServer, turns: dict[str, SampledRow]) -> None:
+    """Abort the requests of a session that nobody uses any more."""
+    with contextlib.suppress(EngineError):
+        for request in turns:
+            server.call("/abort_request", {"rid": request})
+
+
+class SGLangRollout(ExternalRollout):
+    """A model in an SGLang server."""
+
+    library, session_type = "SGLang", PendingRequests
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        self.generation: Generation = settings.generation
-        self.end_tokens = torch.tensor(end_tokens)
-        self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.vocabulary = model.config.get_text_config().vocab_size
-        self.device, self.share, self.cached = mesh.device_type, TPGroup(mesh), True
-        self.numbers = itertools.count()
-        self.sessions: weakref.WeakSet[PendingRequests] = weakref.WeakSet()
+        super().__init__(model, settings, mesh, seed, end_tokens)
+        self.share = TPGroup(mesh)
         self.server: SGLangServer | None = None
+        """The server, on the rank that owns it."""
         try:
             self.share.broadcast(lambda: self._start(model, seed))
-            while not self.share.broadcast(lambda: self.server.wait(_KEEPALIVE)):
+            while not self.share.broadcast(lambda: self.own_server.wait(_KEEPALIVE)):
                 continue
         except EngineError:
             self.close()
             raise
 
+    @property
+    def own_server(self) -> SGLangServer:
+        if self.server is None:
+            raise EngineError("another rank of the share has the SGLang server")
+        return self.server
+
+    def _call(self, path: str, body: dict[str, Any]) -> None:
+        """Call the server, on the rank that owns it."""
+        if self.server:
+            self.server.call(path, body)
+
     def _start(self, model: PreTrainedModel, seed: int) -> None:
         folder = tempfile.TemporaryDirectory(prefix="sglang-")
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        # End tokens are passed with each request.
-        config.eos_token_id = None
+        config.eos_token_id = None  # end tokens are passed with each request
         config.save_pretrained(folder.name)
         self.server = SGLangServer(folder, self._flags(config, folder.name, seed), self.device, self.share.size)
         self.closing = weakref.finalize(self, self.server.close)
@@ -78,7 +256,7 @@ class SGLangRollout(SeparateWeights):
             warnings.warn(f"SGLang {self.server.version}; distflow was tested with "
                           f"{', '.join(f'{each}*' for each in known)}", stacklevel=2)
 
-    def _flags(self, config: object, folder: str, seed: int) -> list[str]:
+    def _flags(self, config: PretrainedConfig, folder: str, seed: int) -> list[str]:
         settings, special = self.generation, _on_gpu if self.device == "cuda" else _on_cpu
         flags = {"model-path": folder, "load-format": "dummy", "dtype": str(self.dtype).removeprefix("torch."),
                  "random-seed": seed % 2**31, "max-running-requests": settings.batch_rows, "tp-size": self.share.size,
@@ -89,101 +267,88 @@ class SGLangRollout(SeparateWeights):
                     "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> PendingRequests:
-        """Open a session. The server's prefix cache keeps sequences in any case, as long as there is memory."""
-        session = PendingRequests(self, key, self.generation.temperature if temperature is None else temperature)
-        self.sessions.add(session)
-        return session
-
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         if self.share.leads:
             buckets = Buckets(weights, self.shapes, self.dtype, self.device)
             with self._paused_for_update():
                 for bucket in buckets:
-                    self.server.call("/update_weights_from_tensor", {
+                    self._call("/update_weights_from_tensor", {
                         "serialized_named_tensors": [bucket] * self.share.size, "flush_cache": False,
                         "weight_version": str(version)})
             size = buckets.size
         else:
-            size = sum(tensor.numel() for _, tensor in checked(weights, self.shapes)) * self.dtype.itemsize
+            size = sum(tensor.numel() for _, tensor in matching(weights, self.shapes)) * self.dtype.itemsize
         self.version = version
         return size
 
     @contextlib.contextmanager
     def _paused_for_update(self) -> Iterator[None]:
         """Pause the server for new weights, and flush all caches of the old ones afterwards."""
-        self.server.call("/pause_generation", {"mode": "retract"})
-        self.server.call("/begin_weight_update", {})
+        self._call("/pause_generation", {"mode": "retract"})
+        self._call("/begin_weight_update", {})
         try:
             yield
         finally:
-            self.server.call("/end_weight_update", {})
+            self._call("/end_weight_update", {})
             if not self.cached:
-                self.server.call("/resume_memory_occupation", {"tags": _CACHES})
+                self._call("/resume_memory_occupation", {"tags": _CACHES})
                 self.cached = True
-            self.server.call("/flush_cache", {})
+            self._call("/flush_cache", {})
             if not self.paused:
-                self.server.call("/continue_generation", {})
+                self._call("/continue_generation", {})
 
     def pause(self) -> None:
         super().pause()
-        if self.server:
-            self.server.call("/pause_generation", {"mode": "in_place"})
+        self._call("/pause_generation", {"mode": "in_place"})
 
     def resume(self) -> None:
         super().resume()
-        if self.server:
-            self.server.call("/continue_generation", {})
+        self._call("/continue_generation", {})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Let the server run even if the engine is paused, so that aborted rows end. Tokens sampled meanwhile stay."""
         if self.paused:
-            self.server.call("/continue_generation", {})
+            self._call("/continue_generation", {})
         yield
         if self.paused:
-            self.server.call("/pause_generation", {"mode": "in_place"})
+            self._call("/pause_generation", {"mode": "in_place"})
 
     def end(self, requests: set[str]) -> None:
         """Have the server abort requests."""
         if requests == {request for session in self.sessions for request in session.turns}:
-            self.server.call("/abort_request", {"abort_all": True})
+            self._call("/abort_request", {"abort_all": True})
             return
         for request in requests:
-            self.server.call("/abort_request", {"rid": request})
+            self._call("/abort_request", {"rid": request})
 
-    def sleep(self) -> None:
-        """Free all memory of weights and caches on a GPU; on a CPU SGLang keeps it."""
-        if any(session.turns for session in self.sessions):
-            raise EngineError("SGLang cannot sleep while rows are under way: end their turns first, or  abort()")
-        if self.server:
-            self.server.call("/release_memory_occupation", {})
+    def _release(self) -> None:
+        self._call("/release_memory_occupation", {})
 
     def wake(self) -> None:
         """Allocate the weights; caches come back in `load`, when the trainer's copies may have been freed."""
-        if self.server:
-            self.server.call("/resume_memory_occupation", {"tags": ["weights"]})
+        self._call("/resume_memory_occupation", {"tags": ["weights"]})
         self.version, self.cached = -1, False
 
     def check_health(self) -> None:
         self.share.broadcast(self._check_server)
 
     def _check_server(self) -> None:
-        self.server.watch()
+        self.own_server.watch()
         if self.cached and not self.paused:  # otherwise it answers, but cannot sample
-            self.server.call("/health_generate", patience=_HEALTH_TIMEOUT)
+            self.own_server.call("/health_generate", patience=_HEALTH_TIMEOUT)
 
     def close(self) -> None:
         if self.server:
             self.closing()
 
 
-def _on_cpu(config: object, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
+def _on_cpu(config: PretrainedConfig, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
     tokens, _ = cache_on_cpu(config, settings, dtype)
     return {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
             "grammar-backend": "none", "max-total-tokens": tokens}
 
 
-def _on_gpu(config: object, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
+def _on_gpu(config: PretrainedConfig, settings: Generation, dtype: torch.dtype) -> dict[str, object]:
     return {"mem-fraction-static": settings.memory_share, "base-gpu-id": torch.cuda.current_device()}

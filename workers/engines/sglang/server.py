@@ -21,7 +21,7 @@ from typing import Any
 
 from distflow.config.models import ROLLOUTS
 from distflow.errors import EngineError
-from workers.engines.torchrun import torchrun_says
+from workers.engines.external import torchrun_environment
 
 _TIMEOUT = 900.0
 """Seconds for a server to start, and to answer any call but `/generate`."""
@@ -78,7 +78,7 @@ class SGLangServer:
         self.process.stdin.flush()
 
     def _environment(self, device: str, ranks: int) -> dict[str, str]:
-        ours = {name: os.environ[name] for name in os.environ.keys() - torchrun_says()}
+        ours = {name: os.environ[name] for name in os.environ.keys() - torchrun_environment()}
         ours["TMPDIR"] = self.folder.name  # its sockets are created and removed there
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -11,25 +12,12 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from distflow.errors import EngineError
-from workers.engines.rollout import weight_mismatch
+from workers.engines.rollout import matching
 
 BUCKET = 256 << 20
 """Bytes of a bucket; a larger tensor has a bucket of its own."""
 _ALIGNED = 16
 Named = list[tuple[str, Tensor]]
-
-
-def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights and check their names and shapes, since SGLang skips unknown names.
-
-    Raises:
-        EngineError: a name or a shape is not the model's.
-    """
-    for name, tensor in weights:
-        if wrong := weight_mismatch(name, tensor, shapes):
-            raise EngineError(wrong)
-        yield name, tensor
 
 
 def unfused(name: str, tensor: Tensor) -> Named:
@@ -52,10 +40,10 @@ class Buckets:
         self.room, self.size = min(BUCKET, whole), 0
 
     def __iter__(self) -> Iterator[str]:
-        """Yield each bucket in the format of `/update_weights_from_tensor`."""
+        """Yield each bucket as `/update_weights_from_tensor` takes it."""
         named: Named = []
         bucket_memory, used = torch.empty(0), 0
-        for name, tensor in checked(self.weights, self.shapes):
+        for name, tensor in matching(self.weights, self.shapes):
             bytes_ = tensor.numel() * self.dtype.itemsize
             if named and used + bytes_ > len(bucket_memory):
                 yield sealed(named)
@@ -87,12 +75,12 @@ def sealed(named: Named) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-class _files:
-    """Context in which torch shares memory by file name, since no descriptors can be passed to the server."""
-
-    def __enter__(self) -> None:
-        self.before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-
-    def __exit__(self, *_: object) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.before)
+@contextlib.contextmanager
+def _files() -> Iterator[None]:
+    """Let torch share memory by file name, since no descriptors can be passed to the server."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,43 +12,98 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from distflow.config.run import Generation, RoleRun
+from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
-from workers.engines.precision import is_half
-from workers.engines.rollout import SampledRow, SeparateWeights, Session
+from workers.engines.external import ExternalRollout, RequestSession, end_turn
+from workers.engines.rollout import SampledRow, weight_mismatch
 from workers.engines.vllm.start import shut, start, translated, untied
-from workers.engines.vllm.weights import WeightLoader
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import EngineCoreClient
 
 
-class VLLMRollout(SeparateWeights):
-    """A vLLM engine beside the trainer's model. With tp > 1 the ranks of a share run one engine together.
+@dataclass
+class _SampledTurn:
+    row: SampledRow
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    Raises:
-        EngineError: vLLM does not know the architecture, or cannot start.
-    """
+    def end(self, finished: bool) -> SampledRow:
+        return end_turn(self.row, self.tokens, self.logprobs, self.versions, finished)
 
-    library = "vLLM"
+
+class VLLMSession(RequestSession):
+    engine: VLLMRollout
+    turns: dict[str, _SampledTurn]
+
+    def __init__(self, engine: VLLMRollout, key: int, temperature: float):
+        super().__init__(engine, key, temperature)
+        weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
+
+    def add(self, rows: list[SampledRow]) -> None:
+        from workers.engines.vllm.sampling import parameters
+
+        self.engine.check_health()
+        if not self.engine.cached:
+            raise EngineError("vLLM has no weights since it slept:  wake()  and  load(…)  come before rows")
+        for row in rows:
+            request = self.request_for(row)
+            settings, first = self.engine.generation, len(row.sequence) - row.prompt
+            params = parameters(self.key_of(row), self.temperature, settings.top_k, settings.top_p, row.id, first,
+                                row.limit, self.engine.ends)
+            with translated(f"take a row of {len(row.sequence)} tokens"):
+                self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
+                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
+            self.turns[request] = _SampledTurn(row)
+
+    def _advance(self) -> None:
+        if self.turns:
+            self.engine.advance()
+
+    def receive(self, output: EngineCoreOutput) -> None:
+        """Append the tokens that vLLM has sampled for a turn in this step."""
+        turn = self.turns[output.request_id]
+        turn.tokens += output.new_token_ids
+        heartbeat.current().tick()
+        turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        turn.versions += [self.engine.version] * len(output.new_token_ids)
+        stopped = self.engine.stop is not None and self.engine.stop.reached(turn.row, turn.tokens)
+        if stopped and not output.finished:
+            with translated("end a row"):
+                self.engine.core.abort_requests([output.request_id])
+        if stopped or output.finished:
+            ended = stopped or turn.tokens[-1] in self.engine.ends
+            self.ended.append(self.turns.pop(output.request_id).end(ended))
+
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
+        chosen = None if rows is None else set(rows)
+        wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
+        with translated("abort"):
+            self.engine.core.abort_requests(wanted)
+        return [self.turns.pop(request).end(False) for request in wanted]
+
+
+def _abandon(core: EngineCoreClient, turns: dict[str, _SampledTurn]) -> None:
+    """Abort the requests of a session that nobody uses any more."""
+    core.abort_requests(list(turns))
+
+
+class VLLMRollout(ExternalRollout):
+    """A vLLM engine beside the trainer's model."""
+
+    library, session_type = "vLLM", VLLMSession
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        self.generation: Generation = settings.generation
-        self.end_tokens = torch.tensor(end_tokens)
-        # vLLM refuses tokens outside the vocabulary.
-        self.ends = [token for token in end_tokens if token < model.config.get_text_config().vocab_size]
-        self.dtype = torch.bfloat16 if is_half(settings, mesh.device_type) else torch.float32
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if mesh.device_type == "cpu" and any(".experts." in name for name in self.shapes):
+        super().__init__(model, settings, mesh, seed, end_tokens)
+        self.ends = [token for token in end_tokens if token < self.vocabulary]  # vLLM refuses others
+        if self.device == "cpu" and any(".experts." in name for name in self.shapes):
             raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
                               "replaced. Instead:  rollout: hf")
-        self.cached, self.failure, self.numbers = True, "", itertools.count()
-        self.sessions: weakref.WeakSet[VLLMSession] = weakref.WeakSet()
-        tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
-        self.copies = untied(model, mesh.device_type)
-        self.llm = start(model, self.generation, self.dtype, mesh.device_type, tp, seed)
+        self.failure, self.copies = "", untied(model, self.device)
+        self.llm = start(model, self.generation, self.dtype, self.device, self.tp, seed)
         self.core = self.llm.engine_core
         """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
@@ -56,12 +111,6 @@ class VLLMRollout(SeparateWeights):
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
-
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> VLLMSession:
-        """Open a session. vLLM's prefix cache keeps sequences in any case, as long as there is memory."""
-        session = VLLMSession(self, key, self.generation.temperature if temperature is None else temperature)
-        self.sessions.add(session)
-        return session
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
@@ -78,10 +127,7 @@ class VLLMRollout(SeparateWeights):
         self.version = version
         return loader.size
 
-    def sleep(self) -> None:
-        """Free all memory of weights and caches on a GPU; on a CPU vLLM keeps it."""
-        if any(session.turns for session in self.sessions):
-            raise EngineError("vLLM cannot sleep while rows are under way: end their turns first, or  abort()")
+    def _release(self) -> None:
         with translated("sleep"):
             self.llm.sleep(level=2)
         self.cached = False
@@ -117,85 +163,51 @@ class VLLMRollout(SeparateWeights):
                     session.receive(output)
 
 
-class VLLMSession(Session):
-    """Session of vLLM: each turn of a row is a request."""
+class WeightLoader:
+    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together.
 
-    def __init__(self, engine: VLLMRollout, key: int, temperature: float):
-        self.engine, self.key, self.temperature = engine, key, temperature
-        self.turns: dict[str, _Turn] = {}
-        """Turns under way, by request."""
-        self.ended: list[SampledRow] = []
-        """Rows whose turns ended since the last step."""
-        weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
+    Iteration stops at a tensor with an unknown name or another shape; vLLM then finishes its load, so that the engine
+    stays usable, and `check` raises.
+    """
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.turns or self.ended)
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size],
+                 fused: Mapping[str, list[str]], copies: Mapping[str, str], dtype: torch.dtype,
+                 device: torch.device):
+        """`fused`: vLLM's fused modules and their parts. `copies`: second names of tensors that vLLM has twice."""
+        self.weights, self.shapes, self.copies, self.dtype, self.device = weights, shapes, copies, dtype, device
+        self.whole = {part: name for name, parts in fused.items() for part in parts}
+        self.groups: dict[str, set[str]] = {}
+        for name in shapes:
+            self.groups.setdefault(self._group_of(name), set()).add(name)
+        self.waiting: dict[str, dict[str, Tensor]] = {}
+        self.problem, self.size = "", 0
 
-    def add(self, rows: list[SampledRow]) -> None:
-        from workers.engines.vllm.sampling import parameters
+    def _group_of(self, name: str) -> str:
+        """Return the vLLM module of a tensor, which takes all its tensors at once."""
+        parent, _, module = name.rpartition(".")[0].rpartition(".")
+        return f"{parent}.{self.whole.get(module, module)}"
 
-        self.engine.check_health()
-        if not self.engine.cached:
-            raise EngineError("vLLM has no weights since it slept:  wake()  and  load(…)  come before rows")
-        for row in rows:
-            if row.images is not None and len(row.images.values):
-                raise EngineError("vLLM is not given images here; transformers is. Instead:  rollout: hf")
-            settings, first = self.engine.generation, len(row.sequence) - row.prompt
-            params = parameters(self.key_of(row), self.temperature, settings.top_k, settings.top_p, row.id, first,
-                                row.limit, self.engine.ends)
-            request = str(next(self.engine.numbers))
-            with translated(f"take a row of {len(row.sequence)} tokens"):
-                self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
-                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
-            self.turns[request] = _Turn(row)
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights:
+            self.problem = weight_mismatch(name, tensor, self.shapes)
+            if self.problem:
+                return
+            group = self._group_of(name)
+            have = self.waiting.setdefault(group, {})
+            # vLLM keeps tensors until the module is complete, and the source may be overwritten before.
+            have[name] = tensor.detach().to(self.device, self.dtype, copy=True)
+            self.size += have[name].nbytes
+            if have.keys() == self.groups[group]:
+                for each, whole in self.waiting.pop(group).items():
+                    yield each, whole
+                    if each in self.copies:
+                        yield self.copies[each], whole
 
-    def step(self) -> list[SampledRow]:
-        if self.engine.paused:
-            return []
-        if self.turns:
-            self.engine.advance()
-        ended, self.ended = self.ended, []
-        return ended
-
-    def receive(self, output: EngineCoreOutput) -> None:
-        """Append the tokens that vLLM has sampled for a turn in this step."""
-        turn = self.turns[output.request_id]
-        turn.tokens += output.new_token_ids
-        heartbeat.current().tick()
-        turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-        turn.versions += [self.engine.version] * len(output.new_token_ids)
-        stopped = self.engine.stop is not None and self.engine.stop.reached(turn.row, turn.tokens)
-        if stopped and not output.finished:
-            with translated("end a row"):
-                self.engine.core.abort_requests([output.request_id])
-        if stopped or output.finished:
-            ended = stopped or turn.tokens[-1] in self.engine.ends
-            self.ended.append(self.turns.pop(output.request_id).end(ended))
-
-    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
-        chosen = None if rows is None else set(rows)
-        wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
-        with translated("abort"):
-            self.engine.core.abort_requests(wanted)
-        return [self.turns.pop(request).end(False) for request in wanted]
-
-
-class _Turn:
-    """Tokens of a turn under way."""
-
-    def __init__(self, row: SampledRow):
-        self.row = row
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-
-    def end(self, finished: bool) -> SampledRow:
-        self.row.end(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs, dtype=torch.float32),
-                     torch.tensor(self.versions, dtype=torch.int32), finished)
-        return self.row
-
-
-def _abandon(core: EngineCoreClient, turns: dict[str, _Turn]) -> None:
-    """Abort the requests of a session that nobody uses any more."""
-    core.abort_requests(list(turns))
+    def check(self) -> None:
+        """Raise EngineError if a tensor was refused or a module is incomplete."""
+        if self.problem:
+            raise EngineError(self.problem)
+        for group, have in self.waiting.items():
+            missing = sorted(self.groups[group] - have.keys())
+            raise EngineError(f"vLLM keeps `{group}` as one; {', '.join(sorted(have))} came without "
+                              f"{', '.join(missing)}. Load them together")

@@ -20,8 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from distflow.config.run import Generation
 from distflow.data.exchange import gather
 from distflow.errors import EngineError
-from workers.engines.paging import cache_on_cpu
-from workers.engines.torchrun import torchrun_says
+from workers.engines.external import cache_on_cpu, torchrun_environment
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -161,7 +160,7 @@ def _environment(generation: Generation, tp: int) -> Iterator[None]:
     os.environ.update(_OURS)
     if generation.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    said = torchrun_says()
+    said = torchrun_environment()
     # An engine of one rank is not part of the run's group; ranks that share an engine may have a group of their own.
     shown = said | {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())} if tp > 1 else {}
     for name in said:

@@ -1,12 +1,16 @@
-"""Device meshes of layouts: process groups, created once for all roles with the same layout."""
+"""Device meshes of layouts, created once for all roles with the same layout, and the precision of a role."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.plan import Layout
 
@@ -25,6 +29,12 @@ def dimension(mesh: DeviceMesh, name: str) -> int:
     return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device."""
+    on_gpu = mesh.device_type == "cuda"
+    return torch.device(mesh.device_type, torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
     """Return the mesh over which FSDP shards parameters: dp and cp, or (replica, shard) with `replicas`. Collective.
 
@@ -38,3 +48,14 @@ def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
         raise EngineError(f"replicas: {replicas} does not divide the {ranks.size()} ranks (dp × cp) with shards of "
                           f"the model. It may be any divisor, as  replicas: {math.gcd(ranks.size(), replicas)}")
     return ranks if replicas == 1 else ranks._unflatten(0, (replicas, ranks.size() // replicas), ("replica", "shard"))
+
+
+def is_half(settings: RoleRun, device: str) -> bool:
+    """Return whether the role computes in bfloat16."""
+    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
+
+
+def halve(parameters: Iterable[nn.Parameter]) -> None:
+    """Convert parameters to bfloat16 in place. Buffers stay float32: rounded rotary frequencies change the model."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,0 +1,133 @@
+"""Base of the engines that sample by another library, with weights in its own format and a request for each turn.
+
+    ExternalRollout   a Rollout that starts without weights and loads the first version like all later ones
+    RequestSession    its session: the requests under way, and the rows that have ended
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from distflow.config.run import Generation, RoleRun
+from distflow.errors import EngineError
+from workers.engines.devices import dimension, is_half
+from workers.engines.rollout import Rollout, SampledRow, Session
+
+_MAX_CACHE_BYTES = 4 << 30
+_TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class ExternalRollout(Rollout):
+    """Engine of another library. With tp > 1 the ranks of a share run one engine together.
+
+    Raises:
+        EngineError: the library is not installed, does not know the architecture, or cannot start.
+    """
+
+    library: str
+    """Display name."""
+    session_type: type[RequestSession]
+
+    def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
+        """`model` gives the configuration."""
+        self.generation, self.end_tokens = settings.generation, torch.tensor(end_tokens)
+        self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
+        self.dtype = torch.bfloat16 if is_half(settings, self.device) else torch.float32
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.vocabulary: int = model.config.get_text_config().vocab_size
+        self.cached, self.numbers = True, itertools.count()
+        self.sessions: weakref.WeakSet[RequestSession] = weakref.WeakSet()
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
+        if any(True for _ in shared):
+            raise EngineError(f"{cls.library} keeps weights in a form of its own, so that it cannot share a base model "
+                              "with the trainer of its adapters. Instead:  rollout: hf   or train the whole model, "
+                              "without `lora`")
+        engine = cls(model, settings, mesh, seed, end_tokens)
+        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
+        return engine
+
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> RequestSession:
+        """Open a session. The library's prefix cache keeps sequences in any case, as long as there is memory."""
+        session = self.session_type(self, key, self.generation.temperature if temperature is None else temperature)
+        self.sessions.add(session)
+        return session
+
+    def sleep(self) -> None:
+        """Free all memory of weights and caches on a GPU; on a CPU the libraries keep it."""
+        if any(session.turns for session in self.sessions):
+            raise EngineError(f"{self.library} cannot sleep while rows are under way: end their turns first, or  "
+                              "abort()")
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free the memory."""
+
+
+class RequestSession(Session):
+    """Session in which each turn of a row is a request."""
+
+    def __init__(self, engine: Any, key: int, temperature: float):
+        self.engine, self.key, self.temperature = engine, key, temperature
+        self.turns: dict[str, Any] = {}
+        """Turns under way, by request."""
+        self.ended: list[SampledRow] = []
+        """Rows whose turns ended since the last step."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.turns or self.ended)
+
+    def request_for(self, row: SampledRow) -> str:
+        """Return the name of a new request. Raises EngineError if the row has images."""
+        if row.images is not None and len(row.images.values):
+            raise EngineError(f"{self.engine.library} is not given images here; transformers is. Instead:  rollout: hf")
+        return str(next(self.engine.numbers))
+
+    def step(self) -> list[SampledRow]:
+        if self.engine.paused:
+            return []
+        self._advance()
+        ended, self.ended = self.ended, []
+        return ended
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Sample for a moment; append the rows whose turn has ended to `ended`."""
+
+
+def end_turn(row: SampledRow, tokens: list[int], logprobs: list[float], versions: list[int],
+             finished: bool) -> SampledRow:
+    """End a row's turn with what a library returned."""
+    row.end(torch.tensor(tokens, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32),
+            torch.tensor(versions, dtype=torch.int32), finished)
+    return row
+
+
+def cache_on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype,
+                 block: int = 1) -> tuple[int, int]:
+    """Return a paged cache's (tokens, bytes per token): enough for all rows at full length, at most 4 GiB, at least two
+    rows. A row takes a multiple of `block` tokens."""
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize
+    row = -(-text.max_position_embeddings // block) * block
+    return max(2 * row, min(row * generation.batch_rows, _MAX_CACHE_BYTES // token)), token
+
+
+def torchrun_environment() -> dict[str, str]:
+    """Return the environment variables of torchrun, which the processes of an engine must not inherit."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_TORCHRUN)}
