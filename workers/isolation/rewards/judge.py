@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import json
 import os
 import re
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+import ssl
+from json import JSONDecodeError
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -31,10 +28,6 @@ Answer to be graded:
 {completion}
 
 End with one line:  Score: N  where N is a whole number from 0 (wrong) to 10 (right and complete)."""
-_THREADS = 64
-"""Most requests at a time in one process; bounds `concurrency`."""
-_MAX_BYTES = 1 << 20
-"""Most bytes of a response that are read."""
 
 
 def _wrong(prompt: str = PROMPT, score: str = "()", **_: object) -> str:
@@ -68,17 +61,11 @@ async def judge(completion: str, answer: str, question: str, *,
     text = _filled(prompt, {"question": question, "answer": answer, "completion": completion})
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
             "temperature": temperature}
-    request = _request(address, body, key_variable)
-    reply = await asyncio.get_running_loop().run_in_executor(_executor(), _ask, request, seconds)
+    reply = await _ask(address, body, _headers(address, key_variable), seconds)
     found = re.findall(score, reply)
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
     return min(1.0, max(0.0, float(found[-1]) / highest))
-
-
-@functools.cache
-def _executor() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS)
 
 
 def _filled(prompt: str, values: dict[str, str]) -> str:
@@ -86,28 +73,36 @@ def _filled(prompt: str, values: dict[str, str]) -> str:
     return re.sub(r"\{(question|answer|completion)\}", lambda match: values[match[1]], prompt)
 
 
-def _request(address: str, body: dict, key_variable: str | None) -> urllib.request.Request:
+def _headers(address: str, key_variable: str | None) -> dict[str, str]:
     if not address.startswith(("http://", "https://")):
         raise InvalidInput(f"the address of the judge must begin with http:// or https://, not {address!r}")
-    headers = {"Content-Type": "application/json"}
-    if key_variable is not None:
-        if not os.environ.get(key_variable):
-            raise InvalidInput(f"the judge's key belongs in the environment variable {key_variable}, which is not set")
-        headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
-    return urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+    if key_variable is None:
+        return {}
+    if not os.environ.get(key_variable):
+        raise InvalidInput(f"the judge's key belongs in the environment variable {key_variable}, which is not set")
+    return {"Authorization": f"Bearer {os.environ[key_variable]}"}
 
 
-def _ask(request: urllib.request.Request, seconds: float) -> str:
+async def _ask(address: str, body: dict, headers: dict[str, str], seconds: float) -> str:
+    import httpx  # only a process that asks a judge pays for it
+
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            data = json.loads(reply.read(_MAX_BYTES))
-    except urllib.error.HTTPError as error:
-        more = error.read(500).decode(errors="replace")
-        raise OSError(f"the judge answers {error.code} {error.reason}: {more}") from None
+        async with httpx.AsyncClient(timeout=seconds, verify=_certificates(), follow_redirects=True) as client:
+            reply = await client.post(f"{address.rstrip('/')}/chat/completions", json=body, headers=headers)
+    except httpx.HTTPError as error:
+        raise OSError(f"the judge at {address} does not answer: {type(error).__name__} {error}") from None
+    if reply.is_error:
+        raise OSError(f"the judge answers {reply.status_code} {reply.reason_phrase}: {reply.text[:500]}")
     try:
-        content = data["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        content = reply.json()["choices"][0]["message"]["content"]
+    except (JSONDecodeError, KeyError, IndexError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(f"the judge's answer is no chat completion: {json.dumps(data)[:300]}")
+        raise ValueError(f"the judge's answer is no chat completion: {reply.text[:300]}")
     return content
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the authorities of TLS, which take longer to load than a short answer takes."""
+    return ssl.create_default_context()
