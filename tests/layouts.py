@@ -10,13 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.load import load
+from distflow.config.load import Spec, load
 from distflow.contracts.signature import load_function
 from distflow.data.exchange import gather
+from distflow.plan import Plan
+from distflow.recovery.worker_process import WorkerContext
 from distflow.telemetry.metrics import current
 from planners import plan as make_plan
-from workers.engines.sampling import key_of
-from workers.loop import TrainLoop
+from workers.context import RankContext
+from workers.loop import run_chain
+from workers.sources import source_of
+from workers.train_context import TrainContext
 
 DAG = """
 name: small
@@ -63,23 +67,28 @@ def write(folder: Path) -> None:
     (folder / "data.jsonl").write_text("\n".join(lines))
 
 
+def train_context(spec: Spec, plan: Plan, folder: Path) -> TrainContext:
+    """What this rank trains with, on the CPU; it writes no files."""
+    group = SimpleNamespace(rank=dist.get_rank(), ranks=plan.ranks)
+    silent = SimpleNamespace(set=lambda *doing: None, rank=group.rank)
+    functions = {task.node: load_function(task.function) for task in plan.tasks}
+    context = RankContext(spec, plan, group, folder, "cpu", False, None, "", known_change=0)
+    return TrainContext(context, WorkerContext(), silent, functions, source_of, writes=False)
+
+
 def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """What each step reports, and the weights after the last one; for `run_ranks`."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     torch.manual_seed(0)
     spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", overrides)
-    plan = make_plan(spec, dist.get_world_size())
-    functions = {task.node: load_function(task.function) for task in plan.tasks}
     current().collect(gather)
-    silent = SimpleNamespace(set=lambda *doing: None, rank=dist.get_rank())
-    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, silent, writes=False)
+    ctx = train_context(spec, make_plan(spec, dist.get_world_size()), Path(folder))
     reports = []
     for step in range(spec.run.steps):
-        torch.manual_seed(key_of(spec.run.seed, step))
-        for role in worker.roles.values():
-            role.step = step
-        worker.run_chain(step)
+        ctx.begin(step)
+        ctx.next_prompts()
+        run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
         reports.append(current().collect(gather))
-    weights = {name: weight.clone() for name, weight in worker.roles["actor"].engine.export()}
+    weights = {name: weight.clone() for name, weight in ctx.roles["actor"].engine.export()}
     return reports, weights if dist.get_rank() == 0 else {}

@@ -171,7 +171,7 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
     (floors, "distflow.telemetry.x", "def late():\n    import distflow.cli.run"),
     (floors, "workers.engines.x", "from workers.roles import RoleEngines"),
     (floors, "workers.roles", "from workers.functions.kl import kl_estimate"),
-    (floors, "workers.functions.x", "from workers.loop import TrainLoop"),
+    (floors, "workers.functions.x", "from workers.loop import train"),
     (floors, "workers.loop", "from distflow.launch import main"),
     (relative_imports, "planners.x", "from . import order"),
     (purity, "distflow.config.x", "def f():\n    import torch.nn"),

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import write
+from layouts import train_context, write
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 from distflow.config.load import load
-from distflow.contracts.signature import load_function
 from distflow.data.batch import Batch, Ragged
 from planners import plan as make_plan
-from workers.loop import TrainLoop
 
 SIZES = ["roles.actor.model.hidden=128", "roles.actor.model.layers=4"]
 
@@ -41,9 +38,7 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
         sys.path.insert(0, folder)
     spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", SIZES + overrides)
     plan = make_plan(spec, dist.get_world_size())
-    functions = {task.node: load_function(task.function) for task in plan.tasks}
-    worker = TrainLoop(spec, plan, functions, "cpu", Path(folder), False, SimpleNamespace(set=print), writes=False)
-    actor, found = worker.roles["actor"], {}
+    actor, found = train_context(spec, plan, Path(folder)).roles["actor"], {}
     trainer, rollout = actor.engine, actor.rollout
     parameters = list(trainer.shards().values())
 

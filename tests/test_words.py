@@ -58,8 +58,8 @@ RETIRED: dict[str, set[str]] = {
     "distflow/launch.py": {"anew", "foretell", "nobody", "owes", "pulse", "seat", "warehouse"},
     **{f"workers/{name}.py": {"anew", "controller", "doubtful", "foretell", "owes", "pulse", "seat", "warehouse"}
        for name in ("colocated", "context", "elastic", "encode", "execution", "fusion", "loop", "loopback", "probe",
-                    "roles", "rollout", "rollout_channel", "sink", "sources", "train_state", "validation",
-                    "weight_sync", "worker")},
+                    "roles", "rollout", "rollout_channel", "sink", "sources", "train_context", "train_state",
+                    "validation", "weight_sync", "worker")},
 }
 """Package or module: its retired words beside those."""
 

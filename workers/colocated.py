@@ -6,22 +6,22 @@ import contextlib
 import datetime
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from distflow.config.load import Spec
 from distflow.data.dataloader import Dataloader
 from distflow.dock import DockClient
 from distflow.errors import RankMissing
-from distflow.plan import TRAINER, Plan
+from distflow.plan import TRAINER
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.loop import rollout
 from workers.roles import RoleEngines
-from workers.rollout import RolloutLoop
+from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
+from workers.train_context import TrainContext
 
 
 class ColocatedSource:
@@ -35,23 +35,23 @@ class ColocatedSource:
         limit: seconds without new rows after which it stops too, if none are under way here.
     """
 
-    def __init__(self, roles: Mapping[str, RoleEngines], loop: RolloutLoop | None, tp_group: dist.ProcessGroup | None,
-                 enough: int, limit: float):
+    def __init__(self, roles: Mapping[str, RoleEngines], loop: RolloutContext | None,
+                 tp_group: dist.ProcessGroup | None, enough: int, limit: float):
         self.roles, self.loop, self.tp_group, self.enough, self.limit = roles, loop, tp_group, enough, limit
         self.engines: Mapping[str, SharedEngine] = {}
 
     @classmethod
-    def of(cls, spec: Spec, rollout: Plan, functions: Mapping[str, Callable[..., Any]], roles: dict[str, RoleEngines],
-           loader: Dataloader, channel: RolloutChannel) -> ColocatedSource:
-        """Return the source of this rank. `rollout`: the plan of the ranks that only sample. Collective."""
-        rank, width, loop, tp_group = dist.get_rank(), rollout.ranks, None, None
+    def of(cls, ctx: TrainContext, channel: RolloutChannel, loader: Dataloader) -> ColocatedSource:
+        """Return the source of this rank, which runs the chain of the ranks that only sample. Collective."""
+        spec, roles, plan = ctx.spec, ctx.roles, ctx.context.plan.groups[1].plan
+        width, loop, tp_group = plan.ranks, None, None
         if width > 1:
             limit = datetime.timedelta(seconds=spec.run.wait_limit)
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
-        if rank % width == 0:
-            loop = RolloutLoop(spec, rollout, functions, roles, loader, channel, f"trainer {rank}, which samples",
-                               channel.ranks // width)
-        sampling = {task.role: roles[task.role] for task in rollout.tasks if task.samples}
+        if ctx.rank % width == 0:
+            loop = RolloutContext(spec, plan, ctx.functions, roles, loader, channel,
+                                  f"trainer {ctx.rank}, which samples", channel.ranks // width)
+        sampling = {task.role: roles[task.role] for task in plan.tasks if task.samples}
         return cls(sampling, loop, tp_group, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
                    spec.run.wait_limit)
 
@@ -67,7 +67,7 @@ class ColocatedSource:
             if self.tp_group is not None:
                 engines = {name: TPLeader(engine, self.tp_group) for name, engine in engines.items()}
             self.engines = {name: SharedEngine(engine, _keep_followers) for name, engine in engines.items()}
-            self.loop.work(self.engines, self._have_enough)
+            rollout(self.loop, self.engines, self._have_enough)
             for engine in engines.values():
                 engine.release_followers()
 

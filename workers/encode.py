@@ -3,18 +3,22 @@ prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.load import Spec
 from distflow.config.run import Data
+from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import ColumnData, Ragged, encode_text
-from distflow.data.dataset import Record, open_images
+from distflow.data.dataloader import ONE, Dataloader, WithoutEmpty
+from distflow.data.dataset import Record, fields_of, open_images, open_records
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
+from distflow.plan import Layout, Task
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens, require_template
 from workers.engines.vision import ImageProcessor
@@ -137,3 +141,19 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
 
 def _ragged(rows: list[list[int]]) -> Ragged:
     return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+
+
+def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE) -> Dataloader:
+    """Return the training data, encoded for a role."""
+    data, path = spec.run.data, spec.data_path(spec.run.data.train)
+    records = WithoutEmpty(open_records(path), fields_of(data, data.columns))
+    encode = encoder(role.tokenizer, data, image_encoder_of(role, data, path))
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)
+
+
+def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
+    """Return the role whose tokenizer encodes the prompts and whose answers are validated: the first trained one in the
+    chain that has a vocabulary, else the chain's first."""
+    tasks = [task for task in chain if task.type in ENGINE_TYPES]
+    trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
+    return next(trained, tasks[0].role)

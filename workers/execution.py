@@ -1,4 +1,8 @@
-"""Runs tasks: calls a task's function on its columns, or takes the rows that an earlier worker has sampled for it."""
+"""Computes tasks: calls a task's function on its columns, or takes the rows that an earlier worker has sampled for it.
+
+    Executor        calls functions, on any rank
+    TrainExecutor   also says what the rank does, measures it and keeps what was sampled, on ranks that train
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,23 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from distflow.config.run import Phase
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
-from distflow.data.exchange import gather
-from distflow.errors import ColumnError, shown
-from distflow.plan import Task
+from distflow.data.exchange import gather, peer_errors
+from distflow.errors import ColumnError, RankMissing, shown
+from distflow.plan import KEEP, Plan, Task
 from distflow.plan_file import NodeTiming
+from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.telemetry import events, timings
 from distflow.telemetry.metrics import Metrics, current, recording
+from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
 
 _NODE_STREAMS = 1_000
@@ -30,8 +38,8 @@ Written = tuple[dict[str, ColumnData], torch.Tensor]
 """What a task's function wrote, and the ids of the rows."""
 
 
-class Execution:
-    """Runs the tasks of a chain with a rank's roles."""
+class Executor:
+    """Calls the functions of a chain's tasks with a rank's roles."""
 
     def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]],
                  roles: Mapping[str, RoleEngines], rank: int):
@@ -42,6 +50,10 @@ class Execution:
         self.seconds: Counter[str] = Counter()
         """Seconds of each node since the step began."""
         self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
+
+    def watch(self, task: Task) -> contextlib.AbstractContextManager[None]:
+        """Surround a task from taking its inputs to putting its outputs."""
+        return contextlib.nullcontext()
 
     def run(self, task: Task, inputs: Batch) -> Written:
         """Return what the task's function writes, and the ids of these rows.
@@ -85,6 +97,89 @@ class Execution:
             metrics.scope, metrics.muted = "", False
 
 
+class TrainExecutor(Executor):
+    """Executor of a rank that trains. The training loop sets `step`, and `before_update`, which a task that trains
+    calls first."""
+
+    def __init__(self, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: Mapping[str, RoleEngines],
+                 rank: int, status: RankStatus, seed: int):
+        super().__init__(plan.chain(rank), functions, roles, rank)
+        self.status, self.seed, self.step = status, seed, 0
+        self.sampled = SampledRows(None, None)
+        self.before_update: Callable[[], None] = lambda: None
+        self.early = {task.node for task in plan.early.tasks} if plan.early else set()
+        self.cuda_devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+    @contextlib.contextmanager
+    def watch(self, task: Task) -> Iterator[None]:
+        with Watch(self.status, f"is in step {self.step}, waiting for the inputs of node `{task.node}`",
+                   f"in node `{task.node}` (function {task.function}), step {self.step}"), peer_errors():
+            yield
+
+    def run(self, task: Task, inputs: Batch) -> Written:
+        if task.node in self.early:
+            return self._run_early(task, inputs)
+        written = self._measured(task, inputs)
+        if KEEP in task.writes:
+            self.status.set(f"is in step {self.step}, waiting to drop rows after node `{task.node}`")
+        return written
+
+    def _run_early(self, task: Task, inputs: Batch) -> Written:
+        """Compute a task on the prompts that have come while others are still sampled. The random numbers of later
+        nodes do not depend on it."""
+        with torch.random.fork_rng(self.cuda_devices):
+            torch.manual_seed(key_of(self.seed, self.step, *inputs.ids[:1].tolist()))
+            written = self._measured(task, inputs)
+        self.status.set(f"is in step {self.step}, waiting for the samples of further prompts")
+        return written
+
+    def _measured(self, task: Task, inputs: Batch) -> Written:
+        if task.type == "MODEL_TRAIN":
+            self.before_update()
+        began, phase = time.perf_counter(), _phase(task)
+        self.status.set(f"is in step {self.step}, computing node `{task.node}`", phase)
+        with _rank_timer(phase, len(inputs), began):
+            return self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
+
+
+def _phase(task: Task) -> Phase:
+    if task.type == "MODEL_TRAIN":
+        return "training"
+    return "computing" if task.type == "COMPUTE" else "generating" if task.samples else "inference"
+
+
+@contextlib.contextmanager
+def _rank_timer(phase: Phase, rows: int, began: float) -> Iterator[None]:
+    """Measure the seconds that this rank itself computes for one task, by which the others see who holds them up. The
+    time since `began` counts in any case.
+
+    Where a model computes, ranks wait for each other's weights and gradients again and again; so only the CPU time of
+    this thread counts there, since it waits without computing. A GPU computes its collectives too: a slow one shows
+    while it samples, and when it trains all ranks look alike. An engine with processes of its own shows nothing.
+    """
+    clock = time.perf_counter if phase == "computing" else time.thread_time
+    before, since = time.perf_counter() - began, clock()
+    yield
+    current().per_rank(phase, before + clock() - since, rows)
+
+
+class Watch:
+    """Publishes what this rank does. Adds to an error that passes through where it was raised and which ranks are
+    missing."""
+
+    def __init__(self, status: RankStatus, doing: str, where: str, phase: Phase = "waiting"):
+        self.status, self.note = status, f"{where}, rank {status.rank}"
+        status.set(doing, phase)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(self.note)
+        if isinstance(error, RankMissing) and (missing := self.status.missing()):
+            error.add_note(f"missing: {missing}")
+
+
 class SampledRows:
     """Rows that were sampled for the step under way. They outlive the worker in the supervisor's memory, so that the
     next worker does not sample them again. Sampling is collective where a model is split: a node's rows are taken from
@@ -102,11 +197,11 @@ class SampledRows:
             all_have = set.intersection(*(set(json.loads(keys)) for keys in gather(json.dumps([*mine]).encode())))
             self.found = {key: mine[key] for key in sorted(all_have)}
 
-    def run(self, task: Task, step: int, draw: int, execute: Callable[[], Written]) -> Written:
+    def run(self, task: Task, step: int, roles: Mapping[str, RoleEngines], execute: Callable[[], Written]) -> Written:
         """Return the task's rows in a draw of a step: from the cache, or those of `execute`, which the cache keeps."""
         if self.cache is None or not task.samples:
             return execute()
-        key = f"{draw}/{task.node}"
+        key = f"{roles[task.role].draw}/{task.node}"
         if key in self.found:
             rows, report = self.found.pop(key)
             current().add_all(report)

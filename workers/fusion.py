@@ -7,7 +7,7 @@ inter-stage fusion; MindSpeed RL, Table 2). The planner decides which nodes thes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import msgpack
 import torch
@@ -22,7 +22,8 @@ from distflow.data.row_filter import joined
 from distflow.dock import DockClient, TimedOut
 from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import Metrics, current
-from workers.execution import Written
+from workers.execution import TrainExecutor
+from workers.loop import run_chain
 from workers.rollout_channel import ReceivedColumns, RolloutChannel
 
 
@@ -35,16 +36,13 @@ class Fusion:
     """
 
     def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: RolloutChannel, limit: float,
-                 compute: Callable[[Task, Batch], Written], spent: Mapping[str, float]):
+                 executor: TrainExecutor):
         """
         Args:
             plan: the trainer's, which has an `early` one.
             limit: seconds after which a rank that waits for others takes them for lost.
-            compute: runs a task's function.
-            spent: seconds of the step in each node's function so far.
         """
-        self.plan, self.rank, self.loader, self.channel, self.compute = plan.early, rank, loader, channel, compute
-        self.spent = spent
+        self.plan, self.rank, self.loader, self.channel, self.executor = plan.early, rank, loader, channel, executor
         self.patience = limit / 4
         """Seconds that rank 0 looks for rows at a time: the others, which wait for it, must not take it for lost."""
         self.tasks = self.plan.chain(rank)
@@ -75,7 +73,7 @@ class Fusion:
             ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, until)
             new = ~torch.isin(ids, known)
             known = ids
-            for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])):
+            for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])).items():
                 self.seconds += seconds
                 hidden[node] += seconds if len(known) < count else 0.0
         for node, seconds in hidden.items():
@@ -115,16 +113,15 @@ class Fusion:
         share = layout.share(self.rank)
         return ids[assign(weights, layout.dp)[index] == (-1 if share is None else share)], ids[:1]
 
-    def _compute(self, dock: DockClient, ids: Tensor, some: Tensor) -> Iterator[tuple[str, float]]:
-        """Run the nodes on these rows. Yield each with its seconds."""
+    def _compute(self, dock: DockClient, ids: Tensor, some: Tensor) -> dict[str, float]:
+        """Run the nodes on these rows. Return the seconds of each."""
         rows = dock.fetch(ids if len(ids) else some, self.received.columns).slice(0, len(ids))
+        before = self.executor.seconds.copy()
         self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))
         self.buffer.receive(self.received.of(rows))
+        run_chain(self.tasks, self.buffer, self.executor)
         for task in self.tasks:
-            inputs, before = self.buffer.take(task), self.spent.get(task.node, 0.0)
-            columns, ids = self.compute(task, inputs)
-            yield task.node, self.spent.get(task.node, 0.0) - before
-            self.buffer.put(task, columns, ids)
-            batch = Batch(ids, columns)
+            batch = self.buffer.step_columns[task.node, task.layout]
             batch = joined(self.written[task.node], batch) if task.node in self.written else batch
             self.written[task.node] = batch.select(batch.ids.argsort())
+        return {task.node: self.executor.seconds[task.node] - before[task.node] for task in self.tasks}

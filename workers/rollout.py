@@ -1,11 +1,12 @@
-"""The rollout loop: threads lease prompts from the dock, sample them with one engine and put back the rows.
+"""What a rank that samples for others has: leases of prompts, an engine that many threads share, a dock for the rows.
 
-    RolloutWorker     a rank that only samples: pulls weights, runs the loop until the trainer has ended
-    TPFollower        another rank of the same model: computes what the first one of them does
-    RolloutLoop       leases prompts; each has a thread that runs the chain up to its last sampling node, so that the
-                      slots of the engine are never empty while there is work; nodes without a model, such as rewards,
-                      then run on all prompts that have come so far
+    RolloutContext    leases, threads and buffers of `workers.loop.rollout`: a thread for each prompt runs the chain up
+                      to its last sampling node, so that the slots of the engine are never empty while there is work;
+                      nodes without a model, such as rewards, then run on all prompts that have come so far
+    RolloutExecutor   executor of one of these threads
     PartialRollouts   rows that one rank has begun and another completes, so that no token is sampled twice
+
+    A prompt: leased → sampling (`under_way`) → sampled → in the dock, committed. Its lease goes back if this rank ends.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES
@@ -40,11 +40,9 @@ from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session
 from workers.engines.sampling import key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
-from workers.engines.tp_leader import TPFollowerEngine, TPLeader
-from workers.execution import Execution
+from workers.execution import Executor, Written
 from workers.roles import RoleEngines
 from workers.rollout_channel import REPORT, RolloutChannel, report_column, rows_for_trainer
-from workers.weight_sync import load_if_newer, weight_updates
 
 TOKENS, LOGPROBS, VERSIONS, FINISHED = (f"partial/{name}" for name in ("tokens", "logprobs", "versions", "finished"))
 
@@ -93,17 +91,20 @@ _MOMENT = 0.2
 
 
 @dataclass
-class _Sampled:
-    """A prompt whose samples are complete."""
+class Prompt:
+    """A leased prompt."""
 
     lease: Lease
     step: int
-    step_columns: StepColumns
+    buffer: Databuffer
     metrics: Metrics
+    partial: PartialRollouts
+    turn: int
+    """Number under which its rows are saved if the loop ends before they are complete."""
 
 
-class RolloutLoop:
-    """Runs the rollout group's chain on the prompts that the trainer has enqueued.
+class RolloutContext:
+    """Everything that `rollout` needs: it runs the rollout group's chain on the prompts that the trainer has enqueued.
 
     Args:
         n_loops: how many such loops the run has.
@@ -117,21 +118,16 @@ class RolloutLoop:
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
         self.functions, self.who, self.dedicated = functions, who, n_dedicated > 0
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
-        self.head, self.tail = plan.tasks[: last + 1], plan.tasks[last + 1 :]
-        self.sampling = {name: role for name, role in roles.items() if role.rollout is not None and any(
+        # The trainer drops rows, as in other modes, so that they are counted once.
+        chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]
+        self.head, self.tail = chain[: last + 1], chain[last + 1 :]
+        self.sampling_roles = {name: role for name, role in roles.items() if role.rollout is not None and any(
             task.samples and task.role == name for task in plan.tasks)}
-        fitting = min(role.rollout.generation.batch_rows for role in self.sampling.values()) // channel.rows
+        fitting = min(role.settings.generation.batch_rows for role in self.sampling_roles.values()) // channel.rows
         older = -(-channel.prompts * spec.run.staleness // n_dedicated) if n_dedicated else 0
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
         """Prompts that are sampled at a time: a fair part of a draw; dedicated loops also take those of the draws
         before it."""
-        self.engines: Mapping[str, SharedEngine] = {}
-        self.leases: dict[int, tuple[Lease, float]] = {}
-        """Leases by number, and when each was last renewed."""
-        self.sampled: queue.SimpleQueue[_Sampled | None] = queue.SimpleQueue()
-        """None comes last."""
-        self.under_way: dict[int, tuple[PartialRollouts, int]] = {}
-        """By lease, the rows that are being sampled, and the turn as which they are saved if the loop ends before."""
         samples = RowLineage(plan.tasks, plan.source).times(self.head[-1].out_fan)
         self.saves_partial = spec.run.mode == "semi_sync" and samples == channel.rows
         """Whether some loops end while others continue with their partial rows; possible if these are the dock's."""
@@ -140,24 +136,26 @@ class RolloutLoop:
         self.doing = ""
         self.awaited: dict[int, tuple[str, int]] = {}
         """By lease, the role and the version of its weights for which a prompt waits."""
-        self.failure: BaseException | None = None
-        self.ended = self.stopped = False
-        """Whether no more is sampled; and whether that is because `over` returned true."""
         self.all_put = threading.Event()
         """Set once all prompts that were sampled are in the dock."""
 
-    def work(self, engines: Mapping[str, SharedEngine], over: Callable[[DockClient], bool]) -> None:
-        """Lease prompts and sample until `over`, which is called now and then. The leases of prompts under way are
-        given back then, with the rows that they have so far; prompts that are complete are put into the dock."""
-        self.engines, self.failure, self.leases, self.under_way = engines, None, {}, {}
-        self.ended = self.stopped = False
-        self.sampled = queue.SimpleQueue()
+    def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
+            finish_prompts: Callable[[], None]) -> None:
+        """Run both functions in threads and the engines, of which this thread drives the first, until prompts are no
+        more leased. The leases of prompts under way are given back then, with the rows that they have so far; prompts
+        that are complete are put into the dock."""
+        self.engines, self.room = engines, threading.Semaphore(self.max_prompts)
+        self.failure: BaseException | None = None
+        self.leases: dict[int, tuple[Lease, float]] = {}  # by number, and when each was last renewed
+        self.under_way: dict[int, Prompt] = {}  # by the number of its lease
+        self.complete: queue.SimpleQueue[Prompt | None] = queue.SimpleQueue()  # None comes last
+        self.ended = self.stopped = False  # no more is sampled; and that is because `over` returned true
         self.all_put.clear()
         for name, engine in engines.items():
             self.roles[name].shared_engine = engine
         first, *others = (partial(engine.drive, lambda: self.over, lambda: self.failure is not None)
                           for engine in engines.values())
-        works = [partial(self._take_prompts, over), self._finish_prompts, *others]
+        works = [lease_prompts, finish_prompts, *others]
         with ThreadPoolExecutor(len(works), "rollout loop") as threads:
             under_way = [threads.submit(work) for work in works]
             for work in under_way:
@@ -187,54 +185,63 @@ class RolloutLoop:
         elif error is not None and not isinstance(error, EngineStopped):
             self.failure = self.failure or error
 
-    def _take_prompts(self, over: Callable[[DockClient], bool]) -> None:
-        """Lease prompts as long as there is room, then wait until those that were sampled are in the dock."""
+    @contextlib.contextmanager
+    def leasing(self) -> Iterator[DockClient]:
+        """Connect to the dock to lease prompts; at the end wait until those that were sampled are in the dock."""
         try:
             with self.channel.dock(self.who) as dock:
-                self._lease_prompts(dock, over)
+                with ThreadPoolExecutor(self.max_prompts, "prompt") as self.pool:
+                    try:
+                        yield dock
+                    finally:
+                        self.ended = True  # prompts under way do not outlast a dock that fails
                 self._save_partial(dock)
-                self.sampled.put(None)
+                self.complete.put(None)
                 while not self.all_put.wait(_MOMENT) and self.failure is None and not self.channel.over:
                     self._renew_leases(dock)
         finally:
-            self.sampled.put(None)
+            self.complete.put(None)
         # The dock gives back the leases of a closed connection: others take those prompts at once.
 
-    def _lease_prompts(self, dock: DockClient, over: Callable[[DockClient], bool]) -> None:
-        room = threading.Semaphore(self.max_prompts)
-        with ThreadPoolExecutor(self.max_prompts, "prompt") as pool:
-            try:
-                while not self.over:
-                    self.stopped = over(dock)
-                    if self.stopped:
-                        break
-                    self._renew_leases(dock)
-                    if room.acquire(timeout=_MOMENT) and not self._lease_one(dock, pool, room):
-                        room.release()
-            finally:
-                self.ended = True  # prompts under way do not outlast a dock that fails
+    def lease(self, dock: DockClient, over: Callable[[DockClient], bool]) -> Prompt | None:
+        """Return the next prompt, once there are one and room for it; None if no more is sampled."""
+        while not self.over:
+            self.stopped = over(dock)
+            if self.stopped:
+                break
+            self._renew_leases(dock)
+            if self.room.acquire(timeout=_MOMENT):
+                try:
+                    lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
+                except TimedOut:
+                    self.room.release()
+                else:
+                    return self._prompt(dock, lease)
+        return None
 
-    def _lease_one(self, dock: DockClient, pool: ThreadPoolExecutor, room: threading.Semaphore) -> bool:
-        """Return whether there was a prompt."""
-        try:
-            lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
-        except TimedOut:
-            return False
+    def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[lease.number] = (lease, time.monotonic())
-        saved = dock.saved(lease) if self.saves_partial else (_NOTHING, lease.turns[:0])
+        saved, turns = dock.saved(lease) if self.saves_partial else (_NOTHING, lease.turns[:0])
         metrics = Metrics()
         with recording(metrics):
-            prompt = self.loader.at(lease.ids[:1] // self.channel.rows)
-        pool.submit(self._sample, lease, prompt, metrics, *saved, room).add_done_callback(self._notice)
-        return True
+            batch = self.loader.at(lease.ids[:1] // self.channel.rows)
+        metrics.step = int(batch.ids) // self.channel.prompts
+        buffer = self._buffer(metrics)
+        buffer.start(batch)
+        rollouts = PartialRollouts(self.engines[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
+        return Prompt(lease, metrics.step, buffer, metrics, rollouts, int(turns.max()) + 1 if len(turns) else 0)
+
+    def start(self, sample: Callable[[Prompt], None], prompt: Prompt) -> None:
+        """Sample a prompt in a thread of its own."""
+        self.pool.submit(sample, prompt).add_done_callback(self._notice)
 
     def _save_partial(self, dock: DockClient) -> None:
         """Save the partial rows of prompts under way, for the loops that continue them."""
         if self.saves_partial and not self.dedicated and self.failure is None:
-            for rollouts, turn in self.under_way.values():
-                rows = rollouts.partial_rows()
+            for prompt in self.under_way.values():
+                rows = prompt.partial.partial_rows()
                 try:
-                    dock.put(rows, turn=turn)
+                    dock.put(rows, turn=prompt.turn)
                 except (DockError, RpcError) as error:  # others sample these from their beginning
                     events.record("begun rows lost", rows=len(rows), reason=str(error))
 
@@ -250,133 +257,104 @@ class RolloutLoop:
                     self.leases.pop(number)
                     self.leases[number] = (lease, time.monotonic())
 
-    def _sample(self, lease: Lease, prompt: Batch, metrics: Metrics, saved: Batch, turns: Tensor,
-                room: threading.Semaphore) -> None:
-        """Run one prompt up to the last node that samples. `turns`: those that other loops have saved of its rows."""
-        step = int(prompt.ids) // self.channel.prompts
-        metrics.step = step
+    @contextlib.contextmanager
+    def sampling(self, prompt: Prompt) -> Iterator[None]:
+        """Wait for the weights with which the prompt may be sampled; afterwards it is complete."""
+        number = prompt.lease.number
         if self.dedicated:
-            heartbeat.current().begin(step + 1)
+            heartbeat.current().begin(prompt.step + 1)
         try:
-            for name, version in self.channel.versions_of(int(lease.versions[0])).items():
-                self.awaited[lease.number] = name, version
+            for name, version in self.channel.versions_of(int(prompt.lease.versions[0])).items():
+                self.awaited[number] = name, version
                 self.engines[name].wait(version)
-            self.awaited.pop(lease.number, None)
-            with recording(metrics):
-                buffer = self._buffer(metrics)
-                buffer.start(prompt)
-                rows = PartialRollouts(self.engines[self.head[-1].role], saved,
-                                       self.spec.run.on_new_weights == "restart")
-                self.under_way[lease.number] = rows, int(turns.max()) + 1 if len(turns) else 0
-                self._run(self.head, buffer, step, rows)
-                del self.under_way[lease.number]
+            self.awaited.pop(number, None)
+            self.under_way[number] = prompt
+            with recording(prompt.metrics):
+                yield
+            del self.under_way[number]
         finally:
-            room.release()
-        self.sampled.put(_Sampled(lease, step, buffer.step_columns, metrics))
+            self.room.release()
+        self.complete.put(prompt)
 
-    def _finish_prompts(self) -> None:
-        """Run the remaining nodes on all prompts of a step that have come, and put the rows into the dock."""
+    @contextlib.contextmanager
+    def putting(self) -> Iterator[DockClient]:
+        """Connect to the dock to put rows; at the end all are there."""
         with self.channel.dock(f"{self.who}, which puts") as dock:
-            going_on = True
-            while going_on and self.failure is None:
-                found: dict[int, list[_Sampled]] = {}
-                with contextlib.suppress(queue.Empty):
-                    each = self.sampled.get(timeout=_MOMENT)
-                    while each is not None:
-                        found.setdefault(each.step, []).append(each)
-                        each = self.sampled.get_nowait()
-                    going_on = False
-                for step, some in sorted(found.items()):
-                    self._finish(dock, step, sorted(some, key=lambda each: int(each.lease.ids[0])))
+            yield dock
         self.all_put.set()
 
-    def _finish(self, dock: DockClient, step: int, some: list[_Sampled]) -> None:
+    def sampled(self) -> Iterator[list[Prompt]]:
+        """Yield the prompts whose samples are complete, as they come: all those of a step together."""
+        going_on = True
+        while going_on and self.failure is None:
+            found: dict[int, list[Prompt]] = {}
+            with contextlib.suppress(queue.Empty):
+                prompt = self.complete.get(timeout=_MOMENT)
+                while prompt is not None:
+                    found.setdefault(prompt.step, []).append(prompt)
+                    prompt = self.complete.get_nowait()
+                going_on = False
+            for _, some in sorted(found.items()):
+                yield sorted(some, key=lambda prompt: int(prompt.lease.ids[0]))
+
+    @contextlib.contextmanager
+    def finishing(self, prompts: list[Prompt]) -> Iterator[Databuffer]:
+        """Yield a buffer with the rows of prompts of one step. The metrics count for the first of them."""
         metrics = Metrics()
-        metrics.step = step
+        metrics.step = prompts[0].step
         with recording(metrics):
             buffer = self._buffer(metrics)
-            buffer.step_columns = functools.reduce(_joined, (each.step_columns for each in some))
-            self._run(self.tail, buffer, step)
-        some[0].metrics.add_all(metrics.take())
-        reports = report_column([each.metrics.take() for each in some], self.channel.rows)
-        dock.report_activity(f"putting samples of step {step}")
+            buffer.step_columns = functools.reduce(_joined, (prompt.buffer.step_columns for prompt in prompts))
+            yield buffer
+        prompts[0].metrics.add_all(metrics.take())
+
+    def put(self, dock: DockClient, prompts: list[Prompt], buffer: Databuffer) -> None:
+        """Put what the trainer needs of the prompts into the dock, and give up their leases."""
+        reports = report_column([prompt.metrics.take() for prompt in prompts], self.channel.rows)
+        dock.report_activity(f"putting samples of step {prompts[0].step}")
         rows = rows_for_trainer(self.plan, buffer).with_columns({REPORT: reports})
         # With their groups: a shard that was restarted meanwhile does not know which prompts were enqueued.
         dock.put(rows, group=rows.ids // self.channel.rows, wait=self.spec.run.wait_limit)
-        for each in some:
-            self.leases.pop(each.lease.number, None)
+        for lease in (prompt.lease for prompt in prompts):
+            self.leases.pop(lease.number, None)
             try:
-                dock.commit(each.lease)
+                dock.commit(lease)
                 if self.dedicated:
                     heartbeat.current().finish()
             except LeaseLost as error:  # the rows are there all the same: the new holder's are duplicates
-                events.record("lease lost", prompt=int(each.lease.ids[0]) // self.channel.rows, reason=str(error))
+                events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
 
-    def _run(self, tasks: tuple[Task, ...], buffer: Databuffer, step: int,
-             rollouts: PartialRollouts | None = None) -> None:
-        roles = {name: role.of_draw(step) for name, role in self.roles.items()}
-        execution = Execution(self.plan.tasks, self.functions, roles, rank=0)
-        for task in tasks:
-            inputs = buffer.take(task)
-            if rollouts and task is self.head[-1]:
-                roles[task.role].shared_engine = rollouts
-            if task.type in ENGINE_TYPES:
-                written, ids = execution.run(task, inputs)
-            else:
-                with self.computing:
-                    self.doing = f"computing node `{task.node}` of step {step}"
-                    torch.manual_seed(key_of(self.spec.run.seed, step, int(inputs.ids[0])))
-                    written, ids = execution.run(task, inputs)
-                    self.doing = "sampling"
-            # The trainer drops rows, as in other modes, so that they are counted once.
-            buffer.put(replace(task, writes=tuple(name for name in task.writes if name != KEEP)), written, ids)
+    def executor(self, step: int, rollouts: PartialRollouts | None = None) -> RolloutExecutor:
+        """Return the executor of a thread. `rollouts`: samples the last node of `head`."""
+        return RolloutExecutor(self, step, rollouts)
 
     def _buffer(self, metrics: Metrics) -> Databuffer:
         return Databuffer(self.plan, 0, metrics, limit=self.spec.run.wait_limit)
 
 
+class RolloutExecutor(Executor):
+    """Executor of one thread of a rank that samples."""
+
+    def __init__(self, ctx: RolloutContext, step: int, rollouts: PartialRollouts | None):
+        self.ctx, self.step, self.rollouts = ctx, step, rollouts
+        super().__init__(ctx.plan.tasks, ctx.functions,
+                         {name: role.of_draw(step) for name, role in ctx.roles.items()}, rank=0)
+        self.tasks = {task.node: task for task in ctx.plan.tasks}
+        """The tasks with all that their functions return, `keep` too."""
+
+    def run(self, task: Task, inputs: Batch) -> Written:
+        ctx = self.ctx
+        if self.rollouts and task is ctx.head[-1]:
+            self.roles[task.role].shared_engine = self.rollouts
+        if task.type in ENGINE_TYPES:
+            return super().run(self.tasks[task.node], inputs)
+        with ctx.computing:
+            ctx.doing = f"computing node `{task.node}` of step {self.step}"
+            torch.manual_seed(key_of(ctx.spec.run.seed, self.step, int(inputs.ids[0])))
+            written = super().run(self.tasks[task.node], inputs)
+            ctx.doing = "sampling"
+            return written
+
+
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:
     return {key: joined(first[key], batch) for key, batch in second.items()}
-
-
-class RolloutWorker:
-    """Sampling engines of a rank, with a rollout loop that runs until the trainer has ended. For `n_loops` and
-    `n_dedicated` see `RolloutLoop`."""
-
-    def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]],
-                 roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel, who: str, n_loops: int,
-                 n_dedicated: int):
-        self.channel = channel
-        self.loop = RolloutLoop(spec, plan, functions, roles, loader, channel, who, n_loops, n_dedicated)
-        self.updates = weight_updates(spec, self.loop.sampling, channel, who)
-        self.engines = {name: SharedEngine(role.rollout if plan.ranks == 1 else TPLeader(role.rollout),
-                                           partial(load_if_newer, self.updates.get(name), spec.run.on_new_weights))
-                        for name, role in self.loop.sampling.items()}
-
-    def run(self) -> None:
-        self.loop.work(self.engines, lambda dock: self.channel.over)
-        for engine in self.engines.values():
-            engine.rollout.release_followers()
-
-    def close(self) -> None:
-        for updates in self.updates.values():
-            updates.close()
-        for engine in self.engines.values():
-            engine.rollout.close()
-
-
-class TPFollower:
-    """A rank of a split rollout model other than the first: it takes no prompts of its own."""
-
-    def __init__(self, spec: Spec, roles: dict[str, RoleEngines], channel: RolloutChannel, who: str):
-        (name, role), = roles.items()
-        self.rollout, self.updates = role.rollout, weight_updates(spec, roles, channel, who)
-        self.engine = TPFollowerEngine(role.rollout, self.updates.get(name))
-
-    def run(self) -> None:
-        self.engine.run()
-
-    def close(self) -> None:
-        for updates in self.updates.values():
-            updates.close()
-        self.rollout.close()

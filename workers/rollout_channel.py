@@ -54,6 +54,8 @@ class RolloutChannel:
     ranks: int
     shard_process: DockProcess | None = None
     layout: DockLayout | None = None
+    version_set: int = 0
+    """Number of the newest set of versions that this process has published."""
 
     def joined(self, store: dist.Store) -> RolloutChannel:
         """Return the channel of a worker, with a connection of its own to the store. The shard stays with the
@@ -74,18 +76,17 @@ class RolloutChannel:
         """Return the ids of all samples of these prompts."""
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
 
-    def enqueue_prompts(self, dock: DockClient, first: int, last: int, version_set: int, wait: float) -> None:
-        """Let the prompts from `first` to `last` be sampled, with weights at least as new as those of the set."""
+    def enqueue_prompts(self, dock: DockClient, first: int, last: int, wait: float) -> None:
+        """Let the prompts from `first` to `last` be sampled, with weights at least as new as those published last."""
         prompts = torch.arange(first, last + 1)
         ids = self.rows_of(prompts)
         rows = Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)})
-        dock.put(rows, version=version_set, group=ids // self.rows, wait=wait)
+        dock.put(rows, version=self.version_set, group=ids // self.rows, wait=wait)
 
-    def add_version_set(self, versions: dict[str, int]) -> int:
-        """Record the published versions of the roles' weights. Return the number of this set, which is unique."""
-        number = self.store.add("version sets", 1)
-        self.store.set(f"versions/{number}", json.dumps(versions))
-        return number
+    def add_version_set(self, versions: dict[str, int]) -> None:
+        """Record the published versions of the roles' weights, under a number that no other set has."""
+        self.version_set = self.store.add("version sets", 1)
+        self.store.set(f"versions/{self.version_set}", json.dumps(versions))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
         """Return the versions of a set with which prompts were enqueued."""
@@ -171,6 +172,13 @@ def report_column(reports: list[bytes], rows: int) -> Ragged:
     lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
     lengths[::rows] = torch.tensor([len(report) for report in reports])
     return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)
+
+
+def reports_of(rows: Batch) -> list[bytes]:
+    """Return the metrics of the prompts in a batch, as `report_column` has made a column of them."""
+    reports = rows[REPORT]
+    assert isinstance(reports, Ragged)
+    return [report.numpy().tobytes() for report in reports.rows if len(report)]
 
 
 def open_channel(plan: Plan, prompts: int, store: Store) -> RolloutChannel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from distflow.data.batch import Ragged
 from distflow.data.dataset import fields_of, open_records
 from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, question_text
-from distflow.plan import Layout
+from distflow.plan import Layout, Plan
 from distflow.telemetry.metrics import Metrics
 from workers.encode import encode_prompts, image_encoder_of
 from workers.functions.rewards import as_list, report_failures
@@ -40,13 +41,23 @@ class Validator:
 
     def __init__(self, spec: Spec, role: RoleEngines, layout: Layout):
         """`layout`: of the engine that samples; ranks that split a model answer the same questions."""
-        self.role, self.scorer = role, Scorer(spec.run.validation.reward)
+        settings = spec.run.validation
+        assert settings is not None, "a run without validation has no validator"
+        self.role, self.scorer = role, Scorer(settings.reward)
         self.leads = layout.leads(dist.get_rank())
         self.answers: dict[str, list[dict[str, Any]]] = {}
         """This rank's latest answers by name of the set: as many rows as `samples.jsonl` has of a step."""
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, spec.data_path(path), layout)
-                       for name, path in spec.run.validation.data.items()}
+                       for name, path in settings.data.items()}
+
+    @classmethod
+    def of(cls, spec: Spec, plan: Plan, name: str, roles: Mapping[str, RoleEngines]) -> Validator:
+        """Return the validator of the role `name`, whose ranks answer as many questions as they sample prompts."""
+        layout = plan.layout_of(name, samples=True)
+        ours = [task.layout for task in plan.tasks if task.samples and task.role == name and not task.arrives]
+        rows = next((each.rows for each in [*ours, plan.source] if each.dp == layout.dp), ())
+        return cls(spec, roles[name], replace(layout, rows=rows))
 
     def run(self) -> dict[str, float]:
         """Return the mean reward of each set as `validation/NAME`; `data/prompts_cut/NAME` where prompts were cut, and
@@ -74,7 +85,7 @@ class Validator:
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
-def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
+def _share(spec: Spec, role: RoleEngines, path: Path | None, layout: Layout) -> _Share:
     records = open_records(path)
     share = layout.share(dist.get_rank())
     mine = records.get(layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp))

@@ -31,14 +31,15 @@ class WeightPublication:
         self.published: dict[str, int] = {}
         """The newest published version of each role."""
 
-    def publish(self) -> int:
-        """Publish the weights that have changed. Return the number of the set of versions on rank 0, 0 on others."""
+    def publish(self) -> None:
+        """Publish the weights that have changed. Prompts that are enqueued from now on are sampled with them."""
         for name, role in self.roles.items():
             if role.version != self.published.get(name):  # a step may leave nothing to train on
                 self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
                 self.published[name] = role.version
         dist.barrier()  # the version is complete as soon as the last rank has its part ready
-        return self.channel.add_version_set(self.published) if dist.get_rank() == 0 else 0
+        if dist.get_rank() == 0:
+            self.channel.add_version_set(self.published)
 
     def close(self) -> None:
         for publisher in self.publishers.values():

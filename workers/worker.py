@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,18 @@ from distflow.telemetry import events, heartbeat
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
 from workers.context import RankContext
+from workers.encode import dataloader, prompted_role
+from workers.engines.shared_engine import SharedEngine
+from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.isolation.sandbox.processes import end_with
-from workers.loop import TrainLoop, dataloader, prompted_role
+from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
-from workers.rollout import RolloutWorker, TPFollower
+from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
 from workers.sink import write_models
+from workers.sources import source_of
+from workers.train_context import TrainContext
+from workers.weight_sync import load_if_newer, weight_updates
 
 _STOPPED = 60.0
 """Seconds that a process without a health monitor may be stopped, unless detector `frozen` has other `seconds`."""
@@ -117,79 +124,92 @@ class _Stopwatch:
 def _train(context: RankContext, worker_context: WorkerContext, groups: _AttemptGroups, channel: RolloutChannel | None,
            stopwatch: _Stopwatch, export: Path | None) -> bool:
     """Run the training loop of this rank. Return whether it is done."""
-    loop = _train_loop(context, worker_context, groups, channel, writes=not export)
-    stopwatch.lap("load")
-    worker_context.heartbeat.ready(**stopwatch.laps)
-    context.call("after_restart" if worker_context.attempt.number else "on_join", worker_context.attempt)
+    ctx = _train_context(context, worker_context, groups, channel, writes=not export)
+    _ready(context, worker_context, stopwatch)
     done = True
     if export:
-        write_models(loop.trained, export)
+        write_models(ctx.trained, export)
     else:
         if groups.rank == 0 and context.resume and worker_context.first:
             RunFolder.describe(context.path, context.spec, context.plan)  # overrides hold for the next resume too
         if channel and groups.rank == 0:
-            channel.begin(loop.first_step)
-        done = loop.run()
+            channel.begin(ctx.first_step)
+        done = train(ctx)
         if channel and done:
             channel.end()
-    loop.close()
+    ctx.close()
     return done
 
 
-def _train_loop(context: RankContext, worker_context: WorkerContext, groups: _AttemptGroups,
-                channel: RolloutChannel | None, writes: bool) -> TrainLoop:
-    """Return the training loop once all ranks have theirs. A start that fails on any rank leaves no new run folder."""
-    spec, own, resumed = context.spec, context.own, context.resume or worker_context.attempt.number > 0
-    rollout = context.plan.groups[1].plan if channel and spec.run.mode == "semi_sync" else None
-    functions = _load_functions(spec, own) | (_load_functions(spec, rollout) if rollout else {})
+def _ready(context: RankContext, worker_context: WorkerContext, stopwatch: _Stopwatch) -> None:
+    stopwatch.lap("load")
+    worker_context.heartbeat.ready(**stopwatch.laps)
+    context.call("after_restart" if worker_context.attempt.number else "on_join", worker_context.attempt)
+
+
+def _train_context(context: RankContext, worker_context: WorkerContext, groups: _AttemptGroups,
+                   channel: RolloutChannel | None, writes: bool) -> TrainContext:
+    """Return the context of the training loop once all ranks have theirs. A start that fails on any rank leaves no new
+    run folder."""
+    functions = _load_functions(context.spec, context.own)
+    if channel and context.spec.run.mode == "semi_sync":
+        functions |= _load_functions(context.spec, context.plan.groups[1].plan)
+    resumed = worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        if groups.rank == 0 and not (resumed and (context.resume or RunFolder.made(context.path, context.agent))):
+        if groups.rank == 0 and not context.resume and not (resumed and RunFolder.made(context.path, context.agent)):
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
-            created = RunFolder.created(context.path, spec, context.plan, search, context.agent)
+            created = RunFolder.created(context.path, context.spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
             if context.lock and not worker_context.supervisor_pid:  # else the supervisor has it
                 context.lock.hold()
-        status, supervised = RankStatus(groups.store, groups.rank, groups.ranks), worker_context.supervisor_pid
-        loop = TrainLoop(spec, own, functions, context.device, context.path, resumed, status, writes, channel,
-                         rollout, worker_context if supervised and spec.run.robust.snapshots else None,
-                         context.live_config if supervised else None, worker_context.config_change,
-                         context.plan.ranks)
+        status = RankStatus(groups.store, groups.rank, groups.ranks)
+        ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
-        return loop
+        return ctx
 
 
 def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel | None,
             stopwatch: _Stopwatch) -> None:
-    """Run the rollout loop of this rank. Without a channel there is no trainer to sample for."""
+    """Run the rollout loop of this rank, or follow the rank that does for a model that is split over ranks. Without a
+    channel there is no trainer to sample for."""
     if channel is None:
         return
+    spec, plan = context.spec, context.own
     events.current().open(context.path / "events.jsonl", context.store.rank)
-    names = {task.role for task in context.own.tasks if task.samples}
-    is_leader = context.store.rank == context.restart_group.ranks.start
-    roles = build_roles(context.spec, context.own, names, names, context.device, training=False)
+    names = {task.role for task in plan.tasks if task.samples}
+    roles = build_roles(spec, plan, names, names, context.device, training=False)
     who = f"rollout {context.store.rank}"
-    worker = _rollout_worker(context, worker_context, channel, roles, who) if is_leader else \
-        TPFollower(context.spec, roles, channel, who)
-    stopwatch.lap("load")
-    worker_context.heartbeat.ready(**stopwatch.laps)
-    context.call("after_restart" if worker_context.attempt.number else "on_join", worker_context.attempt)
+    is_leader = context.store.rank == context.restart_group.ranks.start
+    ctx = _rollout_context(context, worker_context, channel, roles, who) if is_leader else None
+    updates = weight_updates(spec, ctx.sampling_roles if ctx else roles, channel, who)
     try:
-        worker.run()
+        _ready(context, worker_context, stopwatch)
+        if ctx is None:
+            (name, role), = roles.items()
+            TPFollowerEngine(role.rollout, updates.get(name)).run()
+            return
+        engines = {name: SharedEngine(role.rollout if plan.ranks == 1 else TPLeader(role.rollout),
+                                      partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
+                   for name, role in ctx.sampling_roles.items()}
+        rollout(ctx, engines, lambda dock: channel.over)
+        for engine in engines.values():
+            engine.rollout.release_followers()
     finally:
-        worker.close()
+        for each in (*updates.values(), *(role.rollout for role in roles.values())):
+            each.close()
 
 
-def _rollout_worker(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
-                    roles: dict[str, RoleEngines], who: str) -> RolloutWorker:
+def _rollout_context(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
+                     roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
     loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
     first = channel.first if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
-    return RolloutWorker(spec, plan, _load_functions(spec, plan), roles, loader, channel, who,
-                         channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else context.group.replicas,
-                         context.group.replicas)
+    n_loops = channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else context.group.replicas
+    return RolloutContext(spec, plan, _load_functions(spec, plan), roles, loader, channel, who, n_loops,
+                          context.group.replicas)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from harness import ROOT, metrics_of
 
 from distflow.config.load import load
 from planners import plan
+from workers.encode import prompted_role
 from workers.execution import streams_of
-from workers.loop import prompted_role
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "solver_reviser", "distill"])

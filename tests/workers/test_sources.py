@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,7 @@ from distflow.telemetry.events import Events
 from planners import plan
 from workers.colocated import ColocatedSource
 from workers.fusion import Fusion
-from workers.rollout import RolloutLoop
+from workers.rollout import RolloutContext
 from workers.rollout_channel import REPORT, RolloutChannel
 from workers.sources import AsyncSource
 
@@ -31,6 +33,7 @@ class Loader:
     """Two prompts a step; `position` of those that were drawn."""
 
     batch = PROMPTS
+    records = encode = seed = share = layout = None
 
     def __init__(self, steps: int):
         self.position = steps * PROMPTS
@@ -60,7 +63,7 @@ def channel():
 def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     """Otherwise they would take it for lost just when it reports what is missing."""
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
-    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, compute=None, spent={}), time.monotonic() + 0.4
+    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, executor=None), time.monotonic() + 0.4
     with channel.dock("trainer 0") as dock:
         look = partial(fused._seen, dock, draw=3, least=ROWS, until=until)
         assert look() == b""
@@ -76,11 +79,11 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
     monkeypatch.setattr("distflow.telemetry.events._current", events)
     huge, small = (Batch(torch.tensor([row]), {"partial/tokens": torch.zeros(1, width, dtype=torch.uint8)})
                    for row, width in ((99, 1000), (5, 10)))
-    partials = {number: (SimpleNamespace(partial_rows=lambda rows=rows: rows), 0)
+    partials = {number: SimpleNamespace(partial=SimpleNamespace(partial_rows=lambda rows=rows: rows), turn=0)
                 for number, rows in enumerate((huge, small))}
     rollout = SimpleNamespace(saves_partial=True, dedicated=False, failure=None, under_way=partials)
     with channel.dock("trainer 0") as dock:
-        RolloutLoop._save_partial(rollout, dock)
+        RolloutContext._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["rows"]) == ("begun rows lost", 1)
@@ -94,7 +97,7 @@ def test_errors_count_unless_the_run_is_over(dedicated, stopped, over, fails):
     job = Future()
     rollout = SimpleNamespace(dedicated=dedicated, stopped=stopped, channel=SimpleNamespace(over=over), failure=None)
     job.set_exception(RewardsFailed("all of them"))
-    RolloutLoop._notice(rollout, job)
+    RolloutContext._notice(rollout, job)
     assert (rollout.failure is not None) == fails
 
 
@@ -103,10 +106,12 @@ def test_a_dock_that_fails_ends_sampling_at_once():
     def fail(dock):
         raise DockError("it has gone")
 
-    rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail)
-    with pytest.raises(DockError, match="it has gone"):
-        RolloutLoop._lease_prompts(rollout, None, lambda dock: False)
+    rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail, who="rollout 0",
+                              complete=SimpleQueue(), channel=SimpleNamespace(dock=contextlib.nullcontext))
+    with pytest.raises(DockError, match="it has gone"), RolloutContext.leasing(rollout) as dock:
+        RolloutContext.lease(rollout, dock, lambda dock: False)
     assert rollout.ended
+    assert rollout.complete.get_nowait() is None, "the thread that puts waits for more"
 
 
 @pytest.mark.parametrize(("leases", "ready", "silent", "busy", "enough"), [
@@ -126,7 +131,9 @@ def ready(dock: DockClient) -> int:
 
 def trainer(channel: RolloutChannel, steps: int) -> AsyncSource:
     plan = SimpleNamespace(tasks=(), source=None, ranks=1)
-    return AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0)
+    source = AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0)
+    source.position = steps * PROMPTS
+    return source
 
 
 def test_rows_of_a_snapshot_that_were_not_committed_leave_the_dock(channel):

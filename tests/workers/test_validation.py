@@ -16,7 +16,7 @@ from distflow.data.batch import Ragged
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from planners import plan
-from workers import loop, validation
+from workers import validation
 from workers.validation import Validator
 
 
@@ -79,8 +79,7 @@ def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
 
 
 def test_ranks_answer_as_many_as_the_node_that_samples_gives_them(monkeypatch):
-    monkeypatch.setattr(loop, "Validator", lambda spec, role, layout: layout)
+    monkeypatch.setattr(Validator, "__init__", lambda self, spec, role, layout: setattr(self, "layout", layout))
     spec = load("grpo", None, ["layouts.rollout.rows=[3, 1]"])
     found = replace(plan(spec, 2), source=Layout(2))
-    worker = SimpleNamespace(spec=spec, plan=found, chain=found.chain(0), roles={"actor": Echo()})
-    assert loop.TrainLoop._validator(worker) == Layout(2, rows=(3, 1))
+    assert Validator.of(spec, found, "actor", {"actor": Echo()}).layout == Layout(2, rows=(3, 1))

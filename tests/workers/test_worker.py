@@ -16,13 +16,13 @@ from workers import context
 SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
 BREAKS_RANK_1 = """
 import os
-import workers.loop
+import workers.train_context
 
 def build_roles(*_):
     raise RuntimeError("out of memory")
 
 if os.environ["RANK"] == "1":
-    workers.loop.build_roles = build_roles
+    workers.train_context.build_roles = build_roles
 """
 
 

@@ -137,12 +137,12 @@ def test_the_others_do_what_the_first_does():
 
 
 class Talking:
-    """A crew that says the same in each phase, to rows of its own."""
+    """Context of a rollout loop that says the same in each phase, to rows of its own."""
 
     def __init__(self, first: int):
         self.first = first
 
-    def work(self, streams, over):
+    def run(self, streams, *_):
         for stream in streams.values():
             prompts = Ragged.from_rows([torch.arange(9, 12)])
             stream.rollout.generate(prompts, 2, self.first + torch.arange(2), key=7)

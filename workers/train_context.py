@@ -1,0 +1,233 @@
+"""What a rank that trains has: engines, buffer, source of prompts, state and files; and the parts of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distflow.config.run import PHASES
+from distflow.contracts.signature import ENGINE_TYPES
+from distflow.data.batch import Batch
+from distflow.data.databuffer import Databuffer
+from distflow.data.dataloader import Dataloader
+from distflow.data.exchange import peer_errors
+from distflow.errors import StepFailed
+from distflow.plan import Task
+from distflow.recovery.detectors import StepMonitor, StepReport
+from distflow.recovery.rank_status import RankStatus
+from distflow.recovery.worker_process import WorkerContext
+from distflow.telemetry import events, heartbeat
+from distflow.telemetry.metrics import Metrics, current
+from distflow.telemetry.trajectories import trajectories
+from workers.context import RankContext
+from workers.encode import prompted_role
+from workers.engines.sampling import key_of
+from workers.execution import SampledRows, TrainExecutor, Watch
+from workers.roles import build_roles
+from workers.rollout_channel import RolloutChannel
+from workers.sink import Sink
+from workers.train_state import TrainState
+from workers.validation import Validator
+from workers.weight_sync import WeightPublication
+
+
+class TrainContext:
+    """Everything that `train` needs on one rank. Collective over the ranks that train.
+
+    Args:
+        worker: without a supervisor no snapshot outlives this process, and settings do not change.
+        source_of: makes the source of prompts of the context, whose roles and executor it may use.
+        writes: this worker writes to the run folder; without that it cannot `train`.
+        channel: to the ranks that sample while this one trains.
+    """
+
+    def __init__(self, context: RankContext, worker: WorkerContext, status: RankStatus,
+                 functions: Mapping[str, Callable[..., Any]], source_of: Callable[[TrainContext], Dataloader],
+                 writes: bool = True, channel: RolloutChannel | None = None):
+        self.context, self.status, self.functions, self.channel = context, status, functions, channel
+        self.spec, self.plan, self.rank = context.spec, context.own, dist.get_rank()
+        run, self.known_change = self.spec.run, worker.config_change
+        chain = self.plan.chain(self.rank)
+        self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
+        self.prompted = prompted_role(self.spec, chain)
+        self.roles = build_roles(self.spec, self.plan, {task.role for task in chain if task.type in ENGINE_TYPES},
+                                 self._sampling_roles(), context.device)
+        self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
+        self.buffer = Databuffer(self.plan, self.rank, current(), limit=run.wait_limit)
+        self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
+        self.source = source_of(self)
+        self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) if channel else None
+        if writes:
+            events.current().open(context.path / "events.jsonl", self.rank)
+        self.supervised = worker.supervisor_pid > 0
+        in_memory = worker if self.supervised and run.robust.snapshots else None
+        self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
+                                run.wait_limit)
+        resume = context.resume or worker.attempt.number > 0
+        self.first_step = self.state.restore() if resume else 0
+        resumed_at = self.first_step if resume else None
+        self.executor.before_update = self.state.before_update
+        self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
+        self.monitor = StepMonitor(run.robust.detectors)
+        self.superseded = self.stopping = False
+        if writes:
+            self.sink = self._open_files(resumed_at)
+
+    def _open_files(self, resumed_at: int | None) -> Sink:
+        """Open the files of the run folder. A resumed run drops the lines of the steps that it does again, but for
+        trajectories of samples that it still has."""
+        written = resumed_at if resumed_at is None or not self.executor.sampled.found else resumed_at + 1
+        path, run = self.context.path, self.spec.run
+        trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
+        validator = Validator.of(self.spec, self.plan, self.prompted, self.roles) if run.validation else None
+        return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
+                    self.context.plan.ranks)
+
+    def _sampling_roles(self) -> set[str]:
+        colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
+        tasks = self.plan.tasks if colocated else self.plan.chain(self.rank)  # the others only receive samples
+        return {task.role for task in tasks if task.samples} | ({self.prompted} if self.spec.run.validation else set())
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left. The global randomness of each depends on (seed, step) alone, so that no state
+        of a generator has to be saved."""
+        self.status.set("is validating before the first step", "validating")
+        if self.sink.start(self.first_step):
+            return
+        for step in range(self.first_step, self.spec.run.steps):
+            heartbeat.current().begin(step + 1)
+            self.begin(step)
+            if self.weights is not None and step == self.first_step:
+                with Watch(self.status, "is publishing the weights of the start", "before the first step"):
+                    self.source.reconcile()
+                    self.weights.publish()
+            yield step
+
+    def begin(self, step: int) -> None:
+        """Begin a step on this rank."""
+        self.executor.step = step
+        self.executor.seconds.clear()
+        torch.manual_seed(key_of(self.spec.run.seed, step))
+        current().step = step
+        for role in self.roles.values():
+            role.step = step
+
+    def next_prompts(self) -> None:
+        """Fill the buffer with the prompts of the step, and with what other ranks have computed on them."""
+        self._draw(self.buffer.start)
+
+    def draw_more(self, task: Task) -> bool:
+        """Draw further prompts if the filter `task` has left too few. Return whether it was so."""
+        if self.buffer.full(task, self.source.batch):
+            return False
+        self._draw(self.buffer.draw_again)
+        return True
+
+    def _draw(self, fill: Callable[[Batch, range], None]) -> None:
+        number = self.source.drawn_before
+        for role in self.roles.values():
+            role.draw = number
+        with Watch(self.status, f"is waiting for the prompts of draw {number}", f"before draw {number} of prompts"):
+            prompts = self.source.next()
+        fill(prompts, self.source.drawn)
+        self.buffer.receive(self.source.take_results())
+
+    @contextlib.contextmanager
+    def finishing(self, step: int) -> Iterator[None]:
+        """Surround what follows the chain of a step."""
+        with Watch(self.status, f"is finishing step {step}", f"at the end of step {step}"), peer_errors():
+            yield
+
+    def record(self, step: int) -> None:
+        """Write the metrics of the step, and act on what all ranks alike learn with them: changed settings, a request
+        to stop, alerts of detectors.
+
+        Raises:
+            StepFailed: a detector wants the step done again.
+        """
+        done, metrics = step + 1, current()
+        if self.supervised:
+            metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
+        metrics.per_rank("stop", heartbeat.current().page.stop, 0)
+        self.state.report()
+        values = self.sink.record(done, self.buffer, self.source.epoch)
+        changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
+        self.superseded = any(newest > known for newest, _ in changes for _, known in changes)
+        self.stopping = any(rank["stop"][0] for rank in metrics.of_ranks if "stop" in rank)
+        for name, alert in self.monitor.look(_step_report(done, values, metrics)):
+            self.sink.warn(done, name, alert)
+            if alert.restart:
+                raise StepFailed(f"step {done}: {alert.what} (detector `{name}`, whose `restart` is set)")
+
+    def snapshot(self, step: int) -> None:
+        """Begin to copy the state after the step to memory that outlives this worker."""
+        self.status.set(f"is taking the snapshot of step {step}", "saving")
+        self.state.snapshot(step + 1)
+        self.executor.sampled.clear()
+
+    def publish(self, step: int) -> None:
+        """Release the step's rows and publish its weights, unless no more prompts are sampled."""
+        self.status.set(f"is publishing the weights of step {step}", "publishing")
+        self.source.finish()
+        if self.weights is not None and step + 1 < self.spec.run.steps:
+            self.weights.publish()
+
+    def conclude(self, step: int) -> bool:
+        """Validate and save if it is time. Return whether this was the last step."""
+        self.status.set(f"is validating and saving after step {step}", "validating")
+        last = self.sink.conclude(step + 1)
+        heartbeat.current().finish()
+        return last
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker ends before the last step, on all ranks alike."""
+        return self.stopping or self.superseded
+
+    def leave(self, step: int) -> bool:
+        """End before the last step: with a checkpoint if the run is to stop, else with the state that the next worker
+        starts from. Return whether the run is to stop."""
+        done = step + 1
+        if self.stopping:
+            if self.state.every and done % self.state.every:
+                self.state.save(done)
+        else:
+            if not self.state.in_memory:
+                self.state.save(done)
+            self.state.before_update()  # the copy is complete then
+        self.state.finish()
+        self.sink.flush()
+        dist.barrier()  # the supervisor of a rank that has left ends the others
+        if self.stopping:
+            heartbeat.current().page.stop = heartbeat.STOPPED
+        return self.stopping
+
+    def finish(self) -> bool:
+        """End the run after its last step, and write the models. Return True."""
+        with Watch(self.status, "is ending the run", "at the end of the run", "ending"), peer_errors():
+            self.state.finish()
+            self.sink.close(self.trained)
+            dist.barrier()  # a rank that leaves early tears the group down under the others
+        return True
+
+    def close(self) -> None:
+        """End the processes that engines have started, and the connections to other groups."""
+        if self.weights is not None:
+            self.weights.close()
+        self.source.close()
+        for role in self.roles.values():
+            if role.rollout is not None:
+                role.rollout.close()
+
+
+def _step_report(number: int, values: dict[str, float], metrics: Metrics) -> StepReport:
+    """Return what detectors see of a step whose `values` were collected from `metrics`. Values that each rank measures
+    for itself are left out, so that all ranks agree."""
+    phases = [phase for phase in PHASES if any(phase in rank for rank in metrics.of_ranks)]
+    values = {name: value for name, value in values.items() if name not in ("seconds", "tokens_per_second")}
+    return StepReport(number, values, {phase: [rank.get(phase, (0.0, 0.0)) for rank in metrics.of_ranks]
+                                       for phase in phases})
