@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from workers.roles import RoleEngines
 class _Share:
     """One rank's part of a validation set."""
 
+    rows: list[int]
+    """Index of each record in the set."""
     prompts: Ragged
     images: Ragged | None
     columns: dict[str, list[str]]
@@ -64,7 +66,7 @@ class Validator:
         `reward/failed/NAME` where rewards have failed, which count in no mean. Collective."""
         metrics = Metrics()
         for name, share in self.shares.items():
-            rows = range(len(share.prompts))
+            rows = share.rows
             samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0,
                                          images=share.images)
             if not self.leads:
@@ -86,15 +88,17 @@ class Validator:
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path | None, layout: Layout) -> _Share:
-    records = open_records(path)
-    share = layout.share(dist.get_rank())
-    mine = records.get(layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp))
+    records, share = open_records(path), layout.share(dist.get_rank())
+    rows: Sequence[int] = ()
+    if share is not None:
+        rows = layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp)
     wanted = fields_of(spec.run.data, validation_fields(spec))
-    mine = [record for record in mine if wanted.strict or not wanted.empty(record)]
+    found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
+    mine = list(found.values())
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,
                                           image_encoder_of(role, spec.run.data, path))
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     fields |= {name: name for name in validation_fields(spec)}
     columns = {name: [text(record[field]) for record in mine] for name, field in fields.items()
                for text in [question_text if name == "questions" else answer_text]}
-    return _Share(prompts, images, columns, cut)
+    return _Share(list(found), prompts, images, columns, cut)

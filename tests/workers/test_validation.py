@@ -71,6 +71,24 @@ def test_ranks_that_split_a_model_give_the_same_answers_and_one_reports(spec, me
     assert validator.run() == {}
 
 
+@pytest.mark.parametrize(("layout", "rows"), [(Layout(1), [0, 1]), (Layout(2), [1]), (Layout(2, rows=(1, 2)), [1, 2])])
+def test_an_answer_names_its_record_whatever_the_number_of_ranks(spec, mesh, monkeypatch, layout, rows):
+    monkeypatch.setattr(validation.dist, "get_rank", lambda: layout.dp - 1)
+    monkeypatch.setattr(validation, "gather", lambda part: [part])
+    validator = Validator(spec, Echo(), layout)
+    validator.run()
+    texts = {0: "12345", 1: "123456", 2: "3"}
+    assert [(row["row"], row["questions"]) for row in validator.answers["hard"]] == [(row, texts[row]) for row in rows]
+
+
+def test_a_record_that_is_left_out_counts_in_the_rows_of_the_others(spec, mesh, tmp_path):
+    (tmp_path / "easy.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": text})
+                                                   for text in ("", "1", "2")))
+    validator = Validator(spec, Echo(), Layout(1))
+    validator.run()
+    assert [row["row"] for row in validator.answers["easy"]] == [1, 2]
+
+
 def test_a_rank_without_a_question_takes_part(spec, mesh, monkeypatch):
     monkeypatch.setattr(validation.dist, "get_rank", lambda: 2)
     shares = Validator(spec, Echo(), Layout(3)).shares
