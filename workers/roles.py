@@ -29,7 +29,7 @@ from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
 from workers.engines.devices import halve, is_half, mesh_of
 from workers.engines.loading import load_model
-from workers.engines.rollout import SampledRow, Sampler, Samples, Session, StopStrings
+from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings
 from workers.engines.sampling import key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
@@ -103,7 +103,7 @@ class RoleEngines:
 
         `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
         """
-        with self._sampling() as rollout:
+        with self.sampling() as rollout:
             return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ class RoleEngines:
         if self.split and self.shared_engine is None:
             raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
                               "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
-        with self._sampling() as rollout:
+        with self.sampling() as rollout:
             yield rollout.session(self._key(), keep_cache=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
 
     def _key(self) -> int:
@@ -131,12 +131,18 @@ class RoleEngines:
         other.draw = other.step = draw
         return other
 
-    def _sampling(self) -> contextlib.AbstractContextManager[Sampler]:
+    @property
+    def sampler(self) -> Rollout:
+        """The engine that samples."""
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
-        if self.shared_engine is not None:
-            return contextlib.nullcontext(self.shared_engine)
-        return self.engine_swap.sampling()
+        return self.rollout
+
+    def sampling(self) -> contextlib.AbstractContextManager[Sampler]:
+        """Surround sampling with the newest weights. Collective, unless several threads share the engine."""
+        sampler = self.shared_engine or self.sampler
+        return contextlib.nullcontext(sampler) if self.engine_swap is None or self.shared_engine else \
+            self.engine_swap.sampling()
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
                  temperature: float | None = None) -> Ragged:

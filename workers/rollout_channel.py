@@ -26,6 +26,7 @@ from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
 from distflow.recovery.store import Store
 from distflow.rpc.connection import Address
+from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"
 """Columns beside those that nodes write: that a row may be sampled, and the metrics of its prompt."""
@@ -71,6 +72,9 @@ class RolloutChannel:
         """Return the store of a role's published weights, with a connection of its own: one that waits would block
         others."""
         return dist.PrefixStore(f"weights/{role}", self.store.clone())
+
+    def puller(self, role: str, who: str, transport: str) -> Puller:
+        return Puller(self.weights(role), self.token, who, host=self.host, transport=transport)
 
     def rows_of(self, prompts: Tensor) -> Tensor:
         """Return the ids of all samples of these prompts."""

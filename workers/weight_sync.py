@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from distflow.config.load import Spec
 from distflow.plan import Plan
 from distflow.weights.publisher import Publisher
-from distflow.weights.puller import Puller
 from workers.engines.devices import is_half
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.weight_updates import WeightUpdates
@@ -50,20 +48,12 @@ def _rollout_dtype(role: RoleEngines) -> torch.dtype:
     return torch.bfloat16 if is_half(role.settings, role.engine.mesh.device_type) else torch.float32
 
 
-def weight_updates(spec: Spec, sampling: Mapping[str, RoleEngines], channel: RolloutChannel,
-                   who: str) -> dict[str, WeightUpdates]:
-    """Return the updates of the roles that are trained elsewhere."""
-    return {name: WeightUpdates(Puller(channel.weights(name), channel.token, who, host=channel.host,
-                                       transport=spec.run.transport), role.rollout.version)
-            for name, role in sampling.items() if spec.dag.roles[name].trained}
-
-
 def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:
     """Load new weights once all ranks of the engine have them. If ranks have pulled different versions, all pull
     again."""
     weights = updates.arrived() if updates else None
     found = engine.rollout.candidates(weights.key if weights else "")
-    if weights is None:
+    if updates is None or weights is None:
         return
     if found == {weights.key}:
         engine.rollout.load(weights.tensors(), weights.version)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from distflow.config.load import Spec
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import load_function
-from distflow.plan import ROLLOUT, TRAINER, Plan
+from distflow.plan import TRAINER, Plan
 from distflow.recovery import hooks
 from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import RankStatus
@@ -34,6 +33,7 @@ from workers.context import RankContext
 from workers.encode import dataloader, prompted_role
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.engines.weight_updates import WeightUpdates
 from workers.isolation.sandbox.processes import end_with
 from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
@@ -42,7 +42,7 @@ from workers.rollout_channel import RolloutChannel
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
-from workers.weight_sync import load_if_newer, weight_updates
+from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0
 """Seconds that a process without a health monitor may be stopped, unless detector `frozen` has other `seconds`."""
@@ -57,82 +57,61 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
             going on elsewhere.
     """
+    began, attempt, own_heartbeat = time.monotonic(), worker_context.attempt, worker_context.heartbeat
     if worker_context.supervisor_pid:
         end_with(worker_context.supervisor_pid)
         frozen = context.spec.run.robust.detectors.get("frozen", {})
         continue_stopped(worker_context.supervisor_pid, frozen.get("seconds", _STOPPED))
-    heartbeat.set_current(worker_context.heartbeat)
-    worker_context.heartbeat.answer()
-    stopwatch, context, done = _Stopwatch(), context.reloaded(worker_context.config_change), True
-    if worker_context.attempt.number:
-        context.call("before_restart", worker_context.attempt)
-    groups = _AttemptGroups.of(context, worker_context.attempt.number)
+    heartbeat.set_current(own_heartbeat)
+    own_heartbeat.answer()
+    context = context.reloaded(worker_context.config_change)
+    if attempt.number:
+        context.call("before_restart", attempt)
+    run_store = context.store.store.clone()
+    store = dist.PrefixStore(f"{context.restart_group.name}/{attempt.number}", run_store)
     if context.spec.run.faults:
-        group = TRAINER if context.group is None else context.group.name
         ranks = context.group.ranks if context.group else range(context.store.ranks)
-        worker_context.heartbeat.on_phase = FaultInjector(
-            context.spec.run, group, context.store.rank, ranks, context.path, worker_context.snapshots,
-            elastic=context.elastic is not None)
-    groups.join(context.device, context.spec.run.wait_limit)
+        own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
+                                               worker_context.snapshots, elastic=context.elastic is not None)
+    _init_process_group(context, store)
     context = context.agreed(worker_context.config_change)
-    channel = context.channel and context.channel.joined(groups.run_store)
-    stopwatch.lap("connect")
-    if context.group and context.group.name == ROLLOUT:
-        _sample(context, worker_context, channel, stopwatch)
-    else:
-        done = _train(context, worker_context, groups, channel, stopwatch, export)
+    channel = context.channel and context.channel.joined(run_store)
+    connected = time.monotonic()
+
+    def ready() -> None:
+        own_heartbeat.ready(connect=connected - began, load=time.monotonic() - connected)
+        context.call("after_restart" if attempt.number else "on_join", attempt)
+
+    done = True
+    if context.role == TRAINER:
+        done = _train(context, worker_context, store, channel, ready, export)
+    elif channel:  # else there is no trainer to sample for
+        _sample(context, worker_context, channel, ready)
     dist.destroy_process_group()  # not after an error: it would wait for the others before the error is shown
     return done
 
 
-@dataclass(frozen=True)
-class _AttemptGroups:
-    """Process groups of a restart group in one attempt. `run_store`: a connection of this process to the store."""
-
-    run_store: dist.Store
-    store: dist.Store
-    rank: int
-    ranks: int
-
-    @classmethod
-    def of(cls, context: RankContext, attempt: int) -> _AttemptGroups:
-        run_store, group = context.store.store.clone(), context.restart_group
-        return cls(run_store, dist.PrefixStore(f"{group.name}/{attempt}", run_store),
-                   context.store.rank - group.ranks.start, len(group.ranks))
-
-    def join(self, device: str, limit: float) -> None:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-            heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=self.rank,
-                                store=dist.PrefixStore("group", self.store), world_size=self.ranks,
-                                timeout=datetime.timedelta(seconds=limit))
+def _init_process_group(context: RankContext, store: dist.Store) -> None:
+    if context.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
+    ranks = context.restart_group.ranks
+    dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo", world_size=len(ranks),
+                            rank=context.store.rank - ranks.start, store=dist.PrefixStore("group", store),
+                            timeout=datetime.timedelta(seconds=context.spec.run.wait_limit))
 
 
-class _Stopwatch:
-    """Seconds of each part of the start."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self.began = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name], self.began = now - self.began, now
-
-
-def _train(context: RankContext, worker_context: WorkerContext, groups: _AttemptGroups, channel: RolloutChannel | None,
-           stopwatch: _Stopwatch, export: Path | None) -> bool:
+def _train(context: RankContext, worker_context: WorkerContext, store: dist.Store, channel: RolloutChannel | None,
+           ready: Callable[[], None], export: Path | None) -> bool:
     """Run the training loop of this rank. Return whether it is done."""
-    ctx = _train_context(context, worker_context, groups, channel, writes=not export)
-    _ready(context, worker_context, stopwatch)
-    done = True
+    ctx, done = _train_context(context, worker_context, store, channel, writes=not export), True
+    ready()
     if export:
         write_models(ctx.trained, export)
     else:
-        if groups.rank == 0 and context.resume and worker_context.first:
+        if ctx.rank == 0 and context.resume and worker_context.first:
             RunFolder.describe(context.path, context.spec, context.plan)  # overrides hold for the next resume too
-        if channel and groups.rank == 0:
+        if channel and ctx.rank == 0:
             channel.begin(ctx.first_step)
         done = train(ctx)
         if channel and done:
@@ -141,22 +120,16 @@ def _train(context: RankContext, worker_context: WorkerContext, groups: _Attempt
     return done
 
 
-def _ready(context: RankContext, worker_context: WorkerContext, stopwatch: _Stopwatch) -> None:
-    stopwatch.lap("load")
-    worker_context.heartbeat.ready(**stopwatch.laps)
-    context.call("after_restart" if worker_context.attempt.number else "on_join", worker_context.attempt)
-
-
-def _train_context(context: RankContext, worker_context: WorkerContext, groups: _AttemptGroups,
+def _train_context(context: RankContext, worker_context: WorkerContext, store: dist.Store,
                    channel: RolloutChannel | None, writes: bool) -> TrainContext:
     """Return the context of the training loop once all ranks have theirs. A start that fails on any rank leaves no new
     run folder."""
     functions = _load_functions(context.spec, context.own)
     if channel and context.spec.run.mode == "semi_sync":
         functions |= _load_functions(context.spec, context.plan.groups[1].plan)
-    resumed = worker_context.attempt.number > 0
+    rank, again = dist.get_rank(), worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        if groups.rank == 0 and not context.resume and not (resumed and RunFolder.made(context.path, context.agent)):
+        if rank == 0 and not context.resume and not (again and RunFolder.made(context.path, context.agent)):
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
@@ -164,52 +137,50 @@ def _train_context(context: RankContext, worker_context: WorkerContext, groups: 
             undo.append(starting.enter_context(created))
             if context.lock and not worker_context.supervisor_pid:  # else the supervisor has it
                 context.lock.hold()
-        status = RankStatus(groups.store, groups.rank, groups.ranks)
+        status = RankStatus(store, rank, dist.get_world_size())
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
         return ctx
 
 
-def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel | None,
-            stopwatch: _Stopwatch) -> None:
-    """Run the rollout loop of this rank, or follow the rank that does for a model that is split over ranks. Without a
-    channel there is no trainer to sample for."""
-    if channel is None:
-        return
+def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
+            ready: Callable[[], None]) -> None:
+    """Run the rollout loop of this rank, or follow the rank that does for a model that is split over ranks."""
     spec, plan = context.spec, context.own
     events.current().open(context.path / "events.jsonl", context.store.rank)
     names = {task.role for task in plan.tasks if task.samples}
-    roles = build_roles(spec, plan, names, names, context.device, training=False)
-    who = f"rollout {context.store.rank}"
-    is_leader = context.store.rank == context.restart_group.ranks.start
-    ctx = _rollout_context(context, worker_context, channel, roles, who) if is_leader else None
-    updates = weight_updates(spec, ctx.sampling_roles if ctx else roles, channel, who)
+    roles, who = build_roles(spec, plan, names, names, context.device, training=False), f"rollout {context.store.rank}"
+    rollouts = {name: role.sampler for name, role in roles.items()}
+    updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport), engine.version)
+               for name, engine in rollouts.items() if spec.dag.roles[name].trained}
     try:
-        _ready(context, worker_context, stopwatch)
-        if ctx is None:
-            (name, role), = roles.items()
-            TPFollowerEngine(role.rollout, updates.get(name)).run()
-            return
-        engines = {name: SharedEngine(role.rollout if plan.ranks == 1 else TPLeader(role.rollout),
-                                      partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
-                   for name, role in ctx.sampling_roles.items()}
-        rollout(ctx, engines, lambda dock: channel.over)
-        for engine in engines.values():
-            engine.rollout.release_followers()
+        if dist.get_rank() == 0:
+            ctx = _rollout_context(context, worker_context, channel, roles, who)
+            ready()
+            engines = {name: SharedEngine(engine if plan.ranks == 1 else TPLeader(engine),
+                                          partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
+                       for name, engine in rollouts.items()}
+            rollout(ctx, engines, lambda dock: channel.over)
+            for engine in engines.values():
+                engine.rollout.release_followers()
+        else:
+            ready()
+            (name, engine), = rollouts.items()
+            TPFollowerEngine(engine, updates.get(name)).run()
     finally:
-        for each in (*updates.values(), *(role.rollout for role in roles.values())):
+        for each in (*updates.values(), *rollouts.values()):
             each.close()
 
 
 def _rollout_context(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
                      roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
-    loader = dataloader(spec, roles[prompted_role(spec, plan.tasks)])
     first = channel.first if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
-    n_loops = channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else context.group.replicas
-    return RolloutContext(spec, plan, _load_functions(spec, plan), roles, loader, channel, who, n_loops,
-                          context.group.replicas)
+    replicas = context.plan.groups[1].replicas
+    n_loops = channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else replicas
+    return RolloutContext(spec, plan, _load_functions(spec, plan), roles,
+                          dataloader(spec, roles[prompted_role(spec, plan.tasks)]), channel, who, n_loops, replicas)
 
 
 @contextlib.contextmanager
