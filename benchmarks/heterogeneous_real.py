@@ -4,7 +4,7 @@ Two machines of one core, of which the second is slowed to a half or a quarter o
 processes of each rank a quota of processor time (control groups; see slowed.py), so whatever they compute takes so much
 longer. Machines are network namespaces whose links are shaped to a rate (machines.py), so what ranks exchange takes the
 time that it takes on a network; each has a torchrun of its own. `grpo.yaml` on the embedded task, mode sync. The flow
-is a user's: short runs with equal shares, `distflow plan --from` them with a cluster file that says which rank is
+is a user's: short runs with equal shares, `distflow plan mixed --from` them with a cluster file that says which rank is
 slowed, and runs that obey the plan. Planned and equal runs take turns. The cost model knows the two short runs, of two
 batch sizes, and no planned one.
 
@@ -67,8 +67,8 @@ class Contest:
         for name, prompts in (("half", self.given.prompts // 2), ("whole", self.given.prompts)):
             self._launch(name, ["--set", f"data.batch={prompts}"])
         runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
-        self._said([[sys.executable, "-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster),
-                     *_set(self.settings), "--from", *runs, "--solver", "hybrid", "--runnable",
+        self._said([[sys.executable, "-m", "distflow.cli", "plan", "mixed", "grpo", "--cluster", str(self.cluster),
+                     *_set(self.settings), "--from", *runs, "--runnable",
                      "--out", str(self.plan)]])
         spec = load("grpo", None, self.settings, str(self.cluster))
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())

@@ -59,7 +59,7 @@ _PATIENCE = 30.0
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="distflow/launch.py", description="Run a DAG under torchrun.")
-    add_arguments(result)
+    add_run_arguments(result)
     result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
@@ -73,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def add_arguments(target: argparse.ArgumentParser) -> None:
-    """Add the options that `launch.py` and `distflow run` both take."""
+def add_spec_arguments(target: argparse.ArgumentParser) -> None:
+    """Add the options that say which DAG and run are meant, on which machines."""
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
                         help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
@@ -82,11 +82,16 @@ def add_arguments(target: argparse.ArgumentParser) -> None:
                         "may take that for its own --run-path")
     target.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value of the DAG or the run, as roles.actor.learning_rate=1e-6")
-    target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
     target.add_argument("--cluster", metavar="FILE", help="a description of the machines to plan for")
+
+
+def add_run_arguments(target: argparse.ArgumentParser) -> None:
+    """Add the options of a run that `launch.py` and `distflow run` both take."""
+    add_spec_arguments(target)
+    target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
     target.add_argument("--plan", metavar="FILE",
-                        help="a plan for mixed hardware to obey, as `distflow plan --solver hybrid --runnable --out` "
-                        "writes it for the --cluster")
+                        help="a plan for mixed hardware to obey, as `distflow plan mixed --runnable --out` writes it "
+                        "for the --cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Files about mixed hardware: the cluster description of `distflow probe`, the plan of `distflow plan --out`.
+"""Files about mixed hardware: the cluster description of `distflow probe`, the plan of `distflow plan mixed --out`.
 
     DeviceProbe, LinkProbe → cluster_of_probes    measurements of ranks, to a description of types, machines and links
     PlacedPlan, read_plan_file                    a plan, with digests of the DAG, cluster and work that it is made for
@@ -102,7 +102,7 @@ def read_plan_file(source: YamlSource, expected: Digests) -> PlacedPlan:
     names = {"dag": "DAG", "cluster": "cluster", "work": "amount of work (models, rows, lengths or mode)"}
     others = [Diagnostic(f"this plan is for another {name}: its digest is {getattr(plan.made_for, key)}, and here "
                          f"{getattr(expected, key)}", source.location(("made_for", key)),
-                         "Plan again:  distflow plan DAG --cluster FILE --solver hybrid --out FILE")
+                         "Plan again:  distflow plan mixed DAG --cluster FILE --out FILE")
               for key, name in names.items() if getattr(plan.made_for, key) != getattr(expected, key)]
     if others:
         raise InvalidInput(others)

@@ -18,7 +18,7 @@ from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
 
-AGAIN = "Plan for what ranks can do:  distflow plan DAG --cluster FILE --solver hybrid --runnable --out FILE"
+AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --runnable --out FILE"
 
 
 def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:

@@ -1,4 +1,4 @@
-"""Runs teach the cost model: `distflow plan --from RUN`, with real runs."""
+"""Runs teach the cost model: `distflow plan mixed --from RUN`, with real runs."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_every_rank_says_what_each_node_took(run: Path) -> None:
 
 
 def test_a_plan_learns_from_a_run_and_can_be_obeyed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--from", str(run), "--out", "plan.yaml", "--explain"]) == 0
+    assert main(["plan", "mixed", "--from", str(run), "--out", "plan.yaml", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "runs/run: seconds measured, and predicted before and after calibration" in printed
     for line in (line.split() for line in printed.partition("after calibration")[2].splitlines() if line):
         if line[0] in ("rollout", "reference", "update"):
             assert abs(float(line[-1].strip("(%)"))) < 40  # of the very run that it has learned from
-    assert main(["plan", "grpo.yaml", "--run", "tiny.yaml", "--cluster", "here.yaml", "--plan", "plan.yaml",
+    assert main(["plan", "explain", "grpo.yaml", "--run", "tiny.yaml", "--cluster", "here.yaml", "--plan", "plan.yaml",
                  "--set", "steps=6"]) == 0
 
 
@@ -107,7 +107,7 @@ def test_a_better_plan_is_proposed_if_it_is_worth_it(run: Path, capsys: pytest.C
         "devices: {core:", "devices: {other: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}, core:")
     Path("unlike.yaml").write_text(unlike)
     _slow(run, 5.0)
-    line = ["plan", "--from", str(run), "--cluster", "unlike.yaml", "--replan", "--out", "plan.yaml"]
+    line = ["plan", "replan", str(run), "--cluster", "unlike.yaml", "--out", "plan.yaml"]
     assert main([*line, "--threshold", "0.95"]) == 0
     assert "The present placement is good enough" in capsys.readouterr().out
     assert not Path("plan.yaml").exists()
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pyt
     lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
     (run / "times.jsonl").write_text("".join(lines[:-2]) + lines[-2][:30])
     (run / "summary.json").unlink()
-    assert main(["plan", "--from", str(run), "--replan"]) == 0
+    assert main(["plan", "replan", str(run)]) == 0
     assert "the best plan found" in capsys.readouterr().out
 
 
@@ -148,16 +148,14 @@ def _homeless(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "arguments", "says"), [
-    (None, ("--from", "runs/none"), "runs/none has no plan.json, so it is not the folder of a run"),
-    (None, ("rloo", "--from", "runs/run"), "runs/run is a run of another DAG, `grpo`: these nodes differ: "),
-    (None, ("--from", "runs/run", "--cluster", "h200"), "runs/run has 2 ranks, and the cluster has 64 devices"),
-    (_early, ("--from", "runs/run"), "runs/run has measured 2 whole steps after the first ones by"),
-    (_unmeasured, ("--from", "runs/run"), "runs/run has measured 0 whole steps"),
-    (_async, ("--from", "runs/run"), "runs/run is a run in mode async"),
-    (_homeless, ("--from", "runs/run"), "add  --cluster machines.yaml"),
-    (None, ("grpo.yaml", "--replan"), "--replan asks for a better plan of a run. Name it:  --from RUN"),
-    (None, ("--from", "runs/run", "--replan", "--threshold", "7"), "--threshold 7 is no share of an iteration"),
-    (None, ("--from", "runs/run", "--plan", "plan.yaml"), "a plan that is read is not calibrated"),
+    (None, ("mixed", "--from", "runs/none"), "runs/none has no plan.json, so it is not the folder of a run"),
+    (None, ("mixed", "rloo", "--from", "runs/run"), "runs/run is a run of another DAG, `grpo`: these nodes differ: "),
+    (None, ("replan", "runs/run", "--cluster", "h200"), "runs/run has 2 ranks, and the cluster has 64 devices"),
+    (_early, ("mixed", "--from", "runs/run"), "runs/run has measured 2 whole steps after the first ones by"),
+    (_unmeasured, ("mixed", "--from", "runs/run"), "runs/run has measured 0 whole steps"),
+    (_async, ("replan", "runs/run"), "runs/run is a run in mode async"),
+    (_homeless, ("mixed", "--from", "runs/run"), "add  --cluster machines.yaml"),
+    (None, ("replan", "runs/run", "--threshold", "7"), "--threshold 7 is no share of an iteration"),
 ])
 def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None] | None,
                    arguments: tuple[str, ...], says: str) -> None:
@@ -170,5 +168,5 @@ def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callab
 def test_all_mistakes_are_said_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _async(run)
     shutil.copytree(run, "runs/other")
-    assert main(["plan", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
+    assert main(["plan", "mixed", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
     assert "2 mistakes" in capsys.readouterr().err

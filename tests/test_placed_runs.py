@@ -28,8 +28,7 @@ def planned(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]
     monkeypatch.chdir(workspace)
     monkeypatch.syspath_prepend(str(workspace))
     (workspace / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
-    assert main(["plan", *GRPO, "--cluster", "cluster.yaml", "--solver", "hybrid", "--runnable",
-                 "--out", "plan.yaml"]) == 0
+    assert main(["plan", "mixed", *GRPO, "--cluster", "cluster.yaml", "--runnable", "--out", "plan.yaml"]) == 0
     return *GRPO, "--cluster", "cluster.yaml", "--plan", "plan.yaml"
 
 
@@ -85,8 +84,7 @@ def test_it_goes_on_by_another_plan(launch, workspace, planned):
 
 def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
     apart = ("--set", "mode=async")
-    assert main(["plan", *GRPO, *apart, "--cluster", "cluster.yaml", "--solver", "hybrid", "--runnable",
-                 "--out", "plan.yaml"]) == 0
+    assert main(["plan", "mixed", *GRPO, *apart, "--cluster", "cluster.yaml", "--runnable", "--out", "plan.yaml"]) == 0
     launch(2, *planned, *apart, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4
     assert yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"] == {"rollout": 1}
@@ -101,7 +99,7 @@ def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, worksp
 
 def test_validate_and_plan_show_what_a_plan_does(planned, capsys, monkeypatch):
     assert main(["validate", *planned]) == 0
-    assert main(["plan", *planned]) == 0
+    assert main(["plan", "show", *planned]) == 0
     assert "dp 2, rows " in capsys.readouterr().out
     assert main(["validate", *planned, "--set", "layouts.update.dp=2"]) == 2
     assert "`layouts` says how nodes are split, and so does the plan" in capsys.readouterr().err

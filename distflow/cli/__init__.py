@@ -8,6 +8,7 @@ import os
 import sys
 
 from distflow import __version__
+from distflow.cli.plan import with_command
 from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
 
@@ -34,9 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         verb.add_arguments(child)
         child.set_defaults(main=verb.main)
     arguments = sys.argv[1:] if arguments is None else arguments
-    if unknown := _unknown_verb(arguments):
-        print(f"distflow has no command `{unknown}`. {did_you_mean(unknown, MODULES, 'Commands')}", file=sys.stderr)
+    verb = next((word for word in arguments if not word.startswith("-")), None)  # no option before it takes a value
+    if verb is not None and verb not in MODULES:
+        print(f"distflow has no command `{verb}`. {did_you_mean(verb, MODULES, 'Commands')}", file=sys.stderr)
         return INVALID
+    if verb == "plan":
+        after = arguments.index(verb) + 1
+        arguments = [*arguments[:after], *with_command(arguments[after:])]
     options = parser.parse_args(arguments)
     try:
         return options.main(options)
@@ -51,8 +56,3 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
 
-
-def _unknown_verb(arguments: list[str]) -> str | None:
-    """Return the first word that is no option, if it is no verb. No option before the verb takes a value."""
-    verb = next((word for word in arguments if not word.startswith("-")), None)
-    return None if verb in MODULES else verb

@@ -1,4 +1,4 @@
-"""`distflow plan --from`: calibrates the cost model by the timings of runs, and reports its errors before and after."""
+"""Calibrates the cost model by the timings of runs, for `distflow plan`, and reports its errors before and after."""
 
 from __future__ import annotations
 
@@ -19,21 +19,8 @@ if TYPE_CHECKING:
     from planners.heterogeneous.calibration import MeasuredRun
     from planners.heterogeneous.problem import Problem
 
-THRESHOLD = 0.1
 _LEAST = 3
 """Fewest whole steps after the first ones for a median."""
-
-
-def add_arguments(mixed: argparse._ArgumentGroup) -> None:
-    mixed.add_argument("--from", metavar="RUN", nargs="+", dest="runs", default=[],
-                       help="calibrate the cost model by what these runs have measured, finished or going on: folders, "
-                       "as runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show what "
-                       "does not shrink with the rows")
-    mixed.add_argument("--replan", action="store_true",
-                       help="with --from: say how long an iteration of the last run takes as it is placed, and propose "
-                       "a plan that runs (and write it to --out) if a better one is found")
-    mixed.add_argument("--threshold", type=float, metavar="SHARE",
-                       help=f"by how much of an iteration a plan must be better to be proposed (default: {THRESHOLD})")
 
 
 def spec_of(options: argparse.Namespace) -> Spec:

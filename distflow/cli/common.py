@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,10 @@ _DRIVER_SECONDS = 20.0
 """Time limit of `nvidia-smi`: a driver that is being loaded has answered by then."""
 
 
+_UNLIMITED = 10_000
+"""Columns of an output that is no terminal: its lines are not folded."""
+
+
 @dataclass(frozen=True)
 class Verb:
     """A command of `distflow`. `main` returns the exit code."""
@@ -30,9 +35,31 @@ class Verb:
     main: Callable[[argparse.Namespace], int]
 
 
-def add_dag_arguments(parser: argparse.ArgumentParser) -> None:
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collection[int] = ()) -> list[str]:
+    """Return the lines of a table: fitted into a terminal, and plain text with a line for each row anywhere else.
+
+    Args:
+        right: the columns that are aligned to the right, by index.
+    """
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+
+    grid = Table(box=None, show_header=bool(head), padding=(0, 2, 0, 0), pad_edge=False)
+    for index, name in enumerate(head or [""] * len(rows[0] if rows else ())):
+        grid.add_column(name, justify="right" if index in right else "left")
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else _UNLIMITED, markup=False, highlight=False, emoji=False)
+    with console.capture() as printed:
+        console.print(Padding(grid, (0, 0, 0, 2)))
+    return [line.rstrip() for line in printed.get().splitlines()] if rows else []
+
+
+def add_dag_arguments(parser: argparse.ArgumentParser, of_run: bool = True) -> None:
+    """Add the DAG, its files and the number of ranks; for a run also its name and a plan to obey."""
     parser.add_argument("dag_file", nargs="?", metavar="DAG", help="a path, or the name of a shipped DAG, as grpo")
-    launch.add_arguments(parser)
+    (launch.add_run_arguments if of_run else launch.add_spec_arguments)(parser)
     add_ranks(parser)
 
 

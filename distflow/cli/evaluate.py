@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from distflow.cli.common import Verb, gpu_count
+from distflow.cli.common import Verb, gpu_count, table
 from distflow.cli.launcher import torchrun
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml
@@ -152,11 +152,12 @@ def _figures(folder: Path) -> dict[str, Any]:
 def _report(result: dict[str, Any]) -> Iterator[str]:
     left_out = f" ({result['left_out']} with an empty field left out)" if result["left_out"] else ""
     yield f"\n{result['data']}: {result['problems']} problems{left_out}, answers in {result['folder']}/samples.jsonl"
+    rows = []
     for name, figure in sorted(result["figures"].items(), key=lambda item: (len(item[0]), item[0])):
-        between = f"  {figure['low']:.3f} to {figure['high']:.3f}" if "low" in figure else ""
+        between = f"{figure['low']:.3f} to {figure['high']:.3f}" if "low" in figure else ""
         missing = result["problems"] - figure["problems"]
-        lost = f"  without {missing} whose reward failed" if missing else ""
-        yield f"  {name:<10} {figure['value']:.3f}{between}{lost}"
+        rows.append((name, f"{figure['value']:.3f}", between, f"without {missing} whose reward failed" * bool(missing)))
+    yield from table(rows)
     yield "  ranges: 95% confidence, problems being the sample"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from distflow.cli.common import table
 from distflow.config.load import Spec
 from distflow.plan import ROLLOUT, Plan, Task, Transfer
 
@@ -16,7 +17,7 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     rows = [(f"{move.producer} → {task.node}", ", ".join(move.columns), move.kind.replace("_", "-"),
              _moved(move))
             for task in plan.tasks for move in task.transfers]
-    yield from _table(rows)
+    yield from table(rows)
     yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
     yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
     yield from _memory(plan)
@@ -59,7 +60,7 @@ def _tasks(plan: Plan, tasks: list[Task], batch: int, first: int, last: int, gro
         moved = f"{count} rows" if task.repeats == 1 else f"{count} → {count * task.repeats} rows"
         function = task.function.partition(":")[2]
         rows.append((str(number), task.node, task.role, task.type, function, _where(task, last + 1 - first), moved))
-    yield from _table(rows)
+    yield from table(rows)
     for number, task in enumerate(tasks, 1):
         if task.draws > 1:
             yield (f"1 to {number} run for each draw of prompts; a step draws up to {task.draws} times, until {batch} "
@@ -92,7 +93,7 @@ def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:
     yield from ("", "through the dock, if every edge passed it (bytes a step, rows at the run's longest)")
     rows = [(f"{edge.producer} → {edge.reader or 'dock'}", ", ".join(edge.columns), _size(edge.bytes_per_step))
             for edge in volume.edges]
-    yield from _table([*rows, (f"each of {shards} shards", "", _size(volume.through_each_shard))])
+    yield from table([*rows, (f"each of {shards} shards", "", _size(volume.through_each_shard))])
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -112,14 +113,8 @@ def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:
         return
     rows = [(item.name, _size(item.bytes), item.formula + (f"  (while {item.phase})" if item.phase else ""))
             for item in plan.memory]
-    yield from _table([*rows, ("at its fullest" if any(item.phase for item in plan.memory) else "total",
+    yield from table([*rows, ("at its fullest" if any(item.phase for item in plan.memory) else "total",
                                _size(needed(plan.memory)), "")])
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
 def _size(count: float) -> str:

@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from distflow.cli.common import Verb
+from distflow.cli.common import Verb, table
 from distflow.config.live_changes import groups_of, refusal
 from distflow.config.load import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
@@ -50,7 +50,7 @@ def faults(options: argparse.Namespace) -> int:
     if not options.window > 0:
         raise InvalidInput(f"--window {options.window:g} is no time; give seconds, as --window 60")
     costs = account(read(Path(options.run)))
-    print("\n".join([*_table(costs.recoveries), *_summary(costs, options.window)]))
+    print("\n".join([*_recoveries(costs.recoveries), *_summary(costs, options.window)]))
     return 0
 
 
@@ -59,21 +59,21 @@ def _require_events(folder: Path) -> None:
         raise InvalidInput(f"{folder} has no events.jsonl, so it is not the folder of a run")
 
 
-def _table(recoveries: list[Recovery]) -> list[str]:
+_PARTS = ("detect", "start", "connect", "load", "first")
+
+
+def _recoveries(recoveries: list[Recovery]) -> list[str]:
     if not recoveries:
         return ["nothing has failed"]
-    head = f"{'at':>8} {'unit':12} {'rank':>4} {'step':>5} {'phase':11} {'detect':>7} {'start':>6} {'connect':>7} " \
-           f"{'load':>6} {'first':>6}  what"
-    return [head, *map(_table_row, recoveries)]
+    return table([(f"{each.began:.1f}", each.group, str(each.rank), str(each.step), each.phase,
+                   *(_seconds(getattr(each, part)) for part in _PARTS), f"{_shortened(each.what)} → {each.verdict}")
+                  for each in recoveries],
+                 head=("at", "unit", "rank", "step", "phase", *_PARTS, "what"), right=(0, 2, 3, 5, 6, 7, 8, 9))
 
 
-def _table_row(recovery: Recovery) -> str:
-    times = " ".join(f"{_seconds(value):>{width}}" for value, width in (
-        (recovery.detect, 7), (recovery.start, 6), (recovery.connect, 7), (recovery.load, 6), (recovery.first, 6)))
-    what = " ".join(recovery.what.split())
-    what = what if len(what) <= _SHOWN else f"{what[: _SHOWN - 1]}…"
-    where = f"{recovery.began:8.1f} {recovery.group:12} {recovery.rank:4} {recovery.step:5} {recovery.phase:11}"
-    return f"{where} {times}  {what} → {recovery.verdict}"
+def _shortened(what: str) -> str:
+    what = " ".join(what.split())
+    return what if len(what) <= _SHOWN else f"{what[: _SHOWN - 1]}…"
 
 
 def _seconds(value: float) -> str:

@@ -42,7 +42,7 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
                         help="override one value, as steps=200 to go on for longer")
     parser.add_argument("--cluster", metavar="FILE", help="where it goes on, if not where it was")
     parser.add_argument("--plan", metavar="FILE",
-                        help="place it again by a plan for mixed hardware, as  distflow plan --replan --out  writes it")
+                        help="place it again by a plan for mixed hardware, as  distflow plan replan --out  writes it")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, one per GPU; default: as many as it had")
 
 

@@ -19,11 +19,12 @@ from planners.heterogeneous.workload import problem_of
 
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`plan(*arguments, dag="grpo", cluster="h200_a100")`: exit code, output and errors of `distflow plan`."""
-    def run(*arguments: str, dag: str = "grpo", cluster: str = "h200_a100", size: str = "4B") -> tuple[int, str, str]:
+    """`plan(command, *arguments, dag="grpo", cluster="h200_a100")`: exit code, output and errors of `distflow plan`."""
+    def run(command: str, *arguments: str, dag: str = "grpo", cluster: str = "h200_a100",
+            size: str = "4B") -> tuple[int, str, str]:
         sizes = [f"roles.actor.model={folder(size, tmp_path)}", "data.batch=64",
                  "roles.actor.generation.max_new_tokens=512"]
-        code = main(["plan", dag, "--cluster", cluster, *(part for text in sizes for part in ("--set", text)),
+        code = main(["plan", command, dag, "--cluster", cluster, *(part for text in sizes for part in ("--set", text)),
                      *arguments])
         return code, *capsys.readouterr()
 
@@ -32,7 +33,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
 
 def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Path) -> None:
     out, drawn = tmp_path / "plan.yaml", tmp_path / "plan.svg"
-    code, printed, _ = plan("--solver", "hybrid", "--out", str(out), "--explain", "--svg", str(drawn))
+    code, printed, _ = plan("mixed", "--out", str(out), "--explain", "--svg", str(drawn))
     assert code == 0
     for part in ("a prediction of the cost model, not a measurement", "an iteration: ", "what bounds each task",
                  "what would help most", "devices by group (. idles)", "hopper (h200, zone)", "█"):
@@ -47,23 +48,23 @@ def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Pa
         assert sum(shares["count"] * shares["rows"] for shares in task["shares"]) >= 512
         assert sum(task["layers"]) == 36
         assert all(len(shares["stages"]) == task["pp"] for shares in task["shares"])
-    again = plan("--plan", str(out), "--explain")
+    again = plan("explain", "--plan", str(out))
     assert again[0] == 0
     assert again[1].startswith(printed)
     assert again[1][len(printed):].startswith(("\ngrpo on 64 ranks", "\nNo run can obey it:"))
 
 
 def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> None:
-    code, printed, _ = plan()
+    code, printed, _ = plan("show")
     assert code == 0
     assert printed.startswith("grpo on 64 ranks, mode sync")
-    code, _, error = plan("--ranks", "65")
+    code, _, error = plan("show", "--ranks", "65")
     assert code == 2
     assert "cluster `h200_a100` has 64 ranks, and the plan is for 65" in error
 
 
 def test_the_program_proves_its_plan(plan: Callable) -> None:
-    code, printed, _ = plan("--solver", "ilp", cluster="h200")
+    code, printed, _ = plan("mixed", "--solver", "ilp", cluster="h200")
     assert code == 0
     assert "solver ilp" in printed
     assert "(gap 0.0%)" in printed
@@ -77,8 +78,8 @@ def test_the_program_proves_its_plan(plan: Callable) -> None:
 def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, changed: dict, says: str,
                                               key: str) -> None:
     out = tmp_path / "plan.yaml"
-    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
-    code, _, error = plan("--plan", str(out), **changed)
+    plan("mixed", "--within", "0.9", "--out", str(out))
+    code, _, error = plan("explain", "--plan", str(out), **changed)
     assert code == 2
     line = next(number for number, text in enumerate(out.read_text().splitlines(), 1) if f"{key}: " in text)
     assert f"plan.yaml:{line}: {says}" in error
@@ -86,31 +87,38 @@ def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, ch
 
 def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
-    plan("--solver", "hybrid", "--within", "0.9", "--out", str(out))
+    plan("mixed", "--within", "0.9", "--out", str(out))
     out.write_text(out.read_text().replace("solver:", "solvr:"))
-    code, _, error = plan("--plan", str(out))
+    code, _, error = plan("explain", "--plan", str(out))
     assert code == 2
     assert "unknown key `solvr`" in error
     assert "Did you mean `solver`?" in error
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--explain",), "--explain is for plans on mixed hardware. Add  --solver hybrid"),
-    (("--out", "x.yaml"), "--out is for plans on mixed hardware"),
-    (("--solver", "hybrid", "--plan", "x.yaml"), "either found (--solver) or read (--plan)"),
-    (("--solver", "ilp", "--runnable"), "--solver ilp with --runnable (or --replan): plans that can be run are few"),
-    (("--solver", "hybrid", "--runnable", "--seconds", "3", "--within", "0.1"), "Leave --seconds and --within out"),
-    (("--runnable", "--plan", "x.yaml"), "Leave --runnable or --plan out"),
-    (("--solver", "hybrid", "--threshold", "0.1"), "--threshold says what --replan proposes"),
+    (("--solver", "ilp", "--runnable"), "--solver ilp with --runnable: plans that can be run are few"),
+    (("--runnable", "--seconds", "3", "--within", "0.1"), "Leave --seconds and --within out"),
 ])
-def test_flags_that_do_not_go_together(plan: Callable, arguments: tuple[str, ...], says: str) -> None:
-    code, _, error = plan(*arguments)
+def test_what_is_enumerated_is_not_searched(plan: Callable, arguments: tuple[str, ...], says: str) -> None:
+    code, _, error = plan("mixed", *arguments)
     assert code == 2
     assert says in error
 
 
+@pytest.mark.parametrize(("command", "arguments"), [
+    ("show", ("--explain",)), ("show", ("--out", "x.yaml")), ("mixed", ("--plan", "x.yaml")),
+    ("mixed", ("--threshold", "0.1")), ("explain", ("--plan", "x.yaml", "--runnable")),
+])
+def test_options_of_another_command_are_refused(plan: Callable, capsys: pytest.CaptureFixture[str], command: str,
+                                                arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan(command, *arguments)
+    refused = next(word for word in arguments if word.startswith("--") and (command, word) != ("explain", "--plan"))
+    assert f"unrecognized arguments: {refused}" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written(plan: Callable, tmp_path: Path) -> None:
-    code, _, error = plan("--solver", "hybrid", "--within", "0.9", "--out", str(tmp_path / "none" / "plan.yaml"))
+    code, _, error = plan("mixed", "--within", "0.9", "--out", str(tmp_path / "none" / "plan.yaml"))
     assert code == 2
     assert "plan.yaml: cannot be written: No such file or directory" in error
 
@@ -119,7 +127,7 @@ def test_impossible_memory_names_the_tenant_and_the_shortfall(plan: Callable, tm
     tiny = tmp_path / "tiny.yaml"
     tiny.write_text("name: tiny\ndevices: {l4: {tflops: {bfloat16: 121}, memory_gib: 22, memory_gb_s: 300}}\n"
                     "machines: {small: {device: l4, devices: 2, inside: {gb_s: 32}}}\n")
-    code, _, error = plan("--solver", "hybrid", cluster=str(tiny))
+    code, _, error = plan("mixed", cluster=str(tiny))
     assert code == 2
     assert "`actor` (update) fits no device" in error
     assert "GiB too little" in error

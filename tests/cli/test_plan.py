@@ -1,0 +1,69 @@
+"""The commands of `distflow plan`, and the spellings from before there were commands."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from distflow.cli import main
+from distflow.cli.common import table
+from distflow.cli.plan import with_command
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    ("", "show"), ("grpo --ranks 2", "show grpo --ranks 2"), ("--json grpo", "show --json grpo"),
+    ("show grpo", "show grpo"), ("mixed grpo --cluster h200", "mixed grpo --cluster h200"), ("--help", "--help"),
+])
+def test_show_is_the_command_where_none_is_named(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_command(words.split()) == found.split()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("grpo --cluster h200 --solver ilp --out=x.yaml", "mixed grpo --cluster h200 --solver ilp --out=x.yaml"),
+    ("--from runs/a runs/b --explain", "mixed --from runs/a runs/b --explain"),
+    ("grpo --plan x.yaml --explain", "explain grpo --plan x.yaml"),
+    ("--from runs/a --replan --out x.yaml", "replan runs/a --out x.yaml"),
+    ("grpo --from runs/a --replan", "replan --dag grpo runs/a"),
+])
+def test_an_old_spelling_is_understood_and_named(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_command(old.split()) == new.split()
+    assert capsys.readouterr().err == f"note: this is now  distflow plan {new}\n"
+
+
+def test_an_old_spelling_works(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "grpo", "--cluster", "h200", "--solver", "hybrid", "--within", "0.99", "--out",
+            f"{tmp_path}/x.yaml"]
+    assert main(line) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("note: this is now  distflow plan mixed grpo --cluster h200")
+    assert said.out.startswith("grpo on h200, mode sync, solver hybrid")
+    assert main(["plan", "grpo", "--cluster", "h200", "--plan", f"{tmp_path}/x.yaml"]) == 0
+    assert "what bounds each task" in capsys.readouterr().out
+
+
+def test_a_command_that_is_not_there_is_taken_for_a_dag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "shwo"]) == 2
+    assert "shwo" in capsys.readouterr().err
+
+
+ROWS = [("rollout → update", "responses, rollout_logprobs, versions, completions, rewards, reward_parts", "[1.0] MiB"),
+        ("a", "b", "10.0 MiB")]
+
+
+def test_a_table_that_is_piped_is_plain_and_whole() -> None:
+    assert table(ROWS, right=(2,)) == [f"  {'rollout → update'}  {ROWS[0][1]}  [1.0] MiB",
+                                       f"  {'a':16}  {'b':{len(ROWS[0][1])}}   10.0 MiB"]
+    assert table([("1", "x")], head=("at", "what")) == ["  at  what", "  1   x"]
+    assert table([]) == []
+
+
+def test_a_table_on_a_terminal_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = table(ROWS)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 3
+    assert not any(mark in line for line in lines for mark in "│─┃━")
