@@ -181,6 +181,8 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
                                 context.live_config, context.call if spec.dag.imports else None, elastic,
                                 context.leave_out, context.restart_required_processes, context.lock)
         status = supervisor.run()
+        if status == 0 and not elastic:
+            context.store.complete()
         if status == 0 or supervisor.stopped:
             context.leave()
     return status

@@ -101,6 +101,30 @@ def test_a_trainer_is_given_the_samples_of_its_last_step(distflow, workspace):
     assert list((workspace / "runs/told/checkpoints").iterdir())
 
 
+SLOW = """
+import time
+from distflow import reward
+
+@reward
+def slow(completions):
+    time.sleep(3.0)
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("mode", [(), ("--set", "mode=async", "--set", "groups.rollout=1")], ids=["sync", "async"])
+def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, workspace, mode):
+    (workspace / "slow_reward.py").write_text(SLOW)
+    run = distflow(*RUN, "--name", "whole", "--set", "steps=2", "--set", "imports=[slow_reward]", *mode,
+                   "--set", "nodes.reward.with.reward=slow", "--set", "validation=null")
+    until_step(run, 1)
+    run.send_signal(signal.SIGTERM)
+    said = run.stdout.read()
+    assert run.wait(60) == 0, said
+    assert "was stopped" not in said
+    assert (workspace / "runs/whole/summary.json").is_file()
+
+
 def test_nothing_trains_on_when_the_command_is_killed(distflow):
     """And before that, nobody else may go on with the run."""
     run = distflow(*RUN, *LONG, "--name", "killed", "--set", "checkpoint.every=1")

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from distflow.recovery.store import store_on
+from distflow.recovery.store import COMPLETED, store_on
 from workers.isolation.sandbox.processes import AGENT
 
 NAME = "loopback"
@@ -41,7 +41,8 @@ class Loopback(RendezvousHandler):
     use_agent_store = True
 
     def __init__(self, run_id: str):
-        self.run_id, self.closed, self.store = run_id, False, None
+        self.run_id, self.closed = run_id, False
+        self.store: torch.distributed.TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = store_on(_HOST)
@@ -62,6 +63,11 @@ class Loopback(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
+    @property
+    def completed(self) -> bool:
+        """Whether all ranks have done their work."""
+        return self.store is not None and self.store.check([COMPLETED])
+
     def shutdown(self) -> bool:
         self.closed = True
         return True
@@ -78,8 +84,10 @@ def create(parameters: RendezvousParameters) -> Loopback:
 
 
 def main() -> int:
-    """Run torchrun with the arguments of this process. Return the exit code of the rank that failed first."""
-    rendezvous_handler_registry.register(NAME, create)
+    """Run torchrun with the arguments of this process. Return the exit code of the rank that failed first; after a
+    signal 128 and its number, unless all ranks had done their work."""
+    made: list[Loopback] = []
+    rendezvous_handler_registry.register(NAME, lambda parameters: made.append(create(parameters)) or made[-1])
     os.environ[AGENT] = str(os.getpid())
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = "LOGLEVEL" in os.environ
@@ -95,7 +103,7 @@ def main() -> int:
               "run with it", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
-        return 128 + error.sigval
+        return 0 if made and made[-1].completed else 128 + error.sigval
     return 0
 
 

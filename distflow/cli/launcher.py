@@ -63,7 +63,7 @@ def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) 
 
 
 def _exit_code(code: int, received: int) -> int:
-    if received:
+    if received and code:  # without one, the last step had been done
         return 128 + received
     if code < 0:
         print(f"torchrun was ended by {signal.Signals(-code).name}, and the run with it", file=sys.stderr)

@@ -14,6 +14,9 @@ from distflow.errors import Disagreement
 
 _SHOWN, _POLL = 8, 0.05  # ranks that a message names, and seconds between two looks
 
+COMPLETED = "completed"
+"""Key of torchrun's own store, once all ranks have done their work."""
+
 
 class Store:
     """A client of the store that torchrun hosts; outside torchrun, a store of this process alone.
@@ -44,6 +47,12 @@ class Store:
             self.store, self.rank, self.ranks = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
         self.store.set_timeout(limit)
         self.present = range(self.ranks) if present is None else present
+
+    def complete(self) -> None:
+        """Say that this rank has done all its work: torchrun learns of no exit code once it is told to end."""
+        if self.store.add(COMPLETED, 1) == self.ranks:
+            store = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
+            store.set(COMPLETED, "")
 
     def broadcast(self, topic: str, value: str | None = None) -> str:
         """Return rank 0's `value` on every rank.
