@@ -32,27 +32,19 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
-from distflow.config.load import Spec, load, reload  # noqa: E402
+from distflow.config.load import Spec, load  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
-from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
+from distflow.errors import DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
 from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
-from distflow.telemetry.run_folder import choose, read_launch  # noqa: E402 - needs the path above
+from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 
 if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
 
 INVALID = 2
-_CHECKED = 200_000
-_CHECKED_IMAGES = 200
-"""Limits of the records that are read before the start, evenly spread, and of those whose images are read; a bad record
-among the others ends the run later."""
-_PASSES = 100
-_ROWS = 1_000_000
-"""A step that makes more passes over the data than this, and asks more questions, is a mistake: it would probably never
-end. To train on a few questions again and again is a way to try things."""
 _PATIENCE = 30.0
 """Seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves."""
 
@@ -215,7 +207,9 @@ def load_spec(options: argparse.Namespace) -> Spec:
     """Load the files that the options name, or those of the run that they resume."""
     if options.resume:
         spec = reload_run(Path(options.resume), options.overrides, getattr(options, "cluster", None))
-        newest_checkpoint(options.resume)
+        if not complete_checkpoints(Path(options.resume, "checkpoints")):
+            raise InvalidInput(f"{options.resume} has no whole checkpoint to go on from. Start it again under another "
+                               "--name; `--set checkpoint.every=N` decides how often a run saves.")
         return spec
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
@@ -233,110 +227,19 @@ def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Sp
     return apply_plan_file(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
-def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """Load the spec of a run that has begun, and search the user's modules where it did.
-
-    Args:
-        cluster: description of other machines than it ran on.
-
-    Raises:
-        InvalidInput: `folder` is no run's folder.
-    """
-    sys.path += search_paths(folder)
-    kept = folder / "cluster.yaml"
-    return reload(folder, overrides, cluster or (str(kept) if kept.is_file() else None))
-
-
-def search_paths(folder: Path) -> list[str]:
-    """Return the folders in which a run found the user's modules.
-
-    Raises:
-        InvalidInput: it is no run's folder, or its launch.json is damaged.
-    """
-    if not (folder / "launch.json").is_file():
-        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
-    launch = read_launch(folder)
-    if launch is None:
-        raise InvalidInput(f"{folder / 'launch.json'} is damaged: it should be  "
-                           '{"search": [FOLDER, …], "torchrun": ""}  with the folders of your own modules. Write it '
-                           "again, or start the run again under another --name.")
-    return launch["search"]
-
-
-def newest_checkpoint(folder: str) -> Path:
-    """Return the newest complete checkpoint of a run.
-
-    Raises:
-        InvalidInput: it has none.
-    """
-    checkpoints = complete_checkpoints(Path(folder, "checkpoints"))
-    if not checkpoints:
-        raise InvalidInput(f"{folder} has no whole checkpoint to go on from. Start it again under another --name; "
-                           "`--set checkpoint.every=N` decides how often a run saves.")
-    return checkpoints[-1]
-
-
 def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
     """Check the data and return the run's folder on rank 0; None on other ranks, which learn it from the store."""
     if rank > 0:
         return None
+    from distflow.data.checks import check_data
+
     for note in check_data(spec):
         print(f"note: {note}", flush=True)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 
-def check_data(spec: Spec) -> list[str]:
-    """Read the data of a run, and return notes on what is no mistake but probably not meant.
-
-    Raises:
-        InvalidInput: a record cannot be used, or the batch is far beyond the records.
-    """
-    from distflow.contracts.rewards import branches, validation_fields
-    from distflow.data.dataset import check_records, fields_of, open_records
-
-    notes, held_out = [], spec.run.validation
-    sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
-            *((data, validation_fields(spec), branches(spec, validation=True))
-              for data in (held_out.data.values() if held_out else ()))]
-    for number, (data, own, rewarded) in enumerate(sets):
-        records = open_records(spec.data_path(data))
-        if number == 0:
-            notes += _check_batch(spec, len(records))
-        shares = -(-len(records) // _CHECKED)
-        empty = check_records(records, fields_of(spec.run.data, own), shares=shares, rewarded=rewarded)
-        if empty:
-            instead = "others take their place" if number == 0 else "they are left out"
-            read = len(range(0, len(records), shares))
-            notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
-                         f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
-        if spec.run.data.images:
-            from distflow.data.dataset import check_images
-
-            some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
-            check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
-    return notes
-
-
-def _check_batch(spec: Spec, records: int) -> list[str]:
-    """
-    Raises:
-        InvalidInput: a step would ask more than `_ROWS` questions, and each of them more than `_PASSES` times.
-    """
-    batch = spec.run.data.batch
-    if batch <= records:
-        return []
-    if batch > max(_PASSES * records, _ROWS):
-        what = f"`data.batch` asks for {batch:,} questions in each step, and the data has {records:,}"
-        hint = f"Instead:  data: {{batch: {records}}}"
-        raise InvalidInput(Diagnostic(what, spec.run_source.location(("data", "batch")), hint))
-    return [f"data.batch ({batch:,}) is more than the {records:,} records of the data, so that each step asks some of "
-            f"the questions again. Set  data: {{batch: {records}}}"]
-
-
 def folder_before_restart(spec: Spec) -> Path | None:
     """Return the folder that this run made before torchrun restarted all its processes; None on ranks other than 0."""
-    from distflow.telemetry.run_folder import of_torchrun
-
     on_rank_0 = _torchrun_number("RANK", 0) == 0
     return of_torchrun(spec.run.output) if on_rank_0 and _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0) else None
 

@@ -11,8 +11,7 @@ from harness import metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.launch import reload_run
-from distflow.telemetry.run_folder import RunFolder
+from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}},

@@ -89,8 +89,10 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec,
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
     """Return the spec and the plan, with notes about the data; check the data and the name of the run too."""
+    from distflow.data.checks import check_data
+
     spec, plan = load_and_plan(options)
-    notes = launch.check_data(spec)
+    notes = check_data(spec)
     choose(spec.run.output, plan.name, options.name)
     return spec, replace(plan, notes=(*plan.notes, *notes))
 

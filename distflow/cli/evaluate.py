@@ -20,9 +20,8 @@ from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml
 from distflow.config.yaml_source import parse_value, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
-from distflow.launch import search_paths
 from distflow.telemetry.accuracy import interval
-from distflow.telemetry.run_folder import choose
+from distflow.telemetry.run_folder import choose, search_paths
 
 _PATIENCE = 300.0
 """Seconds that the rewards of one problem's answers may take: all are earned in one step, far larger than those that

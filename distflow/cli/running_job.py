@@ -21,12 +21,11 @@ from distflow.cli.common import Verb, table
 from distflow.config.live_changes import groups_of, refusal
 from distflow.config.load import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
-from distflow.launch import reload_run
 from distflow.recovery import autoscaler, live_config
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
 from distflow.telemetry.processes import began
-from distflow.telemetry.run_folder import SUMMARY, RunFolder, read_plan
+from distflow.telemetry.run_folder import SUMMARY, RunFolder, read_plan, reload_run
 from planners import plan
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}

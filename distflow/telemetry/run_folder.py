@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from distflow.config.load import Spec
+from distflow.config.load import Spec, reload
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
 from distflow.telemetry import events
@@ -173,6 +173,36 @@ def read_launch(folder: Path) -> dict[str, Any] | None:
         return None
     search = content.get("search") if isinstance(content, dict) else None
     return content if isinstance(search, list) and all(isinstance(folder, str) for folder in search) else None
+
+
+def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """Load the spec of a run that has begun, and search the user's modules where it did.
+
+    Args:
+        cluster: description of other machines than it ran on.
+
+    Raises:
+        InvalidInput: `folder` is no run's folder.
+    """
+    sys.path += search_paths(folder)
+    kept = folder / "cluster.yaml"
+    return reload(folder, overrides, cluster or (str(kept) if kept.is_file() else None))
+
+
+def search_paths(folder: Path) -> list[str]:
+    """Return the folders in which a run found the user's modules.
+
+    Raises:
+        InvalidInput: it is no run's folder, or its launch.json is damaged.
+    """
+    if not (folder / "launch.json").is_file():
+        raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
+    launch = read_launch(folder)
+    if launch is None:
+        raise InvalidInput(f"{folder / 'launch.json'} is damaged: it should be  "
+                           '{"search": [FOLDER, …], "torchrun": ""}  with the folders of your own modules. Write it '
+                           "again, or start the run again under another --name.")
+    return launch["search"]
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
