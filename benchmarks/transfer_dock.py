@@ -23,6 +23,7 @@ import secrets
 import sys
 import time
 from argparse import Namespace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,52 @@ from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, rat
 from distflow.data.batch import Batch, Ragged  # noqa: E402
 from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
 from distflow.dock.process import start  # noqa: E402
-from planners.transfers import SampleFlow  # noqa: E402
 
 GOAL, BUSIEST_GOAL, CLIENTS, WAREHOUSES = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 _COLUMNS = ("tokens", "logprobs", "rewards")
 _WAIT = 60.0
+
+
+@dataclass(frozen=True)
+class SampleFlow:
+    """Sample flow of one iteration by MindSpeed RL's own formula (§"Problem Statement", Eq. 1, 2, 4), rebuilt from its
+    text. It agrees with every row of its Table 1 to the digits printed.
+
+    `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a value.
+
+    `long_columns` (n) are as long as the response: its tokens, log-probabilities, and so on; `scalars` are single
+    values per sample.
+    """
+
+    prompts: int
+    responses: int
+    prompt_tokens: int
+    long_columns: int
+    response_tokens: int
+    scalars: int
+    width: int = 4
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.responses
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the last three steps of an iteration move together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
+        long = 3 * self.long_columns * self.response_tokens
+        return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
+
+    def through_each_shard(self, shards: int, consumers: int) -> float:
+        """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
+
+        Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
+        """
+        metadata = self.samples * self.width * self.scalars * consumers
+        return (self.nbytes + metadata) / shards
+
+    def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
+        """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
+        return self.through_each_shard(shards, consumers) / bytes_per_second
 
 
 def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:

@@ -2,11 +2,7 @@
 
 Columns go by reference where the layout stays and by all-to-all where it changes. Their bytes are estimated as in
 MindSpeed RL (§3.1, Eq. 2), column by column: rows × the longest row × the bytes of an element, for prompts and
-responses at the run's longest.
-
-`SampleFlow` is the paper's own formula for one iteration (§"Problem Statement", Eq. 1, 2, 4), rebuilt from its text; it
-agrees with every row of its Table 1 to the digits printed. Eq. 2 counts the columns of one algorithm by hand: the long
-ones three times, prompts twice. `through_dock` takes writers and readers from the DAG: each column goes in once, where
+responses at the run's longest. `through_dock` takes writers and readers from the DAG: each column goes in once, where
 it is written, and out once for each node that reads it. Storage shards (the paper's warehouses) divide the rows by
 their ids, so each carries an equal part (Eq. 4).
 """
@@ -21,46 +17,6 @@ from distflow.contracts.signature import GROUP, Contract
 from distflow.plan import REWARD_PARTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
 from planners.check import bind
 from planners.columns import NodeColumns, plain_form
-
-
-@dataclass(frozen=True)
-class SampleFlow:
-    """Sample flow of one iteration: `prompts` (G) with `responses` (N) each; lengths in tokens, `width` (B) bytes a
-    value.
-
-    `long_columns` (n) are as long as the response: its tokens, log-probabilities, and so on; `scalars` are single
-    values per sample.
-    """
-
-    prompts: int
-    responses: int
-    prompt_tokens: int
-    long_columns: int
-    response_tokens: int
-    scalars: int
-    width: int = 4
-
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.responses
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the last three steps of an iteration move together: G·N·B·(3·n·S + 2·P + 3·scalars) (Eq. 2)."""
-        long = 3 * self.long_columns * self.response_tokens
-        return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
-
-    def through_each_shard(self, shards: int, consumers: int) -> float:
-        """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
-
-        Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
-        """
-        metadata = self.samples * self.width * self.scalars * consumers
-        return (self.nbytes + metadata) / shards
-
-    def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
-        """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
-        return self.through_each_shard(shards, consumers) / bytes_per_second
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planners.transfers import SampleFlow
+from benchmarks.transfer_dock import SampleFlow
 
 K, GIB, MIB = 1024, 2**30, 2**20
 TABLE = [  # G, N, P, n, S, scalars, GiB, seconds at 100 MiB/s, seconds at 1 GiB/s
