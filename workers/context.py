@@ -156,7 +156,7 @@ class RankContext:
     def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
-        return {shard.process.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
+        return {shard.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
                 "place, and what it held is sampled again"} if shard else {}
 
     def restart_required_processes(self) -> dict[int, str]:

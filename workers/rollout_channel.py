@@ -62,7 +62,7 @@ class RolloutChannel:
         """Return the channel of a worker, with a connection of its own to the store. The shard stays with the
         supervisor."""
         if self.shard_process is not None:  # or the shard would not see its supervisor end
-            self.shard_process.process.stdin.close()
+            self.shard_process.stdin.close()
         return replace(self, store=store, shard_process=None)
 
     def dock(self, who: str) -> DockClient:  # one per thread

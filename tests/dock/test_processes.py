@@ -59,7 +59,7 @@ def children(token):
 
     yield make
     for child in started:
-        if child.process.stdin.closed:
+        if child.stdin.closed:
             continue
         child.stop()
         assert child.process.returncode is not None
@@ -164,11 +164,11 @@ def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
     with DockClient([child.address], token, "test", patience=2.0) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
-        child.process.stdin.close()
+        child.stdin.close()
         assert child.process.wait(timeout=10) == 0
         with pytest.raises(Unreachable, match="restore it from its snapshot"):
             dock.put(tokens([1]))
-    child.process.stdout.close()
+    child.stdout.close()
 
 
 def test_a_signal_to_all_processes_of_a_run_is_not_for_the_dock(children):
