@@ -181,7 +181,7 @@ class DockClient:
         return sum(reply["bytes"] for reply, _ in self.pool.ask_all(requests, wait=600.0))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return of every process: rows, bytes stored and moved, duplicates, leases, its clients and their activity."""
+        """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
         return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
 
     def close(self) -> None:

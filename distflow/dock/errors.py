@@ -26,11 +26,8 @@ class Full(DockError):
 
 
 class TimedOut(DockError):
-    """Rows did not come within the limit. `report` holds what the message says, for programs.
-
-    `report["missing"]` has, for each set of missing columns, the ids of some rows; `report["writers"]` what each
-    consumer that writes those columns has of the rows.
-    """
+    """Rows did not come within the limit. `report` holds what the index knows of them: `report["missing"]` has each set
+    of missing columns, with the ids of some rows and their count."""
 
     def __init__(self, message: str, report: dict[str, Any] | None = None):
         super().__init__(message)

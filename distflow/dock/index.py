@@ -151,8 +151,6 @@ class ConsumerIndex:
         self.leases: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
         self.epoch, self.number, self.epochs = epoch, epoch << 32, {epoch, *epochs}
-        self.returned = self.refused = 0
-        """Counts: rows that leases gave back, commits that came too late."""
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
@@ -261,7 +259,6 @@ class ConsumerIndex:
         taken = [row for row in ids if row in self.done or (not answered and self._leased_to_other(row, number))]
         unsure = number >> 32 not in self.epochs and not answered
         if taken or unsure or (step is not None and step in self.steps):
-            self.refused += 1
             raise LeaseLost(self._lost(number, taken or ids, step))
         keep()
         self.leases.pop(number, None)
@@ -297,8 +294,7 @@ class ConsumerIndex:
             self.ready = back | self.ready
         while len(self.expired) > _EXPIRED_KEPT:
             self.expired.pop(next(iter(self.expired)))
-        self.returned += (count := sum(len(granted.rows) for granted in over))
-        return count
+        return sum(len(granted.rows) for granted in over)
 
     def finish(self, ids: Iterable[int]) -> None:
         """Mark rows as committed that a shard remembers as such."""

@@ -21,7 +21,7 @@ from distflow.dock.index import ConsumerIndex, GrantedLease
 from distflow.dock.persistence import Journal, read_snapshot, write_snapshot
 from distflow.dock.selection import DockLayout, Ids, RowState
 from distflow.dock.shard_state import ClientSession, ShardState
-from distflow.dock.storage import RowMeta, read_ids, unpack
+from distflow.dock.storage import read_ids, unpack
 from distflow.dock.timeouts import describe_rows, no_room, shortage, status
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
@@ -159,12 +159,12 @@ class StorageShardServer:
         with contextlib.ExitStack() as reserved:
             reserved.callback(self._unreserve, new, request.size)
             batch = unpack(len(ids), header["columns"], request.connection.payload(request.size))
-            meta = RowMeta(**{name: read_ids(data) for name, data in header["meta"].items()})
+            meta = {name: read_ids(header["meta"][name]) for name in ("version", "group") if name in header["meta"]}
             with state.changed:  # in one hold: in between, others could take the room that these rows still need
                 reserved.close()
                 stored = state.storage.put(batch, meta, header["turn"])
                 state.announce(stored.tolist(), batch.columns if header["turn"] is None else (), new > 0)
-        return {"stored": len(stored), "dropped": len(ids) - len(stored)}, []
+        return {"stored": len(stored)}, []
 
     def _reserve(self, ids: Ids, nbytes: int, wait: float) -> int:
         """Wait for room for rows; return how many of them are new."""

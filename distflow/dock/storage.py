@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,11 @@ from distflow.dock.selection import Ids
 from distflow.errors import ColumnError, listing
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-Span = tuple["RecordBatch", int, int]
-"""Rows start…stop of a batch."""
+Span = tuple["RecordBatch", int, int]  # rows start…stop of a batch
 Schema = list[list[Any]]
 Message = tuple[dict[str, Any], list[Any]]
 LiveRows = dict[int, tuple[int, list[str]]]
-"""Id and columns (none: a saved turn) of the rows of a batch that can still be read, by index."""
+"""Rows of a batch that can still be read, by index: id and columns (none: a saved turn)."""
 
 
 class StoredColumn:
@@ -49,8 +48,8 @@ class StoredColumn:
             self.buffers.insert(0, (raw(levels(column)[0][0]).data, 8, range(len(column) + 1)))
         self.nbytes = sum(len(data) for data, *_ in self.buffers)
 
-    def slice(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
-        """Append the slices of rows start…stop to `into`, a list for each buffer; return the count of elements."""
+    def append_slice(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
+        """Append rows start…stop to `into`, a list for each buffer; return the count of elements."""
         for part, (data, width, bounds) in zip(into, self.buffers):
             first, last = bounds[start], bounds[stop]
             part.append(data[first * width : last * width])
@@ -63,8 +62,7 @@ class RecordBatch:
 
     def __init__(self, batch: Batch, base: int, nbytes: int):
         self.batch, self.base, self.nbytes = batch, base, nbytes
-        self.live = len(batch)
-        """Count of rows that still have a column here."""
+        self.live = len(batch)  # rows that still have a column here
         self._columns: dict[str, StoredColumn] = {}
 
     def column(self, name: str) -> StoredColumn:
@@ -84,19 +82,13 @@ def tokens_of(batch: Batch) -> Ids:
 
 
 def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Schema, list[Any]]:
-    """Return the schema and the buffers of a message with rows `ids`, each column gathered from its spans.
-
-    Raises:
-        ColumnError: the spans of a column do not have one form.
-    """
-    schema: Schema = []
+    """Return the schema and the buffers of a message with rows `ids`, each column gathered from its spans. Raises
+    `ColumnError` if the spans of a column do not have one form."""
     buffers: list[Any] = [ids.data.cast("B") if len(ids) else b""]
-    for name, spans in columns:
-        schema.append(_gather(name, spans, buffers))
-    return schema, buffers
+    return [_pack_column(name, spans, buffers) for name, spans in columns], buffers
 
 
-def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
+def _pack_column(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
     first = spans[0][0].column(name)
     parts: list[list[memoryview]] = [[] for _ in first.buffers]
     elements = 0
@@ -105,7 +97,7 @@ def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
         if held is not first and held.form != first.form:
             raise ColumnError(f"the rows of column `{name}` do not fit together: some are {first.form}, some "
                               f"{held.form}. Their producers differ")
-        elements += held.slice(start, stop, parts)
+        elements += held.append_slice(start, stop, parts)
     for part in parts:
         buffers += part
         buffers.append(bytes(-sum(map(len, part)) % 8))
@@ -113,7 +105,7 @@ def _gather(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
 
 
 def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
-    """Copy rows of batches into a batch of their own; for long rows several times faster than indexing."""
+    """Copy rows into a batch of their own; for long rows several times faster than indexing."""
     schema, buffers = pack(ids, [(name, spans) for name in names])
     data = torch.empty(sum(map(len, buffers)), dtype=torch.uint8)
     view, position = data.numpy().data, 0
@@ -124,11 +116,8 @@ def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
 
 
 def unpack(rows: int, schema: Schema, data: Tensor) -> Batch:
-    """Return the batch of a message; its columns are views of `data` [bytes] uint8.
-
-    Raises:
-        ColumnError: the schema and the bytes do not fit together.
-    """
+    """Return the batch of a message; its columns are views of `data` [bytes] uint8. Raises `ColumnError` if the schema
+    and the bytes do not fit together."""
     take = functools.partial(_take, data, position := [0])
     ids = take("ids", "int64", [rows])
     columns: dict[str, ColumnData] = {}
@@ -197,36 +186,15 @@ def order_of(wanted: Ids, there: Ids) -> Ids:
 
 @dataclass(slots=True)
 class StoredRow:
-    """Metadata of a row in its shard."""
+    """Metadata of a row in its shard; see `RowState`."""
 
     columns: frozenset[str] = frozenset()
     tokens: int = 0
     version: int = 0
     group: int = -1
     turn: int = -1
-    """Last saved turn, if the row is not finished."""
-    saved: int = -1
-    """Position of that turn's row."""
+    saved: int = -1  # position of that turn's row
     consumed: set[str] = field(default_factory=set)
-
-
-@dataclass
-class RowMeta:
-    """Metadata from the producer: weight version and group ([rows] int64); None leaves what is known."""
-
-    version: Ids | None = None
-    group: Ids | None = None
-
-
-@dataclass
-class StorageCounts:
-    """Counts of rows that went through a shard, for metrics."""
-
-    rows_in: int = 0
-    rows_out: int = 0
-    duplicates: int = 0
-    """Rows that came again and were dropped."""
-    removed: int = 0
 
 
 def read_ids(data: bytes) -> Ids:
@@ -243,8 +211,7 @@ def read_table(data: bytes) -> Ids:
     return read_ids(data).reshape(5, -1)
 
 
-_COMPACT_FROM = 256 << 10
-"""Bytes of a batch that is worth copying when half of its rows are gone."""
+_COMPACT_FROM = 256 << 10  # bytes of a batch that is worth copying when half of its rows are gone
 
 
 class StorageShard:
@@ -254,24 +221,18 @@ class StorageShard:
         self.number, self.count = number, count
         self.max_rows, self.max_bytes = max_rows, max_bytes
         self.rows: dict[int, StoredRow] = {}
-        self.positions: dict[str, dict[int, int]] = {}
-        """Column → row id → position."""
+        self.positions: dict[str, dict[int, int]] = {}  # by column and row id
         self.batches: list[RecordBatch] = []
         self.bases: list[int] = []
         self.next_base = self.nbytes = self.coming_rows = self.coming_bytes = 0
-        self.thinned: dict[int, RecordBatch] = {}
-        """Batches that have lost rows since the last `_compact`, by base."""
-        self.gone = Intervals()
-        """Rows that all consumers have committed, as id // count: dense where ids are."""
-        self.counts = StorageCounts()
+        self.thinned: dict[int, RecordBatch] = {}  # batches that have lost rows since the last `_compact`, by base
+        self.gone = Intervals()  # rows that all consumers have committed, as id // count: dense where ids are
 
     def reserve(self, ids: Ids, nbytes: int) -> int | None:
         """Reserve room for rows that are about to arrive; return how many are new, or None if there is no room now.
 
-        Columns for stored rows always find room: rows could otherwise never be finished and leave.
-
-        Raises:
-            Full: the rows would not fit into the empty shard.
+        Columns for stored rows always find room: rows could otherwise never be finished and leave. Raises `Full` if the
+        rows would not fit into the empty shard.
         """
         new = sum(row not in self.rows and row // self.count not in self.gone for row in ids.tolist())
         if new > self.max_rows or (new and nbytes > self.max_bytes):
@@ -288,10 +249,12 @@ class StorageShard:
         self.coming_rows -= new
         self.coming_bytes -= nbytes
 
-    def put(self, batch: Batch, meta: RowMeta, turn: int | None = None) -> Ids:
+    def put(self, batch: Batch, meta: Mapping[str, Ids] | None = None, turn: int | None = None) -> Ids:
         """Store rows, and return the ids of those that were new; repeated ones are dropped.
 
-        With `turn`, the rows are unfinished: they replace those of an earlier turn, and only `saved` returns them.
+        Args:
+            meta: weight version and group, by name; without them, what is known of a row stays.
+            turn: of unfinished rows: they replace those of an earlier turn, and only `saved` returns them.
 
         Raises:
             DockError: rows have some of these columns already, but not all; or there are no columns.
@@ -303,8 +266,6 @@ class StorageShard:
         if len(set(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
         fresh = [local for local, row in enumerate(ids) if self._wants(row, names, turn)]
-        self.counts.rows_in += len(fresh)
-        self.counts.duplicates += len(ids) - len(fresh)
         if not fresh:
             return numpy.empty(0, numpy.int64)
         records = self._append(batch, len(fresh))
@@ -312,14 +273,17 @@ class StorageShard:
         for local in fresh:
             row = ids[local]
             stored = self.rows.setdefault(row, StoredRow())
-            if turn is not None or not names.isdisjoint(self._saved_columns(stored)):
+            if turn is not None or not names.isdisjoint(self._saved_columns(stored)):  # others do not finish a turn
                 self._forget_turn(stored)
             stored.tokens = max(stored.tokens, tokens[local])
             if turn is not None:
                 stored.turn, stored.saved = turn, records.base + local
                 continue
             stored.columns |= names
-        self._set_meta(ids, fresh, meta)
+        for name, values in (meta or {}).items():
+            given = values.tolist()
+            for local in fresh:
+                setattr(self.rows[ids[local]], name, given[local])
         if turn is None:
             for name in names:
                 self.positions.setdefault(name, {}).update((ids[local], records.base + local) for local in fresh)
@@ -336,7 +300,6 @@ class StorageShard:
             except KeyError:
                 raise ColumnError(self._absent(ids, name)) from None
             columns.append((name, spans_of(positions, self.bases, self.batches)))
-        self.counts.rows_out += len(ids)
         return pack(ids, columns)
 
     def saved(self, ids: Ids) -> tuple[Ids, Ids, Schema, list[Any]]:
@@ -349,9 +312,8 @@ class StorageShard:
         names = list(spans[0][0].batch.columns) if spans else []
         return ids, turns, *pack(ids, [(name, spans) for name in names])
 
-    def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> int:
-        """Mark rows as committed by a consumer; return how many leave, since all consumers have committed them."""
-        left = 0
+    def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> None:
+        """Mark rows as committed by a consumer; they leave once all consumers have committed them."""
         for row in ids:
             stored = self.rows.get(row)
             if stored is None:
@@ -359,10 +321,7 @@ class StorageShard:
             stored.consumed.add(consumer)
             if stored.consumed >= all_consumers:
                 self._remove(row, stored)
-                left += 1
-        self.counts.removed += left
         self._compact()
-        return left
 
     def table(self, ids: Iterable[int]) -> Ids:
         """Return the metadata for the indexes, [5, rows] int64: id, tokens, version, group, turn."""
@@ -398,14 +357,6 @@ class StorageShard:
                             "columns that are made together must be put together, or those of two attempts would mix")
         return not there
 
-    def _set_meta(self, ids: list[int], fresh: list[int], meta: RowMeta) -> None:
-        for name in ("version", "group"):
-            values = getattr(meta, name)
-            if values is not None:
-                given = values.tolist()
-                for position in fresh:
-                    setattr(self.rows[ids[position]], name, given[position])
-
     def _append(self, batch: Batch, live: int) -> RecordBatch:
         records = RecordBatch(batch, self.next_base, 0)
         records.nbytes = batch.ids.nbytes + sum(records.column(name).nbytes for name in batch.columns)
@@ -429,7 +380,6 @@ class StorageShard:
             stored.turn = stored.saved = -1
 
     def _saved_columns(self, stored: StoredRow) -> Iterable[str]:
-        """Return the unfinished columns; columns that others make of the row meanwhile do not finish them."""
         return self._batch_at(stored.saved).batch.columns if stored.saved >= 0 else ()
 
     def _batch_at(self, position: int) -> RecordBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any
 
 from distflow.dock.index import SHOWN, ConsumerIndex, GrantedLease
@@ -73,14 +72,12 @@ def explain(message: str, report: Report, layout: DockLayout, ask: Callable[[str
     """Return the whole message: the index's report, and what `ask(consumer, ids)` finds at those that write it."""
     lines = [f"{message}: it wants at least {report['wanted']}; {report['ready']} are ready, {report['known']} known, "
              f"{report['committed']} committed."]
-    by_writer: Report = {}
     for columns, ids, count in report["missing"]:
         lines.append(f"  {count} rows lack {', '.join(columns)}: {ids}{' …' if count > len(ids) else ''}")
         for column in columns:
             writers = [consumer for consumer in layout.consumers if column in consumer.writes]
             for writer in writers:
-                by_writer[writer.name] = states = ask(writer.name, ids)
-                lines += [f"    `{writer.name}` writes `{column}`: {state}" for state in states]
+                lines += [f"    `{writer.name}` writes `{column}`: {state}" for state in ask(writer.name, ids)]
             if not writers:
                 lines.append(f"    no consumer says that it writes `{column}`; whoever puts the rows must add it")
     lines += [f"  {count} rows are leased by {holder}" for count, holder in report["leased"]]
@@ -91,7 +88,6 @@ def explain(message: str, report: Report, layout: DockLayout, ask: Callable[[str
     elif report["ready"] and not report["missing"]:
         lines.append("  the rows that are ready are of other steps, of incomplete groups, or too few")
     lines += [f"  unreachable: {address}" for address in report["unreachable"]]
-    report["writers"] = by_writer
     return "\n".join(lines)
 
 
@@ -99,16 +95,13 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
     """Return the figures of a process: what it holds, what went through it, and its clients."""
     storage = state.storage
     return {
-        "number": storage.number, "rows": len(storage.rows), "bytes": storage.nbytes, "counts": asdict(storage.counts),
-        "received": state.received + sum(each.received for each in connections),
+        "rows": len(storage.rows), "received": state.received + sum(each.received for each in connections),
         "sent": state.sent + sum(each.sent for each in connections),
         "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
-                           "retained": sum(map(len, each.retained.values())), "leases": len(each.leases),
-                           "returned": each.returned, "refused": each.refused}
+                           "leases": len(each.leases)}
                     for name, each in state.indexes.items()},
         "clients": [[client.who, client.activity, now - client.active_at]
-                    for session, client in state.clients.items() if client.connections and session],
-        "unreachable": _unreachable(state)}
+                    for session, client in state.clients.items() if client.connections and session]}
 
 
 def _unreachable(state: ShardState) -> list[str]:

@@ -213,11 +213,11 @@ def test_room_that_rows_are_about_to_fill_is_nobody_elses(dock, monkeypatch):
     at = dock(1, (UPDATE,), max_rows=4)
     storage, seen = at.services[0].state.storage, []
 
-    def between(**meta):
+    def between(*message):
         seen.append(storage.coming_rows)
-        return made(**meta)
+        return unpack(*message)
 
-    made = services.RowMeta
-    monkeypatch.setattr(services, "RowMeta", between)
+    unpack = services.unpack
+    monkeypatch.setattr(services, "unpack", between)
     at.put(tokens(range(4)))
     assert (seen, storage.coming_rows, storage.coming_bytes) == ([4], 0, 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import DockError, Full
 from distflow.dock import storage as module
-from distflow.dock.storage import RowMeta, StorageShard, unpack
+from distflow.dock.storage import StorageShard, unpack
 from distflow.errors import ColumnError
 
 ALL = frozenset({"reward", "update"})
@@ -28,8 +28,8 @@ def read(shard, ids, names=("tokens",)):
 
 def test_columns_of_several_puts_come_together():
     shard = StorageShard()
-    shard.put(tokens([1, 2, 3]), RowMeta())
-    shard.put(Batch(torch.tensor([3, 1]), {"rewards": torch.tensor([0.3, 0.1])}), RowMeta())
+    shard.put(tokens([1, 2, 3]))
+    shard.put(Batch(torch.tensor([3, 1]), {"rewards": torch.tensor([0.3, 0.1])}))
     back = read(shard, [3, 1], ("rewards", "tokens"))
     assert back["rewards"].tolist() == pytest.approx([0.3, 0.1])
     assert [row.tolist() for row in back["tokens"].rows] == [[3, 3, 3], [1]]
@@ -37,34 +37,33 @@ def test_columns_of_several_puts_come_together():
 
 def test_metadata_stays_unless_it_is_given_again():
     shard = StorageShard()
-    shard.put(tokens([5, 6]), RowMeta(version=numpy.array([1, 2]), group=numpy.array([7, 7])))
-    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), RowMeta(version=numpy.array([3])))
+    shard.put(tokens([5, 6]), {"version": numpy.array([1, 2]), "group": numpy.array([7, 7])})
+    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), {"version": numpy.array([3])})
     assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, 7, -1], [6, 2, 3, 7, -1]]
 
 
 def test_a_row_that_comes_again_is_dropped_and_counted():
     shard = StorageShard()
-    shard.put(tokens([1, 2]), RowMeta())
-    assert shard.put(tokens([2, 3], scale=100), RowMeta()).tolist() == [3]
+    shard.put(tokens([1, 2]))
+    assert shard.put(tokens([2, 3], scale=100)).tolist() == [3]
     assert read(shard, [2])["tokens"].values.tolist() == [2, 2]
     shard.retire("update", [1], ALL)
     shard.retire("reward", [1], ALL)
-    assert shard.put(tokens([1]), RowMeta()).tolist() == []
-    assert shard.counts.duplicates == 2
+    assert shard.put(tokens([1])).tolist() == []
 
 
 def test_columns_of_two_attempts_do_not_mix():
     shard = StorageShard()
-    shard.put(tokens([1]), RowMeta())
+    shard.put(tokens([1]))
     with pytest.raises(DockError, match="must be put together"):
-        shard.put(tokens([1]).with_columns({"logprobs": torch.zeros(1)}), RowMeta())
+        shard.put(tokens([1]).with_columns({"logprobs": torch.zeros(1)}))
     with pytest.raises(DockError, match="a row twice"):
-        shard.put(tokens([4, 4]), RowMeta())
+        shard.put(tokens([4, 4]))
 
 
 def test_what_is_missing_is_named():
     shard = StorageShard()
-    shard.put(tokens([1, 2]), RowMeta())
+    shard.put(tokens([1, 2]))
     with pytest.raises(ColumnError, match=r"rows \[1, 2\] .* have no column `rewards` yet. They have: tokens"):
         read(shard, [1, 2], ["rewards"])
     with pytest.raises(ColumnError, match=r"never seen rows \[9\]"):
@@ -77,7 +76,7 @@ def test_what_is_missing_is_named():
 
 def test_rows_of_another_shard_are_refused():
     with pytest.raises(DockError, match="row 3 does not live in shard 0 of 2"):
-        StorageShard(0, 2).put(tokens([2, 3]), RowMeta())
+        StorageShard(0, 2).put(tokens([2, 3]))
 
 
 def test_room_is_for_new_rows():
@@ -85,7 +84,7 @@ def test_room_is_for_new_rows():
     assert shard.reserve(numpy.array([0, 1]), 10) == 2
     assert shard.reserve(numpy.array([2]), 10) is None, "those on the way count"
     shard.unreserve(2, 10)
-    shard.put(tokens([0, 1]), RowMeta())
+    shard.put(tokens([0, 1]))
     assert shard.reserve(numpy.array([2]), 10) is None
     assert shard.reserve(numpy.array([0, 1]), 10**9) == 0, "rows must be able to get what they need to leave"
     with pytest.raises(Full, match="3 rows of 10 bytes never fit"):
@@ -96,33 +95,33 @@ def test_room_is_for_new_rows():
 
 def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
     shard = StorageShard()
-    shard.put(tokens([1, 2]), RowMeta(), turn=0)
-    shard.put(tokens([1], scale=10), RowMeta(), turn=1)
-    assert shard.put(tokens([1], scale=99), RowMeta(), turn=1).tolist() == [], "another attempt at the same turn"
+    shard.put(tokens([1, 2]), turn=0)
+    shard.put(tokens([1], scale=10), turn=1)
+    assert shard.put(tokens([1], scale=99), turn=1).tolist() == [], "another attempt at the same turn"
     ids, turns, schema, buffers = shard.saved(numpy.array([2, 1, 5]))
     wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
     assert (ids.tolist(), turns.tolist()) == ([2, 1], [0, 1])
     assert [row.tolist() for row in unpack(2, schema, wire)["tokens"].rows] == [[2, 2], [10]]
-    shard.put(tokens([1]), RowMeta())
+    shard.put(tokens([1]))
     assert shard.saved(numpy.array([1, 2]))[0].tolist() == [2]
-    assert shard.put(tokens([1]), RowMeta(), turn=5).tolist() == []
+    assert shard.put(tokens([1]), turn=5).tolist() == []
     assert len(shard.batches) == 2
 
 
 def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
     shard = StorageShard()
-    shard.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}), RowMeta())
-    shard.put(tokens([1]), RowMeta(), turn=3)
-    shard.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}), RowMeta())
+    shard.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}))
+    shard.put(tokens([1]), turn=3)
+    shard.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}))
     assert shard.saved(numpy.array([1]))[1].tolist() == [3]
-    shard.put(tokens([1]), RowMeta())
+    shard.put(tokens([1]))
     assert shard.table([1]).T.tolist() == [[1, 1, 0, -1, -1]]
 
 
 def test_rows_without_columns_are_refused():
     """Nothing would ever let go of them."""
     with pytest.raises(DockError, match="without columns"):
-        StorageShard().put(Batch(torch.tensor([1])), RowMeta())
+        StorageShard().put(Batch(torch.tensor([1])))
 
 
 @settings(max_examples=60)
@@ -135,9 +134,9 @@ def test_whatever_leaves_the_rest_stays_whole(data):
         for _ in range(data.draw(st.integers(1, 5))):
             new = list(range(base, base + data.draw(st.integers(1, 8))))
             base += len(new)
-            shard.put(tokens(new), RowMeta(), turn=0)
-            shard.put(tokens(new), RowMeta())
-            shard.put(Batch(torch.tensor(new), {"x": torch.tensor(new) * 2}), RowMeta())
+            shard.put(tokens(new), turn=0)
+            shard.put(tokens(new))
+            shard.put(Batch(torch.tensor(new), {"x": torch.tensor(new) * 2}))
             there |= set(new)
             gone = data.draw(st.sets(st.sampled_from(sorted(there)))) if there else set()
             for consumer in ALL:
