@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.errors import Full, TimedOut
-from distflow.dock.index import ConsumerIndex, GrantedLease
+from distflow.dock.index import ConsumerIndex
 from distflow.dock.persistence import Journal, read_snapshot, write_snapshot
 from distflow.dock.selection import DockLayout, Ids, RowState
 from distflow.dock.shard_state import ClientSession, ShardState
@@ -30,8 +30,7 @@ from distflow.rpc.server import Server
 from distflow.rpc.shared_payloads import MappedSegments
 
 _log = logging.getLogger("distflow.dock")
-_WAKE = 0.5
-"""Seconds after which a waiting request looks again by itself: leases of others expire without a notification."""
+_WAKE = 0.5  # seconds after which a waiting request looks again: leases of others expire without a notification
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "renew", "commit", "rollback",
@@ -48,6 +47,16 @@ class ClientRequest(NamedTuple):
     session: str
     header: Header
     size: int
+
+
+def locked(action: Callable[[Any, ClientRequest], Header]) -> Callable[[Any, ClientRequest], Reply]:
+    """Run an operation that answers with a header alone under the lock of the shard's state."""
+
+    def run(server: StorageShardServer, request: ClientRequest) -> Reply:
+        with server.state.changed:
+            return action(server, request), []
+
+    return run
 
 
 class StorageShardServer:
@@ -73,7 +82,6 @@ class StorageShardServer:
         commits = Journal(journal) if journal is not None else None
         self.state = ShardState(token, 1 + secrets.randbits(30), max_rows, max_bytes, commits)
         self.writing = threading.Lock()
-        """Held while a snapshot is taken and written: a repeated request must not write into the first one's file."""
         self.over = self.forgets = False
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
@@ -143,14 +151,14 @@ class StorageShardServer:
         connection.skip(expected - connection.received)
         connection.send(reply, buffers)
 
-    def configure(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            self.state.configure(DockLayout.from_plain(request.header["layout"]), request.header["number"])
-        return {}, []
+    @locked
+    def configure(self, request: ClientRequest) -> Header:
+        self.state.configure(DockLayout.from_plain(request.header["layout"]), request.header["number"])
+        return {}
 
-    def layout(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            return {"layout": self.state.configured().to_plain(), "number": self.state.storage.number}, []
+    @locked
+    def layout(self, request: ClientRequest) -> Header:
+        return {"layout": self.state.configured().to_plain()}
 
     def put(self, request: ClientRequest) -> Reply:
         """Wait for room before the payload is received; then store the rows and tell the indexes."""
@@ -199,79 +207,71 @@ class StorageShardServer:
             ids, turns, schema, buffers = self.state.storage.saved(read_ids(request.header["ids"]))
         return {"rows": len(ids), "columns": schema, "turns": turns.tobytes()}, buffers
 
-    def lease(self, request: ClientRequest) -> Reply:
-        header = request.header
-
-        def grant(index: ConsumerIndex, now: float) -> GrantedLease | None:
-            return index.lease(header["count"], now, request.session, least=header["least"], step=header["step"],
-                               share=header["share"], shares=header["shares"], request=header["request"])
-
-        index, granted = self._await_rows(header, grant)
+    @locked
+    def lease(self, request: ClientRequest) -> Header:
+        header, index = request.header, self.state.index(request.header["consumer"])
+        granted = self._await_rows(header, index, lambda now: index.lease(
+            header["count"], now, request.session, least=header["least"], step=header["step"],
+            share=header["share"], shares=header["shares"], request=header["request"]))
         rows = granted.shares[header["share"]]
         return {"lease": granted.number, "seconds": index.consumer.seconds, "all": _packed(granted.rows, "id"),
-                "rows": _packed(rows, "id", "tokens", "version", "group", "turn")}, []
+                "rows": _packed(rows, "id", "tokens", "version", "group", "turn")}
 
-    def look(self, request: ClientRequest) -> Reply:
+    @locked
+    def look(self, request: ClientRequest) -> Header:
+        header, index = request.header, self.state.index(request.header["consumer"])
+        rows = self._await_rows(header, index, lambda now: index.look(header["count"], now, least=header["least"],
+                                                                      step=header["step"]))
+        return {name: _packed(rows, name) for name in ("id", "tokens")}
+
+    def _await_rows(self, header: Header, index: ConsumerIndex, find: Callable[[float], T | None]) -> T:
+        """Return what `find` finds, now or before the request's wait is over. The lock is released in between."""
+        began = time.monotonic()
+        while (found := find(time.monotonic())) is None:
+            now = time.monotonic()
+            if (left := began + header["wait"] - now) <= 0 or self.over:
+                raise TimedOut(*shortage(self.state, index, header, now))
+            self.state.changed.wait(min(left, _WAKE))
+        return found
+
+    @locked
+    def renew(self, request: ClientRequest) -> Header:
+        index = self.state.index(request.header["consumer"])
+        return {"seconds": index.renew(request.header["lease"], time.monotonic(), request.session)}
+
+    @locked
+    def commit(self, request: ClientRequest) -> Header:
         header = request.header
-        _, rows = self._await_rows(header, lambda index, now: index.look(header["count"], now, least=header["least"],
-                                                                         step=header["step"]))
-        return {name: _packed(rows, name) for name in ("id", "tokens")}, []
+        return {"new": self.state.commit(header["consumer"], header["lease"], header["step"], read_ids(header["ids"]),
+                                         header.get("answered", False))}
 
-    def _await_rows(self, header: Header, found: Callable[[ConsumerIndex, float], T | None]) -> tuple[ConsumerIndex, T]:
-        """Wait until `found` returns something for a request; it is called with the lock held."""
-        state = self.state
-        index = state.index(header["consumer"])
-        now = began = time.monotonic()
-        with state.changed:
-            while True:
-                if (result := found(index, now)) is not None:
-                    return index, result
-                now = time.monotonic()
-                if (left := began + header["wait"] - now) <= 0 or self.over:
-                    raise TimedOut(*shortage(state, index, header, now))
-                state.changed.wait(min(left, _WAKE))
-                now = time.monotonic()
+    @locked
+    def rollback(self, request: ClientRequest) -> Header:
+        return {"rows": self.state.rollback(request.header["consumer"], request.header["step"])}
 
-    def renew(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            index = self.state.index(request.header["consumer"])
-            return {"seconds": index.renew(request.header["lease"], time.monotonic(), request.session)}, []
+    @locked
+    def release_before(self, request: ClientRequest) -> Header:
+        self.state.release_before(request.header["consumer"], request.header["step"])
+        return {}
 
-    def commit(self, request: ClientRequest) -> Reply:
-        header = request.header
-        with self.state.changed:
-            new = self.state.commit(header["consumer"], header["lease"], header["step"], read_ids(header["ids"]),
-                                    header.get("answered", False))
-        return {"new": new}, []
+    @locked
+    def updates(self, request: ClientRequest) -> Header:
+        self.state.configured()
+        for update in request.header["updates"]:
+            self.state.apply(update)
+        return {}
 
-    def rollback(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            return {"rows": self.state.rollback(request.header["consumer"], request.header["step"])}, []
+    @locked
+    def describe_rows(self, request: ClientRequest) -> Header:
+        index = self.state.index(request.header["consumer"])
+        return {"lines": describe_rows(self.state, index, request.header["ids"], time.monotonic())}
 
-    def release_before(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            self.state.release_before(request.header["consumer"], request.header["step"])
-            self.state.changed.notify_all()
-        return {}, []
-
-    def updates(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            self.state.configured()
-            for update in request.header["updates"]:
-                self.state.apply(update)
-        return {}, []
-
-    def describe_rows(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            index = self.state.index(request.header["consumer"])
-            return {"lines": describe_rows(self.state, index, request.header["ids"], time.monotonic())}, []
-
-    def status(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
-            return status(self.state, list(self.server.connections), time.monotonic()), []
+    @locked
+    def status(self, request: ClientRequest) -> Header:
+        return status(self.state, list(self.server.connections), time.monotonic())
 
     def snapshot(self, request: ClientRequest) -> Reply:
-        with self.writing:
+        with self.writing:  # a repeated request must not write into the first one's file
             with self.state.changed:
                 messages = self.state.capture()
             path = Path(request.header["folder"]) / f"warehouse-{self.state.storage.number}.dock"

@@ -235,6 +235,7 @@ class ShardState:
     def release_before(self, consumer: str, step: int) -> None:
         """Make a consumer's commits of steps before this one final; their rows may leave."""
         self.retire(consumer, self.index(consumer).release_before(step))
+        self.changed.notify_all()
 
     def evict(self) -> bool:
         """Ask the indexes to release a retained step; return whether any rows have left at once."""
