@@ -1,13 +1,26 @@
-"""Transfer dock: rows between groups that do not step together (MindSpeed RL §"Distributed Transfer Dock Strategy").
+"""Transfer dock: samples between groups that do not step together (MindSpeed RL §"Distributed Transfer Dock Strategy").
 
-    client       put, lease, fetch, commit, rollback       process    a shard server as a child process
-    shard        server of a shard and its indexes         shard_state   its state, updates to the other processes
-    storage      rows by (id, column)                      index      leases and commits of one consumer, pure
-    selection    consumers, the layout, the choice of the next rows       timeouts   explanations of waits that time out
-    persistence  journal and snapshot, for a process that is restored; no run switches them on yet
+    DockClient ── put, fetch ────► StorageShard     rows by (id, column); row i lives in shard i mod n
+         │                           │      ▲
+         │                 new columns      rows to remove
+         │                           ▼      │
+         └─── lease, commit ─────► ConsumerIndex    metadata of all rows; one index for each consumer
 
-A row is put, is ready for a consumer once it has the columns that the consumer reads, is leased, and is committed; an
-expired lease makes it ready again, a rollback too. It leaves the dock when all consumers have committed it.
+For each consumer on its own, a row is
+
+    STORED       some of its columns have been put (a prompt's rows: their ids, by the trainer)
+    READY        it has all columns that the consumer reads, and its group is whole
+    LEASED       one holder works on it; READY again when the lease expires or the holder's connection ends
+    COMMITTED    consumed; READY again after a rollback, as long as the consumer retains its step
+    RELEASED     consumed for good; a row that all consumers have released leaves its shard
+
+So rows may be produced more than once, and are trained on exactly once.
+
+    client       what groups call                          selection    consumers, layout, choice of a lease's rows
+    index        leases and commits of a consumer, pure    storage      rows, and their form in messages, pure
+    shard_state  storage and indexes of one process, and its updates to the others
+    shard        server of a shard_state                   process      the same as a child process
+    timeouts     explanations of waits that time out       persistence  journal and snapshot; no run uses them yet
 """
 
 from distflow.dock.client import DockClient
@@ -16,5 +29,4 @@ from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer
 from distflow.dock.shard import StorageShardServer
 
-__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "StorageShardServer",
-           "TimedOut"]
+__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "StorageShardServer", "TimedOut"]

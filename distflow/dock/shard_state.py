@@ -12,6 +12,7 @@ All methods run under one lock, `changed`, which also wakes the requests that wa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -32,11 +33,10 @@ from distflow.dock.storage import Message, StorageShard, StoredRow, pack_live, r
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 
-_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two attempts to reach a peer, doubled each time."""
-_PROBE_INTERVAL = 1.0
-"""Seconds after which a silent connection is probed: a peer that was replaced needs the full updates again."""
+_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a peer, doubled each time
+_PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
+_ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
 Update = dict[str, Any]
@@ -54,8 +54,7 @@ class Outbox(threading.Thread):
         self.address, self.token, self.who = address, token, who
         self.changed, self.full_updates = changed, full_updates
         self.waiting: deque[Update] = deque()
-        self.failure = ""
-        """Why the peer is unreachable; empty if it is not."""
+        self.failure = ""  # why the peer is unreachable; empty if it is not
         self.since, self.warned = 0.0, False
         self.pending, self.over = threading.Event(), threading.Event()
 
@@ -71,17 +70,13 @@ class Outbox(threading.Thread):
     def run(self) -> None:
         pause = _PAUSE
         while not self.over.is_set():
-            connection = None
             try:
-                connection = connect(self.address, self.token, _TIMEOUT)
-                self._ask(connection, {"op": "hello", "who": self.who, "session": ""})
-                pause = _PAUSE
-                self._stream(connection)
+                with contextlib.closing(connect(self.address, self.token, _TIMEOUT)) as connection:
+                    self._ask(connection, {"op": "hello", "who": self.who, "session": ""})
+                    pause = _PAUSE
+                    self._stream(connection)
             except (OSError, ConnectionEnded, DockError, RpcError) as error:
                 self._note_failure(str(error) or type(error).__name__)
-            finally:
-                if connection is not None:
-                    connection.close()
             self.over.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -107,15 +102,9 @@ class Outbox(threading.Thread):
             self.waiting.clear()
 
     def _ask(self, connection: Connection, message: dict[str, Any]) -> None:
-        connection.send(message)
-        reply, size = connection.receive()
-        connection.skip(size)
+        reply = connection.ask(message)
         if "error" in reply:
             raise DockError(reply["message"])
-
-
-_ENDED_KEPT = 1024
-"""Sessions without connections that are remembered, for messages."""
 
 
 @dataclass
@@ -126,7 +115,6 @@ class ClientSession:
     activity: str = ""
     active_at: float = 0.0
     connections: int = 0
-    """Open ones."""
 
 
 class ShardState:
@@ -139,18 +127,12 @@ class ShardState:
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
-        self.epochs: dict[tuple[str, int], int] = {}
-        """By consumer here and shard: the epoch of the process that last listed the shard's rows."""
+        self.epochs: dict[tuple[str, int], int] = {}  # of the process that last listed a shard's rows to a consumer
         self.clients: dict[str, ClientSession] = {}
-        self.sent = self.received = 0
-        """Bytes on connections that have ended."""
+        self.sent = self.received = 0  # bytes on connections that have ended
 
     def configure(self, layout: DockLayout, number: int) -> None:
-        """Become shard `number` of the layout, and the home of its consumers' indexes.
-
-        Raises:
-            DockError: this process is another shard already.
-        """
+        """Become shard `number` of the layout, and the home of its consumers' indexes."""
         if layout == self.layout and number == self.storage.number:
             return
         storage = self.storage
@@ -170,7 +152,6 @@ class ShardState:
             outbox.start()
 
     def add_index(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
-        """Add a consumer's index, with the commits that a snapshot's state and the journal have."""
         index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else ())
         if state is not None:
             index.restore(state)
@@ -212,15 +193,15 @@ class ShardState:
 
     def commit(self, consumer: str, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
         """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
+        rows, index = ids.tolist(), self.index(consumer)
 
         def keep() -> None:
             if self.journal is not None:
-                self.journal.commit(consumer, number, step, ids.tolist())
+                self.journal.commit(consumer, number, step, rows)
 
-        index = self.index(consumer)
-        new = index.commit(number, step, ids.tolist(), time.monotonic(), answered=answered, keep=keep)
+        new = index.commit(number, step, rows, time.monotonic(), answered=answered, keep=keep)
         if new and step not in index.retained:
-            self.retire(consumer, ids)
+            self.retire(consumer, rows)
         return new
 
     def rollback(self, consumer: str, step: int) -> int:

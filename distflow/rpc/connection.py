@@ -23,18 +23,13 @@ from distflow.rpc.messages import HEAD_SIZE, Buffer, Header, frame, read_header,
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 _NONCE, _PROOF = 32, 32
-_SEGMENTS = 1024
-"""Buffers in one sendmsg, at most (IOV_MAX of Linux)."""
-_SMALL = 16 << 10
-"""Buffers that are smaller on average are joined first: a copy costs less than a segment."""
+_SEGMENTS = 1024  # buffers in one sendmsg, at most (IOV_MAX of Linux)
+_SMALL = 16 << 10  # buffers that are smaller on average are joined first: a copy costs less than a segment
 _MIN_TOKEN = 16
-HANDSHAKE_LIMIT = 5.0
-"""Seconds for the whole handshake, however slowly the peer sends."""
+HANDSHAKE_LIMIT = 5.0  # seconds for all of it, however slowly the peer sends
 STALL_LIMIT = 60.0
 """Seconds without a byte within a message after which a client's connection ends: it is stopped, or unreachable."""
-
-Address = tuple[str, int]
-"""Host and port."""
+Address = tuple[str, int]  # host and port
 
 
 class ConnectionEnded(Exception):
@@ -42,21 +37,17 @@ class ConnectionEnded(Exception):
 
 
 class Connection:
-    """One end of a connection. Used by one thread at a time."""
+    """One end of a connection, used by one thread at a time. Methods raise `OSError` if it broke or stalled."""
 
     def __init__(self, sock: socket.socket, peer: str):
         self.sock, self.peer = sock, peer
-        self.sent = self.received = 0
-        """Bytes."""
-        self.memory: Segments | MappedSegments | None = None
-        """For payloads, if both ends are on one machine."""
-        self.in_shared_memory = 0
-        """Bytes of the next payload that are there."""
-        self.deadline: float | None = None
-        """Of the handshake; None once the peer is authenticated."""
+        self.sent = self.received = 0  # bytes
+        self.memory: Segments | MappedSegments | None = None  # for payloads, if both ends are on one machine
+        self.in_shared_memory = 0  # bytes of the next payload that are there
+        self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
 
     def send(self, header: Header, buffers: Iterable[Buffer] = ()) -> None:
-        """Send a message, without copying large buffers; raises `OSError` if the connection broke or stalled."""
+        """Send a message, without copying large buffers."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if self.memory is not None:
@@ -74,7 +65,6 @@ class Connection:
         Raises:
             ConnectionEnded: the other side has closed.
             Refused: the bytes are not a message.
-            OSError: the connection broke or stalled.
         """
         head = self._exactly(HEAD_SIZE, closing=True)
         try:
@@ -85,6 +75,13 @@ class Connection:
         if self.memory is not None:
             self.in_shared_memory = self.memory.locate(header, payload)
         return header, payload + self.in_shared_memory
+
+    def ask(self, header: Header, buffers: Iterable[Buffer] = ()) -> Header:
+        """Send a request and return the header of its reply, which has no payload."""
+        self.send(header, buffers)
+        reply, size = self.receive()
+        self.skip(size)
+        return reply
 
     def payload(self, size: int) -> Tensor:
         """Take a payload; returns [size] uint8."""
@@ -155,34 +152,29 @@ def connect(address: Address, token: bytes, limit: float) -> Connection:
     except OSError as error:
         raise Unreachable(f"no process answers at {host}:{port}: {error}") from None
     connection = Connection(sock, f"{host}:{port}")
-    try:
-        _set_up(connection, min(limit, HANDSHAKE_LIMIT))
-        theirs, ours = bytes(connection._exactly(_NONCE)), secrets.token_bytes(_NONCE)
-        _send_all(sock, [ours + _proof(token, b"client", theirs, ours)])
-        answer = connection._exactly(_PROOF, closing=True)
+    with contextlib.ExitStack() as failed:
+        failed.callback(sock.close)
+        try:
+            _set_up(connection, min(limit, HANDSHAKE_LIMIT))
+            theirs, ours = bytes(connection._exactly(_NONCE)), secrets.token_bytes(_NONCE)
+            _send_all(sock, [ours + _proof(token, b"client", theirs, ours)])
+            answer = connection._exactly(_PROOF, closing=True)
+        except ConnectionEnded:
+            raise Refused(f"{connection.peer} refused this process: its token is not that of the run") from None
+        except OSError as error:
+            raise Unreachable(f"{connection.peer} does not answer as a server of distflow: "
+                              f"{error or 'no byte came'}") from None
         if not hmac.compare_digest(answer, _proof(token, b"server", theirs, ours)):
-            raise Refused(f"{host}:{port} does not know this run's token; it may belong to another run")
+            raise Refused(f"{connection.peer} does not know this run's token; it may belong to another run")
         connection.deadline = None
         sock.settimeout(limit)
-    except ConnectionEnded:
-        sock.close()
-        raise Refused(f"{host}:{port} refused this process: its token is not that of the run") from None
-    except OSError as error:
-        sock.close()
-        raise Unreachable(f"{host}:{port} does not answer as a server of distflow: {error or 'no byte came'}") from None
-    except Refused:
-        sock.close()
-        raise
+        failed.pop_all()
     return connection
 
 
 def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connection, Header]:
-    """Authenticate a client and receive its first message; from then on it may be silent between two requests.
-
-    Raises:
-        Refused: the peer does not know the token.
-        OSError: it disconnected, or was too slow.
-    """
+    """Authenticate a client and receive its first message; from then on it may be silent between two requests. Raises
+    `Refused` if the peer does not know the token."""
     connection = Connection(sock, peer)
     _set_up(connection, HANDSHAKE_LIMIT)
     ours = secrets.token_bytes(_NONCE)

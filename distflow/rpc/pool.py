@@ -17,8 +17,7 @@ from distflow.rpc.connection import Address, Connection, ConnectionEnded, connec
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 
-_PAUSE = 0.05
-"""Seconds between attempts to reach a process that may be starting again."""
+_PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
 _log = logging.getLogger("distflow.dock")
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
@@ -60,8 +59,7 @@ class ConnectionPool:
         self.on_replaced, self.error_from = on_replaced, error_from
         self.connections: dict[Address, Connection] = {}
         self.epochs: dict[Address, int] = {}
-        self.activity = ""
-        """What this process is doing now; sent with the next request."""
+        self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
 
     def ask(self, address: Address, header: Header, buffers: Sequence[Any] = (), wait: float = 0.0) -> Reply:
@@ -142,8 +140,7 @@ class ConnectionPool:
             connection = connect(address, self.token, self.patience)
             memory = Segments(self.token)
             hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
-            connection.send(hello)
-            answer = connection.receive()[0]
+            answer = connection.ask(hello)
             connection.memory = memory if answer["memory"] else None
             epoch = answer["epoch"]
             self.connections[address] = connection
