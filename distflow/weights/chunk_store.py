@@ -28,9 +28,8 @@ class ChunkStore:
     """Chunks of one version of the weights.
 
     memory: by part [bytes] uint8, as soon as it is decided where the part lies: in memory of this process, or of a
-    source. have: chunks that are here and verified. wanted: chunks that are needed; complete: they are all that is
-    published. moved: bytes received so far, verified or not: a sign of progress. unchanged: bytes copied from another
-    version.
+    source. have: verified chunks. wanted: needed chunks; complete: they are all that is published. moved: bytes
+    received so far, verified or not. unchanged: bytes copied from another version.
     """
 
     def __init__(self, version: int, key: str):
@@ -60,10 +59,8 @@ class ChunkStore:
             self.changed.notify_all()
 
     def want(self, slices: Mapping[str, ShardSlice] | None) -> None:
-        """Want only the chunks of these slices, and of all tensors that are not among them; None: everything.
-
-        A slice that several ranks published is wanted of the first of them.
-        """
+        """Want only the chunks of these slices, and of all tensors that are not among them; None: everything. A slice
+        that several ranks published is wanted of the first of them."""
         self.complete, seen = not slices, set[ShardSlice]()
         for number, part in self.parts.items():
             for content in part.contents:
@@ -76,16 +73,15 @@ class ChunkStore:
     def place_part(self, number: int, mapped: numpy.ndarray | None, allocate: Callable[[int], numpy.ndarray]) -> bool:
         """Decide where a part lies before chunks of it are fetched: in the source's own memory (`mapped`) if nothing of
         the part is here yet; else in memory of this process (`allocate`), with all chunks that are here already.
-
-        Returns whether memory was allocated.
-        """
+        Return whether memory was allocated."""
         old = self.memory.get(number)
         if mapped is not None and not self.have[number].any():
             with self.changed:
                 self.memory[number] = mapped
                 self.mapped.add(number)
             return False
-        if old is not None and (number not in self.mapped or _is_same(old, mapped)):
+        if old is not None and (number not in self.mapped or (
+                mapped is not None and old.ctypes.data == mapped.ctypes.data)):
             return False
         own = allocate(self.parts[number].size)
         for index in numpy.flatnonzero(self.have[number]).tolist():
@@ -114,7 +110,7 @@ class ChunkStore:
         return None
 
     def unclaim(self, run: Run) -> None:
-        """Let another thread fetch those of the chunks that have not come."""
+        """Let others fetch those of the chunks that have not come."""
         number, first, count = run
         with self.changed:
             self.claimed[number][first : first + count] = False
@@ -148,11 +144,10 @@ class ChunkStore:
 
     @property
     def expected(self) -> int:
-        """Number of chunks that are here in the end."""
         return sum(int(wanted.sum()) for wanted in self.wanted.values())
 
     def copy_unchanged(self, number: int, old: ChunkStore) -> None:
-        """Copy the chunks of a part that `old` has too, so that they need not be transferred."""
+        """Copy the chunks of a part that `old` has too."""
         part, known = self.parts[number], old.sums
         for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
             target, same = self.view((number, index, 1)), known.get(part.sum(index))
@@ -176,12 +171,11 @@ class IncomingChunks:
     def __init__(self, chunks: ChunkStore, run: Run, bad: Callable[[Chunk], None]):
         self.chunks, self.bad, self.good = chunks, bad, 0
         self.part, self.index, _ = run
-        self.memory, self.filled = memoryview(chunks.view(run)), 0
+        self.memory, self.filled = chunks.view(run).data, 0
         self.chunk = chunks.parts[self.part].chunk
         self.state = xxhash.xxh3_128()
 
     def advance(self, count: int) -> None:
-        """Count `count` more bytes as received."""
         self.chunks.moved += count
         end = self.filled + count
         while self.filled < end:
@@ -201,10 +195,6 @@ class IncomingChunks:
         self.index += 1
 
 
-def _is_same(memory: numpy.ndarray, other: numpy.ndarray | None) -> bool:
-    return other is not None and memory.ctypes.data == other.ctypes.data
-
-
 def pack_masks(masks: ChunkMasks) -> dict[int, bytes]:
     return {number: numpy.packbits(each).tobytes() for number, each in masks.items()}
 
@@ -216,10 +206,7 @@ def unpack_masks(masks: Mapping[int, bytes], head: PublishedVersion) -> ChunkMas
 
 class Weights:
     """Complete, verified version in this process's host memory, which stays unchanged while this object or a tensor of
-    it lives.
-
-    wanted: the slices that were pulled, by name; tensors that are not among them are whole.
-    """
+    it lives. wanted: the slices that were pulled, by name; other tensors are whole."""
 
     def __init__(self, chunks: ChunkStore, wanted: Mapping[str, ShardSlice]):
         self.chunks, self.wanted = chunks, wanted
@@ -260,8 +247,7 @@ class Weights:
             WeightsError: slices do not cover a tensor, or `into` has another shape for it.
         """
         for name in self.names():
-            target = (into or {}).get(name)
-            yield name, self._one(name, target)
+            yield name, self._one(name, (into or {}).get(name))
 
     @torch.no_grad()
     def _one(self, name: str, target: Tensor | None) -> Tensor:
@@ -281,8 +267,7 @@ class Weights:
         return target
 
     def _pieces(self, name: str) -> list[tuple[ShardSlice, Tensor]]:
-        """Return what each published slice has of the wanted one; each slice once, also if several ranks published it.
-        """
+        """Return what each published slice has of the wanted one, once, also if several ranks published it."""
         wanted, pieces = self.slice_of(name), {}
         for number, (shard_slice, offset, _) in self.found[name]:
             common = shard_slice.overlap(wanted)

@@ -12,8 +12,10 @@ import json
 import threading
 import time
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.weights.manifest import PublishedVersion
 
@@ -39,11 +41,8 @@ class HeldChunks:
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Entry of a holder.
-
-    rank: that of a trainer rank, which has only its own part; -1 for a rollout. source: from whom it is pulling, and
-    serving: who is pulling from it; empty if there is none.
-    """
+    """Entry of a holder. rank: that of a trainer rank, which has only its own part; -1 for a rollout. source: from
+    whom it is pulling, and serving: who is pulling from it; empty if there is none."""
 
     who: str
     address: Address
@@ -73,13 +72,12 @@ class _Seen:
 
 
 class Directory:
-    """A process's view of the directory, and its own entry there.
+    """A process's view of the directory, and its own entry there; by a connection of its own, so that a wait on
+    `store` does not delay heartbeats."""
 
-    It has a connection of its own, so that a wait on `store` does not delay heartbeats.
-    """
-
-    def __init__(self, store: dist.Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
-        self.store, self.mine, self.dead = dist.PrefixStore("weights", store.clone()), entry, dead
+    def __init__(self, store: Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
+        own: Store = store.clone()  # type: ignore[reportAttributeAccessIssue]: torch's stub lacks it
+        self.store, self.mine, self.dead = PrefixStore("weights", own), entry, dead
         self.seen: dict[str, _Seen] = {}
         self.last: dict[str, SourceEntry] = {}
         self.read_at = 0.0
@@ -90,7 +88,7 @@ class Directory:
         self.update()
         self.thread.start()
 
-    def update(self, **changes: object) -> None:
+    def update(self, **changes: Any) -> None:
         with self.lock:
             changed = replace(self.mine, **changes)
             if self.over.is_set():  # the last pullers are being hung up on
@@ -99,23 +97,22 @@ class Directory:
                 self.mine = replace(changed, heartbeat=self.mine.heartbeat + 1)
                 self.store.set(f"holder/{self.mine.who}", self.mine.pack())
 
-    def update_later(self, **changes: object) -> None:
+    def update_later(self, **changes: Any) -> None:
         """Change this process's entry with the next heartbeat."""
         with self.lock:
             self.mine = replace(self.mine, **changes)
 
     def newest(self) -> str:
-        """Return the key of the newest version; empty if there is none."""
+        """Return the key of the newest version; "" if there is none."""
         return self.read(_NEWEST)
 
     def heads(self) -> list[PublishedVersion]:
         """Return the versions that were published last, the newest first."""
-        found = self.read(_HEADS)
-        return [PublishedVersion.unpack(text) for text in found.splitlines()]
+        return [PublishedVersion.unpack(text) for text in self.read(_HEADS).splitlines()]
 
     def reveal(self, head: PublishedVersion, old: list[PublishedVersion]) -> bool:
         """Make `head` the newest version, unless another one has become that since `old` was read."""
-        expected, text = (_lines(heads) for heads in (old, [head, *old][:_KEPT]))
+        expected, text = ("\n".join(each.pack() for each in heads) for heads in (old, [head, *old][:_KEPT]))
         if self.store.compare_set(_HEADS, expected, text).decode() != text:
             return False
         self.store.set(_NEWEST, head.key)
@@ -158,7 +155,7 @@ class Directory:
     def close(self) -> None:
         self.over.set()
         self.thread.join()
-        with contextlib.suppress(dist.DistError), self.lock:
+        with contextlib.suppress(DistError), self.lock:
             self.forget(self.mine.who)
 
     def _send_heartbeats(self) -> None:
@@ -167,9 +164,5 @@ class Directory:
                 with self.lock:
                     self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
                     self.store.set(f"holder/{self.mine.who}", self.mine.pack())
-            except dist.DistError:
+            except DistError:
                 return  # the store has ended, and with it the run
-
-
-def _lines(heads: list[PublishedVersion]) -> str:
-    return "\n".join(head.pack() for head in heads)

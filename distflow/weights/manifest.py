@@ -37,14 +37,12 @@ Run = tuple[int, int, int]
 
 def chunk_size(size: int) -> int:
     """Return the bytes of a chunk for a part of `size` bytes: a power of two, 1/64 of it or more, 256 KiB to 16 MiB.
-
-    Each relay in a chain costs one chunk of time; each chunk costs a request.
-    """
+    Each relay in a chain costs one chunk of time; each chunk costs a request."""
     return min(max(1 << (max(size // _PIECES, 1) - 1).bit_length(), _LEAST), _MOST)
 
 
 def checksum(data: numpy.ndarray) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128_digest(data.data)
 
 
 class SliceEntry(NamedTuple):
@@ -86,7 +84,7 @@ class RankManifest:
         contents = [[shard_slice.name, shard_slice.shape, shard_slice.start, shard_slice.size,
                      str(shard_slice.dtype).removeprefix("torch."), offset, order]
                     for shard_slice, offset, order in self.contents]
-        return msgpack.packb([self.size, self.chunk, contents, self.sums])
+        return msgpack.packb([self.size, self.chunk, contents, self.sums]) or b""
 
     @classmethod
     def unpack(cls, packed: bytes) -> RankManifest:
@@ -116,7 +114,7 @@ def key(version: int, attempt: str) -> str:
 
 
 def version_of(key: str) -> int:
-    """Return the number in a key; -1 if that is empty."""
+    """Return the number in a key; -1 for an empty one."""
     return int(key.partition(".")[0] or -1)
 
 

@@ -9,17 +9,15 @@ from torch import Tensor
 
 
 class HostOffload:
-    """Offload of tensors from their device to host memory, and back to the same tensors.
+    """Offload of tensors from their device to host memory, and back. The tensors stay; only their storage is released.
 
-    The tensors stay; only their storage is released. Host memory is pinned where the device is a GPU, and kept for the
-    next time; there the way back overlaps with other work until `ready` waits for it.
+    Host memory is pinned where the device is a GPU, and kept for the next time; there the way back overlaps with other
+    work until `ready` waits for it.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], scratch: Callable[[], Iterable[Tensor]] = tuple):
-        """Args:
-            tensors: returns those to store, called again each time: an optimizer makes its state in its first step.
-            scratch: returns those whose memory is released without their contents: they are zeros afterwards.
-        """
+        """`tensors` is called again each time: an optimizer makes its state in its first step. `scratch`: tensors whose
+        contents are not kept; they are zeros afterwards."""
         self.tensors, self.scratch = tensors, scratch
         self._host: dict[int, Tensor] = {}
         """By storage: host memory of its size."""
@@ -73,7 +71,7 @@ class HostOffload:
         return self._host[key]
 
     def ready(self) -> None:
-        """Wait until the tensors are back; call this before computing with them."""
+        """Wait until the tensors are back."""
         if self._coming and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._coming = False

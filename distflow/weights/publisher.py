@@ -1,9 +1,13 @@
 """Publishes weights: each trainer rank copies its shards to host memory and serves them from there (RobustRL §5.2.1).
 
-    Publisher      a trainer rank's part of publishing. No rank gathers anything, and none waits for another: the last
-                   one to be ready makes the version the newest, by one exchange in the store. Until then readers see
-                   the version before, and after it this one, complete
-    SourceServer   serves manifests and chunks, in trainers and in relays, to one puller at a time
+The way of a version from the trainer to the rollouts:
+
+    Publisher    (here)      each trainer rank lays out its slices, sums their chunks (`manifest`) and serves them; the
+                             last rank to be ready makes the version the newest in the store. None waits for another
+    Directory    directory   the store's view: the newest versions, and which process holds how much of which
+    Puller       puller      chooses a version and its `sources`, leases one, pulls and verifies chunks, until complete
+    ChunkStore   chunk_store the chunks that have come; relays serve them while the rest is on its way
+    SourceServer (here)      serves manifests and chunks, in trainers and in relays, to one puller at a time
 
 A puller takes the lease, learns which chunks are there, and requests some at a time. Any other puller is told who has
 the lease, and will find the same chunks there a moment later: so pullers form a chain instead of a queue. A lease
@@ -23,8 +27,8 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
@@ -98,7 +102,7 @@ class SourceServer:
         self.stores = {**self.stores, chunks.key: chunks}
 
     def withdraw(self, key: str, patience: float = 0.0) -> None:
-        """Stop serving a version, after waiting up to `patience` seconds for the puller that has its lease."""
+        """Stop serving a version; wait up to `patience` seconds for the puller that has its lease."""
         deadline = time.monotonic() + patience
         with self.changed:
             while self._pulled == key and (left := deadline - time.monotonic()) > 0:
@@ -129,8 +133,11 @@ class SourceServer:
 
     def _answer(self, client: PullerConnection, header: Header) -> None:
         try:
-            if header["op"] in ("chunks", "release"):
-                (self._send_chunks if header["op"] == "chunks" else self._release)(client, header)
+            if header["op"] == "chunks":
+                self._send_chunks(client, header)
+                return
+            if header["op"] == "release":
+                self._end_lease(client)
                 return
             reply, buffers = self.actions[header["op"]](client, header)
         except WeightsError as error:
@@ -172,9 +179,6 @@ class SourceServer:
             extra = client.source_end.describe(chunks.memory) if client.source_end is not None else {}
             return {"count": chunks.count, "moved": chunks.moved, "have": pack_masks(chunks.have),
                     "grows": chunks.is_missing()} | extra
-
-    def _release(self, client: PullerConnection, header: Header) -> None:
-        self._end_lease(client)
 
     def _end_lease(self, client: PullerConnection) -> None:
         with self.changed:
@@ -224,7 +228,7 @@ class Publisher:
         NoTransport: the transport cannot be used here.
     """
 
-    def __init__(self, store: dist.Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
+    def __init__(self, store: Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
                  transport: str = "auto", patience: float = 5.0, meeting: float = 300.0):
         self.rank, self.ranks, self.patience = rank, ranks, patience
         self.buffers = SharedMemoryPool(memory_name("weights", token))

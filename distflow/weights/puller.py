@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
@@ -52,8 +52,7 @@ class ChunkPuller:
     Args:
         old: another version, complete: chunks that it has too need not be transferred.
         allocate: returns memory of this process, of so many bytes.
-        deadline: seconds without a byte after which a source is left.
-        until: when to give up (monotonic).
+        deadline: seconds without a byte after which a source is left. until: when to give up (monotonic).
     """
 
     def __init__(self, directory: Directory, head: PublishedVersion, chunks: ChunkStore, old: ChunkStore | None,
@@ -175,7 +174,7 @@ class ChunkPuller:
             return None, ""
 
     def _is_worthwhile(self, client: SourceClient) -> bool:
-        if client.offers(self.chunks):
+        if self.chunks.is_missing(client.have):
             return True
         alive = self._alive() if client.grows else {}
         return client.who in alive and is_supplied(alive[client.who], self.head.key, self.me, alive)
@@ -219,12 +218,9 @@ class ChunkPuller:
 
     def _claim(self, client: SourceClient) -> Run | None:
         for number in self.chunks.unclaimed(client.have):
-            self._place_part(number, client.map(number))
+            if self.chunks.place_part(number, client.map(number), self.allocate) and self.old is not None:
+                self.chunks.copy_unchanged(number, self.old)
         return self.chunks.claim(client.have, client.run)
-
-    def _place_part(self, number: int, mapped: numpy.ndarray | None) -> None:
-        if self.chunks.place_part(number, mapped, self.allocate) and self.old is not None:
-            self.chunks.copy_unchanged(number, self.old)
 
     def _take(self, client: SourceClient, asked: deque[Run]) -> None:
         def bad(chunk: Chunk) -> None:
@@ -240,11 +236,9 @@ class ChunkPuller:
         asked.popleft()
         self.received[client.who] += len(target)
         self.progressed_at = time.monotonic() if arrival.good else self.progressed_at
-        self.directory.update_later(held=self._held())
-
-    def _held(self) -> tuple[HeldChunks, ...]:
-        return tuple(replace(held, have=self.chunks.count) if held.key == self.chunks.key else held
-                     for held in self.directory.mine.held)
+        self.directory.update_later(held=tuple(
+            replace(held, have=self.chunks.count) if held.key == self.chunks.key else held
+            for held in self.directory.mine.held))
 
     def _avoid(self, entry: SourceEntry, error: Exception) -> None:
         self.failed_sources[entry.who], self.last_error = entry.heartbeat, f"{entry.who}: {error}"
@@ -286,7 +280,7 @@ class Puller:
         NoTransport: the transport cannot be used here.
     """
 
-    def __init__(self, store: dist.Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
+    def __init__(self, store: Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
                  deadline: float = 3.0):
         self.who, self.deadline, self.buffers = who, deadline, SharedMemoryPool(memory_name("weights", token))
         available = transports(transport, self.buffers, host)
@@ -306,13 +300,11 @@ class Puller:
         return version_of(self.newest_key())
 
     def newest_key(self) -> str:
-        """Return the key of the newest version, which differs where another attempt of the trainer has reused the
-        number."""
+        """Return the key of the newest version; it differs where another attempt of the trainer reused the number."""
         return self.directory.newest()
 
     def wait(self, version: int, seconds: float) -> int:
-        """Wait until a version at least as new as this is published; return it. Raises `WeightsLate` if none was
-        published within `seconds`."""
+        """Wait until a version at least as new as this is published; return it. Raises `WeightsLate`."""
         deadline = time.monotonic() + seconds
         while (newest := self.newest()) < version:
             if time.monotonic() > deadline:
@@ -330,9 +322,8 @@ class Puller:
         an incomplete version stay until another one is begun.
 
         Args:
-            least: wait for a version that is no older than this. wanted: slices of tensors, by name, for a rank that
-            needs no more; all others are pulled whole. Only chunks with
-                something of them are transferred.
+            least: wait for a version that is no older than this.
+            wanted: slices of tensors, by name, for a rank that needs no more; all others are pulled whole.
 
         Raises:
             WeightsLost: `version` is not published, or no living process has all of it.
@@ -372,34 +363,31 @@ class Puller:
                 known = ", ".join(str(head.version) for head in heads) or "none"
                 raise WeightsLost(f"version {version} is not published any more; the store has {known}")
             return found
-        mine = self.whole.version if self.whole is not None else -1
+        mine = self.whole.version if self.whole else -1
         alive = self.directory.holders()
-        return [head for number, head in enumerate(heads) if self._is_here(head) or
-                ((not number or head.version > mine) and
-                 is_available(alive, head.key, range(len(head.shares))))]
-
-    def _is_here(self, head: PublishedVersion) -> bool:
-        return self.whole is not None and self.whole.chunks.key == head.key
+        return [head for number, head in enumerate(heads) if (self.whole is not None and self.whole.key == head.key) or
+                ((not number or head.version > mine) and is_available(alive, head.key, range(len(head.shares))))]
 
     def _pull_version(self, head: PublishedVersion, wanted: dict[str, ShardSlice], until: float) -> Weights:
-        if self._is_here(head) and self.whole.wanted == wanted:
-            return self.whole
+        old = self.whole
+        if old is not None and (old.key, old.wanted) == (head.key, wanted):
+            return old
         begun, chunks = time.monotonic(), self._store(head, wanted)
-        fetch = ChunkPuller(self.directory, head, chunks, self.whole and self.whole.chunks, self.buffers.take,
-                            self.connections, self.deadline, until)
+        fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
+                            self.deadline, until)
         fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
         chunks.want(wanted)
         self.source.offer(chunks)
-        self._announce(chunks)
+        self.directory.update(held=(*((_held(old.chunks),) if old else ()), _held(chunks)))
         fetch.fetch_chunks()
-        old, self.whole, self.filling = self.whole, Weights(chunks, wanted), None
-        if old is not None and old.chunks.key != chunks.key:
-            self.source.withdraw(old.chunks.key)
+        self.whole, self.filling = (pulled := Weights(chunks, wanted)), None
+        if old is not None and old.key != chunks.key:
+            self.source.withdraw(old.key)
         self.directory.update(held=(_held(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
                unchanged_bytes=chunks.unchanged, seconds=round(time.monotonic() - begun, 3),
                sources=dict(fetch.received), transports=sorted(fetch.transports))
-        return self.whole
+        return pulled
 
     def _store(self, head: PublishedVersion, wanted: dict[str, ShardSlice]) -> ChunkStore:
         if self.filling is not None and (self.filling[0].key, self.filling[1]) == (head.key, wanted):
@@ -408,10 +396,6 @@ class Puller:
             self.source.withdraw(self.filling[0].key)
         self.filling = ChunkStore(head.version, head.key), wanted
         return self.filling[0]
-
-    def _announce(self, chunks: ChunkStore) -> None:
-        whole = (_held(self.whole.chunks),) if self.whole is not None else ()
-        self.directory.update(held=(*whole, _held(chunks)))
 
 
 def _held(chunks: ChunkStore) -> HeldChunks:

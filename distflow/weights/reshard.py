@@ -23,7 +23,6 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 BUCKET_BYTES = 256 * 1024 * 1024
 _LARGE = 1024 * 1024
 """Bytes from which a tensor travels alone: one more message costs less than copying it out of a bucket."""
-_Key = tuple[object, ...]
 
 
 @torch.no_grad()
@@ -41,9 +40,8 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
     Raises:
         EngineError: a tensor is placed in a way that cannot be gathered, or `into` has another shape for it.
     """
-    bucket: dict[str, Tensor] = {}
-    key: _Key = ()
-    size = 0
+    bucket: dict[str, tuple[DTensor, Tensor]] = {}
+    key, size = None, 0
     for name, shard in shards.items():
         kind, target = dtype or shard.dtype, (into or {}).get(name)
         if target is not None and target.shape != shard.shape:
@@ -59,35 +57,34 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
             continue
         key_here = (shard.device_mesh, shard.placements, kind)
         if bucket and (size + count > bucket_bytes or key_here != key):
-            yield from _together(bucket, key[2])
+            yield from _together(bucket)
             bucket, size = {}, 0
-        bucket[name], key, size = shard, key_here, size + count
+        bucket[name], key, size = (shard, shard.to_local().to(kind)), key_here, size + count
     if bucket:
-        yield from _together(bucket, key[2])
+        yield from _together(bucket)
 
 
 def _check(name: str, shard: DTensor) -> None:
     """Require that the order and the sizes of a shard's cuts can be undone."""
-    cuts = [(size, placement) for size, placement in zip(shard.device_mesh.shape, shard.placements)
-            if not placement.is_replicate()]
-    if any(placement.is_partial() for _, placement in cuts):
+    if any(placement.is_partial() for placement in shard.placements):
         raise EngineError(f"parameter `{name}` is placed as {shard.placements}: only cut or repeated tensors can be "
                           "gathered")
-    size, last = cuts[-1] if len(cuts) > 1 else (1, None)
-    if last is not None and shard.shape[last.dim] % size:
-        raise EngineError(f"parameter `{name}` {list(shard.shape)} is cut {size} ways along dimension {last.dim}, "
+    *earlier, (mesh_dim, last) = _cuts(shard) or [(0, 0)]
+    size = shard.device_mesh.size(mesh_dim)
+    if earlier and shard.shape[last] % size:
+        raise EngineError(f"parameter `{name}` {list(shard.shape)} is cut {size} ways along dimension {last}, "
                           f"which they do not divide, and by another mesh dimension too ({shard.placements}); such a "
                           "tensor cannot be gathered. Leave it whole in the tensor-parallel plan")
-    if any(placement.dim == last.dim and type(placement) is Shard for _, placement in cuts[:-1]):
-        raise EngineError(f"parameter `{name}` is cut twice along dimension {last.dim} ({shard.placements}), but not "
+    if any(dim == last and type(shard.placements[index]) is Shard for index, dim in earlier):
+        raise EngineError(f"parameter `{name}` is cut twice along dimension {last} ({shard.placements}), but not "
                           "by FSDP after tensor parallelism; such a tensor cannot be gathered")
 
 
 def _cuts(shard: DTensor) -> list[tuple[int, int]]:
     """Return (mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tensor parallelism
     has left of a tensor."""
-    return [(index, placement.dim) for index, placement in enumerate(shard.placements)
-            if not placement.is_replicate()]
+    return [(index, placement.dim)  # type: ignore[reportAttributeAccessIssue]: of Shard, and of FSDP's strided one
+            for index, placement in enumerate(shard.placements) if not placement.is_replicate()]
 
 
 def _sizes(shard: DTensor) -> list[list[int]]:
@@ -118,12 +115,12 @@ def _alone(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Tensor:
     return local
 
 
-def _together(bucket: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    first: DTensor = next(iter(bucket.values()))
-    locals_ = {name: shard.to_local().to(dtype) for name, shard in bucket.items()}
+def _together(bucket: dict[str, tuple[DTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    locals_ = {name: local for name, (_, local) in bucket.items()}
+    first = next(iter(bucket.values()))[0]
     for number, (mesh_dim, dim) in enumerate(_cuts(first)):
         group, parts = first.device_mesh.get_group(mesh_dim), first.device_mesh.size(mesh_dim)
-        lengths = {name: _sizes(shard)[number][dim] for name, shard in bucket.items()}
+        lengths = {name: _sizes(shard)[number][dim] for name, (shard, _) in bucket.items()}
         padded = {name: _padded(local, dim, _piece(lengths[name], parts)) for name, local in locals_.items()}
         everyone = _gather(torch.cat([part.reshape(-1) for part in padded.values()]), parts, group)
         start = 0
@@ -141,7 +138,7 @@ def _padded(local: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _gather(mine: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
-    """[parts, *mine.shape]"""
+    """Return [parts, *mine.shape]."""
     mine = mine.contiguous()
     everyone = mine.new_empty(parts, *mine.shape)
     all_gather(everyone.view(parts * mine.shape[0], *mine.shape[1:]), mine, group=group)
@@ -149,5 +146,5 @@ def _gather(mine: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(pieces: Tensor, dim: int, length: int) -> Tensor:
-    """[parts, …, piece, …] → […, length, …]"""
+    """Return […, length, …] of [parts, …, piece, …]."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length)

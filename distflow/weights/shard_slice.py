@@ -1,7 +1,5 @@
-"""Slices of shards: rectangular parts of named tensors, the common measure of every layout.
-
-What a rank holds of a tensor, however it is cut, is a slice of it; so is what another rank needs. Shards of two
-layouts meet by intersecting their slices, and neither side has to know how the other was made.
+"""Slices of shards: rectangular parts of named tensors. What a rank holds of a tensor, however it is cut, is a slice of
+it; so is what another rank needs: shards of two layouts meet by intersecting their slices.
 """
 
 from __future__ import annotations
@@ -41,16 +39,15 @@ class ShardSlice:
         return self.numel * self.dtype.itemsize
 
     def overlap(self, other: ShardSlice) -> ShardSlice | None:
-        """Return the part that both slices have; None if there is none. Raises `WeightsError` if they are parts of
-        tensors with different shapes."""
+        """Return the part that both slices have; None if there is none. Raises `WeightsError` if the tensors' shapes
+        differ."""
         if self.shape != other.shape:
             raise WeightsError(f"tensor `{self.name}` is {list(self.shape)} as published and {list(other.shape)} as "
                                "wanted; both must be the shape of the whole tensor")
         start = tuple(map(max, self.start, other.start))
         stop = (min(a + b, c + d) for a, b, c, d in zip(self.start, self.size, other.start, other.size))
         size = tuple(end - begin for begin, end in zip(start, stop))
-        return None if any(length <= 0 for length in size) else ShardSlice(self.name, self.shape, start, size,
-                                                                           self.dtype)
+        return None if min(size, default=1) <= 0 else ShardSlice(self.name, self.shape, start, size, self.dtype)
 
     def within(self, outer: ShardSlice) -> tuple[slice, ...]:
         """Return the index of this slice in a tensor of `outer`'s size."""
@@ -58,7 +55,7 @@ class ShardSlice:
                      for begin, base, length in zip(self.start, outer.start, self.size))
 
     def reach(self, outer: ShardSlice) -> tuple[int, int]:
-        """Return the first byte, and the one after the last, of this slice in `outer`, stored row by row."""
+        """Return the first byte of this slice in `outer`, stored row by row, and the one after its last."""
         first = last = 0
         for part, length in zip(self.within(outer), outer.size):
             first, last = first * length + part.start, last * length + part.stop - 1
@@ -69,10 +66,7 @@ def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:
     """Return this rank's slices and their contents, in the order of `shards`. No communication, no copy.
 
     Ranks that have the same slice of a DTensor (replicas of HSDP, or norms under tensor parallelism) divide such
-    tensors between them, about evenly by bytes: each is the slice of one of them.
-
-    Raises:
-        WeightsError: a tensor is placed so that this rank's part of it is no slice.
+    tensors between them, about evenly by bytes. Raises `WeightsError` if this rank's part of a tensor is no slice.
     """
     found: list[tuple[ShardSlice, Tensor]] = []
     dealt: dict[tuple[object, ...], list[int]] = {}
@@ -98,8 +92,7 @@ def _slice(name: str, shard: DTensor) -> ShardSlice:
 
 
 def _is_ours(shard: DTensor, dealt: dict[tuple[object, ...], list[int]]) -> bool:
-    """Return whether this rank publishes a repeated slice: that with the fewest bytes so far does; all ranks count
-    alike."""
+    """Return whether this rank publishes a repeated slice: the one with the fewest bytes so far does."""
     mesh = shard.device_mesh
     repeated = [dim for dim, placement in enumerate(shard.placements) if placement.is_replicate()]
     count = math.prod(mesh.size(dim) for dim in repeated)
@@ -108,7 +101,7 @@ def _is_ours(shard: DTensor, dealt: dict[tuple[object, ...], list[int]]) -> bool
     loads = dealt.setdefault((mesh, tuple(repeated)), [0] * count)
     turn = loads.index(min(loads))
     loads[turn] += shard.numel() * shard.dtype.itemsize
-    mine, here = 0, mesh.get_coordinate()
+    mine, here = 0, mesh.get_coordinate() or []
     for dim in repeated:
         mine = mine * mesh.size(dim) + here[dim]
     return mine == turn

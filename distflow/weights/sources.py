@@ -16,8 +16,8 @@ import numpy
 from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 from distflow.telemetry.events import record
-from distflow.weights.chunk_store import ChunkMasks, ChunkStore, unpack_masks
-from distflow.weights.directory import SourceEntry
+from distflow.weights.chunk_store import ChunkMasks, unpack_masks
+from distflow.weights.directory import HeldChunks, SourceEntry
 from distflow.weights.errors import NoTransport
 from distflow.weights.manifest import Chunk, PublishedVersion, Run, digest
 from distflow.weights.transport import Transport
@@ -33,12 +33,11 @@ def order_sources(entries: Mapping[str, SourceEntry], key: str, me: str, mine: i
     that nothing flows to, or only chunks from us, are asked last: they may have chunks of a source that was lost.
 
     Args:
-        entries: all living processes.
         mine: number of chunks that are here.
         missing: trainer ranks of whose part something is missing.
     """
-    def rank(entry: SourceEntry) -> tuple[int, int, float]:
-        held = entry.of(key)
+    def rank(pair: tuple[SourceEntry, HeldChunks]) -> tuple[int, int, float]:
+        entry, held = pair
         if entry.rank >= 0:
             return (2, entry.rank, 0.0)
         if entry.serving not in ("", me) or not is_supplied(entry, key, me, entries):
@@ -47,8 +46,12 @@ def order_sources(entries: Mapping[str, SourceEntry], key: str, me: str, mine: i
             return (0, 0, random.random())
         return (1 if held.have >= mine else 3, -held.have, random.random())
 
-    return sorted((entry for entry in entries.values() if entry.of(key) is not None and
-                   (entry.rank < 0 or entry.rank in missing)), key=rank)
+    holders = [(entry, held) for entry, held in _holders(entries, key) if entry.rank < 0 or entry.rank in missing]
+    return [entry for entry, _ in sorted(holders, key=rank)]
+
+
+def _holders(entries: Mapping[str, SourceEntry], key: str) -> list[tuple[SourceEntry, HeldChunks]]:
+    return [(entry, held) for entry in entries.values() if (held := entry.of(key)) is not None]
 
 
 def is_supplied(entry: SourceEntry, key: str, me: str, entries: Mapping[str, SourceEntry]) -> bool:
@@ -66,8 +69,8 @@ def is_supplied(entry: SourceEntry, key: str, me: str, entries: Mapping[str, Sou
 
 
 def is_available(entries: Mapping[str, SourceEntry], key: str, ranks: Collection[int]) -> bool:
-    """Return whether living holders have all of a version: a relay everything, or the trainer's `ranks` their parts."""
-    holders = [(entry, held) for entry in entries.values() if (held := entry.of(key)) is not None]
+    """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts."""
+    holders = _holders(entries, key)
     return any(entry.rank < 0 and held.complete and held.have >= held.expected for entry, held in holders) or \
         {entry.rank for entry, _ in holders} >= set(ranks)
 
@@ -86,8 +89,7 @@ class SourceClient:
     """Client of one source; agrees with it on a transport when it gets the lease.
 
     Args:
-        transports: the transports that may be used, best first.
-        requested: the setting that chose them, for the error.
+        transports: those that may be used, best first. requested: the setting that chose them.
         deadline: seconds without a byte after which a source counts as lost.
 
     Raises:
@@ -95,11 +97,11 @@ class SourceClient:
     """
 
     def __init__(self, entry: SourceEntry, head: PublishedVersion, me: str, token: bytes,
-                 transports: dict[str, Transport], requested: str,
-                 deadline: float):
+                 transports: dict[str, Transport], requested: str, deadline: float):
         self.use_for(entry, head)
         self.transports, self.requested, self.deadline = transports, requested, deadline
-        self.puller_end: PullerEnd | None = None
+        self.puller_end, self.transport = PullerEnd(), ""
+        """Those of the transport that was agreed on; empty before."""
         self.connection = connect(entry.address, token, deadline)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
@@ -122,7 +124,7 @@ class SourceClient:
         reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]
-        if self.puller_end is None:
+        if not self.transport:
             self._agree()
             self.look(at_once=True)
         else:
@@ -143,9 +145,7 @@ class SourceClient:
         return found if header["has"] and digest(found) == self.head.shares[part].digest else None
 
     def map(self, part: int) -> numpy.ndarray | None:
-        """Return the source's own memory of a part, [bytes] uint8, in which chunks requested from now on may be used;
-        it stays unchanged until the last view of it is gone. None: chunks must be transferred. Raises `OSError` if
-        there is such memory, but it cannot be opened."""
+        """Return the source's own memory of a part, [bytes] uint8, as `PullerEnd.map`."""
         memory, size = self.puller_end.map(part), self.head.shares[part].size
         if memory is not None and len(memory) < size:
             raise ConnectionError(f"{self.who} shows {len(memory)} bytes of memory for a part of {size}")
@@ -173,16 +173,11 @@ class SourceClient:
         self.puller_end.take(self.connection, size, part, span, into, moved)
 
     def mark_corrupt(self, chunk: Chunk) -> None:
-        """Exclude a chunk from requests to this source."""
         self.corrupt.add(chunk)
         self.have[chunk[0]][chunk[1]] = False
 
-    def offers(self, chunks: ChunkStore) -> bool:
-        return chunks.is_missing(self.have)
-
     def release(self) -> None:
-        if self.puller_end is not None:
-            self.puller_end.pause()
+        self.puller_end.pause()
         self.connection.send({"op": "release"})
 
     def is_usable(self) -> bool:
@@ -191,23 +186,21 @@ class SourceClient:
 
     def close(self) -> None:
         """Close the connection; that ends the lease."""
-        if self.puller_end is not None:
-            self.puller_end.close()
+        self.puller_end.close()
         self.connection.close()
 
     def _agree(self) -> None:
         for name in [name for name in self.transports if name in self.theirs]:
             try:
-                self.puller_end = self.transports[name].puller_end(self.theirs[name], self.deadline)
-                if self.puller_end is not None:
+                end = self.transports[name].puller_end(self.theirs[name], self.deadline)
+                if end is not None:
+                    self.puller_end = end
+                    end.connect(self._ask({"op": "transport", "name": name, "hello": end.hello}))
                     self.transport = name
-                    self.puller_end.connect(self._ask({"op": "transport", "name": name,
-                                                       "hello": self.puller_end.hello}))
                     return
             except (NoTransport, SourceGone) as error:
                 if self.requested != "auto":
                     raise
-                self.puller_end = None
                 record("transport_left_out", transport=name, source=self.who, why=str(error))
         raise NoTransport(f"{self.who} and this process have no transport in common: `transport: {self.requested}` is "
                           f"asked for here, {self.who} offers {', '.join(self.theirs) or 'none'}. Set  transport: auto")
@@ -229,14 +222,14 @@ class SourceClient:
 
 
 class SourceConnections:
-    """Connections of a puller. Idle ones are kept: to make one may take as long as a small pull."""
+    """Connections of a puller; idle ones are kept: to make one may take as long as a small pull."""
 
     def __init__(self, connect: Callable[[SourceEntry, PublishedVersion], SourceClient]):
         self.connect = connect
         self.idle: dict[str, SourceClient] = {}
 
     def take(self, entry: SourceEntry, head: PublishedVersion) -> SourceClient:
-        """Return a connection to this holder. Raises what `SourceClient` raises."""
+        """Return a connection to this holder; raises what `SourceClient` raises."""
         kept = self.idle.pop(entry.who, None)
         if kept is not None and kept.entry.address == entry.address and kept.is_usable():
             kept.use_for(entry, head)

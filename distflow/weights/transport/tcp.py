@@ -14,8 +14,6 @@ _BLOCK = 256 << 10
 
 
 class Tcp:
-    """Transport that is always available."""
-
     name = "tcp"
 
     def offer(self) -> dict[str, Any]:
@@ -30,7 +28,7 @@ class Tcp:
 
 class TcpSource(SourceEnd):
     def send(self, connection: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
-        connection.send(header, [memoryview(chunks)])
+        connection.send(header, [chunks.data])
 
 
 class TcpPuller(PullerEnd):
@@ -39,7 +37,7 @@ class TcpPuller(PullerEnd):
         if size != len(into):
             raise ConnectionError(f"{connection.peer} sent {size} bytes for chunks of {len(into)}")
         connection.received += size
-        view, filled = memoryview(into), 0
+        view, filled = into.data, 0
         while filled < size:
             count = connection.sock.recv_into(view[filled : filled + _BLOCK])
             if not count:

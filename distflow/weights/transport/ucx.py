@@ -69,7 +69,8 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
     """Return the library, and a context of it. Raises: NoTransport."""
     before = set(os.environ)
     try:
-        from ucxx._lib import libucxx  # its event loops would need a thread more, and time between messages
+        # its event loops would need a thread more, and time between messages
+        from ucxx._lib import libucxx  # type: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
         raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Reinstall it:  pip install "
                           f"--force-reinstall '{PACKAGE}'  or set  transport: tcp") from None
@@ -85,13 +86,13 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
 
 
 class _UcxConnection:
-    """UCX worker, and its endpoint once the other's address is known."""
+    """UCX worker, with its endpoint once the other's address is known."""
 
     def __init__(self, tag: int, patience: float, devices: dict[str, str]):
         self.patience = patience
         self.ucx, context = _context(devices)
         self.tag = self.ucx.UCXXTag(tag)
-        self.worker = self.ucx.UCXWorker(context)
+        self.worker: Any = self.ucx.UCXWorker(context)
         self.worker.init_blocking_progress_mode()
         self.endpoint: Any = None
 
@@ -109,7 +110,7 @@ class _UcxConnection:
     def move(self, post: Callable[[Any, Any], Any], chunk: numpy.ndarray, moved: Callable[[int], None]) -> None:
         """Send or receive a chunk, piece by piece. Raises `OSError` if the other end is gone, or moved no piece in
         time."""
-        from ucxx._lib.arr import Array
+        from ucxx._lib.arr import Array  # type: ignore[reportMissingImports]
 
         pieces = [chunk[begin : begin + _PIECE] for begin in range(0, len(chunk), _PIECE)]
         try:
