@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 
-import msgpack
 import numpy as np
 from torch import Tensor
 
@@ -34,14 +33,13 @@ class PlainCopy:
         self.pieces = {rank: [np.array_split(part, len(self.consumers))[number] for part in raw]
                        for number, rank in enumerate(self.consumers)}
         sizes = {rank: sum(map(len, pieces)) for rank, pieces in self.pieces.items()}
-        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.host_group.gather(msgpack.packb(sizes))]
+        told = self.host_group.gather(sizes)
         self.sizes = {rank: [said[rank] for said in told] for rank in self.consumers}
         wanted = sum(self.sizes.get(self.rank, [0]))
         if wanted > max((address.size for address in self.shared.notice().spare), default=0):
             self.shared.add(wanted)
             self.got = np.zeros(wanted, dtype=np.uint8)
-        stocks = [PoolNotice.unpack(msgpack.unpackb(part))
-                  for part in self.host_group.gather(msgpack.packb(self.shared.notice()))]
+        stocks = [PoolNotice.unpack(notice) for notice in self.host_group.gather(self.shared.notice())]
         self.memory = {rank: self.shared.open(stocks[rank].spare[-1]) for rank in self.consumers}
 
     def move(self) -> None:
@@ -62,7 +60,7 @@ class PlainCopy:
             SystemExit: they differ.
         """
         sent = {rank: zlib.crc32(b"".join(map(bytes, pieces))) for rank, pieces in self.pieces.items()}
-        told = [msgpack.unpackb(part, strict_map_key=False) for part in self.host_group.gather(msgpack.packb(sent))]
+        told = self.host_group.gather(sent)
         if self.rank in self.consumers:
             arrived, position = self.got if self.out else self.memory[self.rank], 0
             for said, size in zip(told, self.sizes[self.rank]):

@@ -41,8 +41,7 @@ FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
 
 KNOWN_CIRCLES = [
     ["distflow.config.load", "distflow.config.models"],
-    ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"],
-    ["distflow.data.dataset", "distflow.data.problems"]]
+    ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.config.live_changes", "distflow.contracts.detectors", "distflow.data.missing_rows",

@@ -33,14 +33,12 @@ _ONE_BY_ONE = 16
 
 
 def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
-    """Return the share of each unit, [units] int64, for `weights` [units] of tokens.
+    """Return the share of each unit, [units] int64, for `weights` [units] of tokens. `fixed` [units]: the share that a
+    unit has already, -1 for none.
 
     Longest processing time first (Graham 1969): the heaviest unit goes to the lightest share; the heaviest share is
     then at most 4/3 of the optimum. Many similar units are dealt out instead: then it is at most 1% above the mean.
     Ties go to the lower unit, to the share with fewer units, to the lower share, so that every rank computes the same.
-
-    Args:
-        fixed: [units]: the share of a unit that has one already, -1 for one that is free.
     """
     sizes = weights.numpy()
     return torch.from_numpy(_assign(sizes, _heaviest_first(sizes), shares, _fixed(sizes, fixed)))
@@ -116,11 +114,8 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
 
 
 def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
-    """Return the share of each of a machine's units, heaviest first; -1 for one that does not fit.
-
-    Args:
-        taken: (load, units, share) of each of the machine's shares.
-    """
+    """Return the share of each of a machine's units, heaviest first; -1 for one that does not fit. `taken`: (load,
+    units, share) of each of the machine's shares."""
     result = np.full(len(sizes), -1)
     if not any(count for _, count, _ in taken):
         fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
@@ -138,8 +133,7 @@ def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, b
 
 
 def _heaviest_first(sizes: np.ndarray) -> np.ndarray:
-    """Sort units by size, ties by number. Plain numbers sort in a third of the time of a stable order; each is made of
-    a size and a unit, for which the sizes must stay below 2^63 by the units."""
+    """Sort units by size, ties by number. Numbers made of both sort in a third of the time of a stable order."""
     numbers = (sizes.max(initial=0) - sizes) * len(sizes) + np.arange(len(sizes))
     numbers.sort()
     return numbers % max(len(sizes), 1)
@@ -155,7 +149,6 @@ def _taken(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> tuple[list[int]
 
 
 def _loads(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> np.ndarray:
-    """Return the load of each share [shares]; exact below 2^53."""
     return np.bincount(shares_of, sizes, shares).astype(np.int64)
 
 
@@ -203,7 +196,7 @@ def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.
     return result if (_loads(sizes, result, len(parts)) <= due).all() else None
 
 
-def _soonest(sizes: np.ndarray, units: Sequence[int], result: np.ndarray, parts: np.ndarray,
+def _soonest(sizes: np.ndarray, units: np.ndarray, result: np.ndarray, parts: np.ndarray,
              limit: float = np.inf) -> float:
     """Assign `units` in `result`, except those that no share can finish by `limit`; return when the last share
     finishes. Shares without a part get none."""
@@ -242,8 +235,7 @@ class ShardAssignment(NamedTuple):
         return ShardAssignment(np.concatenate([self.units, later.units]), np.concatenate([self.shares, later.shares]))
 
     def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, share) of each of the rows `ids`, of which `times` stem from one unit. Raises `ColumnError` if a
-        row stems from a unit that no rank had."""
+        """Return (row, share) of each of the rows `ids`, of which `times` stem from one unit."""
         units = ids // times if times > 1 else ids
         if len(units) == len(self.units) and (units == self.units).all():  # the usual case: one row a unit, in order
             return np.arange(len(ids)), self.shares
@@ -256,8 +248,7 @@ class ShardAssignment(NamedTuple):
         return np.arange(len(ids)), self.shares[index]
 
     def of_coarser(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, share) for each share that has units of the rows `ids`, each of which has `times` units. Raises
-        `ColumnError` if no rank has a unit of a row."""
+        """Return (row, share) for each share that has units of the rows `ids`, each of which has `times` units."""
         childless = ids[~np.isin(ids, self.units // times)]
         if len(childless):
             raise ColumnError(f"rows {childless[:_SHOWN].tolist()} lost all {times} rows that a node made of each; no "
@@ -282,12 +273,8 @@ class RowCounts:
         self.tables: list[np.ndarray] = []
 
     def add(self, producer: str, batch: Batch, share: int | None, origin: bool) -> None:
-        """Count rows of a producer.
-
-        Args:
-            share: of the layout, if these rows are in it already: later columns must join them.
-            origin: whether the rows are where they were made; elsewhere they have been counted.
-        """
+        """Count rows of a producer. `share`: of the layout, if they are in it already: later columns must join them.
+        `origin`: whether they are where they were made; elsewhere they have been counted."""
         fan, ids = self.lineage.of(producer), batch.ids.numpy()
         level = min(len(fan), len(self.unit))
         if fan[:level] != self.unit[:level]:
@@ -301,7 +288,7 @@ class RowCounts:
         self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
 
     def to_bytes(self) -> bytes:
-        """Pack the counts: each unit that this rank has, once, and its rows that are coarser than units."""
+        """Return the counts: each unit that this rank has, once, and its rows that are coarser than units."""
         return _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
 
     def assign(self, counts: list[bytes], machine_of: list[int]) -> tuple[ShardAssignment, float | None]:

@@ -23,14 +23,10 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Ragged column: `values` [T, …] holds all rows back to back, `lengths` [B] (int64) the number of elements of each
-    row.
+    """Ragged column: `values` [T, …] holds all rows back to back, `lengths` [B] (int64) the number of elements of each.
 
     The elements may be ragged themselves, as the tokens of each turn of a conversation or the pixels of each image:
-    `values` is then a Ragged of T rows.
-
-    Raises:
-        ColumnError: the lengths are not whole numbers, or do not add up to T.
+    `values` is then a Ragged of T rows. Raises `ColumnError` if the lengths do not add up to T.
     """
 
     values: Tensor | Ragged
@@ -79,7 +75,7 @@ class Ragged:
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Return rows start…stop (counted from 0, stop excluded, both within the column) as views."""
-        begin, end = self.offsets[start].item(), self.offsets[stop].item()
+        begin, end = int(self.offsets[start]), int(self.offsets[stop])
         return Ragged(_slice(self.values, begin, end), self.lengths[start:stop])
 
     def select(self, index: Tensor) -> Ragged:
@@ -90,8 +86,7 @@ class Ragged:
         return Ragged(_select(self.values, torch.arange(len(shift), device=shift.device) + shift), lengths)
 
     def padded(self, fill: float = 0, side: Literal["left", "right"] = "right") -> Tensor:
-        """Return [B, longest row, …], padded on the right or on the left. Raises `ColumnError` if the elements are
-        ragged themselves."""
+        """Return [B, longest row, …]. Raises `ColumnError` if the elements are ragged themselves."""
         if isinstance(self.values, Ragged):
             raise ColumnError("a nested ragged column has no padded form; pad its `values`, one level at a time")
         width = int(self.lengths.max()) if len(self) else 0
@@ -103,7 +98,6 @@ class Ragged:
         return result
 
     def with_values(self, values: Tensor | Ragged) -> Ragged:
-        """Return the same row lengths with other values [T, …]."""
         return Ragged(values, self.lengths)
 
 
@@ -111,8 +105,7 @@ ColumnData = Tensor | Ragged
 
 
 def encode_text(texts: Iterable[str]) -> Ragged:
-    """Return text as a ragged column of UTF-8 bytes. Half of a surrogate pair, which JSON may hold, survives decoding.
-    """
+    """Return text as a ragged column of UTF-8 bytes; half of a surrogate pair, which JSON may hold, survives."""
     raw = [text.encode(errors="surrogatepass") for text in texts]
     lengths = torch.tensor([len(item) for item in raw], dtype=torch.int64)
     joined = bytearray(b"".join(raw))
@@ -184,8 +177,8 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Return all rows, one batch after the other. Raises `ColumnError` if the batches do not have the same columns,
-        or a column's rows differ in form or shape."""
+        """Return all rows, one batch after the other. Raises `ColumnError` if their columns differ in name, form or
+        shape."""
         names = list(batches[0].columns)
         for batch in batches:
             if batch.columns.keys() != set(names):
@@ -213,11 +206,7 @@ class Batch:
 
     def to_tensordict(self) -> TensorDict:
         """Return a TensorDict of B rows: dense columns as they are, ragged ones as jagged nested tensors, uncopied.
-
-        Raises:
-            ColumnError: a column is nested: a jagged tensor has one ragged dimension.
-            InvalidInput: tensordict is not installed.
-        """
+        Raises `ColumnError` if a column is nested: a jagged tensor has one ragged dimension."""
         try:
             from tensordict import TensorDict  # optional
         except ImportError:
@@ -228,9 +217,9 @@ class Batch:
     @staticmethod
     def from_tensordict(rows: TensorDict) -> Batch:
         """Return the entries as columns; `ids`, if there are none, are 0 … B - 1."""
-        columns = {str(name): Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
-                   for name, value in rows.items()}
-        return _with_ids(columns, len(rows))
+        entries: dict[str, Any] = {str(name): value for name, value in rows.items()}
+        return _with_ids({name: Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
+                          for name, value in entries.items()}, len(rows))
 
     def to_arrow(self) -> pa.Table:
         """Return a table of B rows: a ragged column is a list, elements with a shape are lists of fixed size. Views,
@@ -296,9 +285,10 @@ def _concat(name: str, columns: list[ColumnData]) -> ColumnData:
 def _join(parts: Sequence[ColumnData]) -> ColumnData:
     """Concatenate columns. An empty part does not affect the result's type: `torch.tensor([])` is float32."""
     parts = [part for part in parts if len(part)] or [parts[0]]
-    if isinstance(parts[0], Ragged):
-        return Ragged(_join([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
-    return torch.cat(parts)
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    if ragged:
+        return Ragged(_join([part.values for part in ragged]), torch.cat([part.lengths for part in ragged]))
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
 def _slice(column: ColumnData, start: int, stop: int) -> ColumnData:

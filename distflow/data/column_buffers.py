@@ -22,8 +22,7 @@ _FEW_BYTES = 256
 
 
 class ColumnForm(NamedTuple):
-    """Type and shape that all rows of a column share. `shape` is that of an element, `depth` the levels of raggedness.
-    """
+    """Type and shape that all rows of a column share: `shape` of an element, `depth` levels of raggedness."""
 
     depth: int
     dtype: str
@@ -47,7 +46,6 @@ class ColumnBuffer:
 
     @property
     def starts(self) -> np.ndarray:
-        """Element at which each row begins [rows]."""
         return self.bounds[:-1]
 
     @functools.cached_property
@@ -119,7 +117,7 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
         return
     begin = source_at[runs.first]
     size = (source_at[runs.last] + counts[runs.last] - begin) * width
-    here, there = memoryview(source), memoryview(target)
+    here, there = source.data, target.data
     for start, at, length in zip((begin * width).tolist(), (target_at[runs.first] * width).tolist(), size.tolist()):
         there[at : at + length] = here[start : start + length]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,11 +63,8 @@ class Databuffer:
         self.draws = 0
 
     def start(self, batch: Batch, drawn: range | None = None) -> None:
-        """Begin a step with this rank's rows of the dataset; columns of the last step are dropped.
-
-        Args:
-            drawn: the rows of all shares in this step; timeouts name those of a rank that is missing.
-        """
+        """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, for the messages of
+        timeouts."""
         self.draws, self.earlier = 0, None
         self.redistributor.moved = 0
         self._begin(batch, drawn)
@@ -86,19 +82,12 @@ class Databuffer:
         self.draws += 1
 
     def put(self, task: Task, columns: dict[str, ColumnData], ids: Tensor) -> None:
-        """Keep the columns that a task wrote for the rows `ids` [B], ascending.
-
-        Where it wrote `keep`, rows leave the step, and every rank must call this.
-
-        Raises:
-            ColumnError: `keep` is not one bool a row.
-        """
-        self.step_columns[task.node, task.layout] = Batch(ids, columns)
-        if KEEP in task.writes:
-            self._drop(task)
+        """Keep the columns that a task wrote for the rows `ids` [B], ascending. Where it wrote `keep`, rows leave the
+        step, and every rank must call this. Raises `ColumnError` if `keep` is not one bool a row."""
+        self.receive([(task, columns, ids)])
 
     def receive(self, written: Iterable[tuple[Task, dict[str, ColumnData], Tensor]]) -> None:
-        """Keep the columns of several tasks that ran elsewhere, and drop rows only when all of them are there."""
+        """Keep the columns of several tasks, and drop rows only when all of them are there."""
         arrived = list(written)
         for task, columns, ids in arrived:
             self.step_columns[task.node, task.layout] = Batch(ids, columns)
@@ -107,9 +96,7 @@ class Databuffer:
 
     def full(self, task: Task, prompts: int) -> bool:
         """Return whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
-
-        More prompts than that are cut, latest first. The answer is the same on every rank.
-        """
+        More prompts than that are cut, latest first. The same on every rank."""
         left = self.kept.ancestors(self.lineage, 0)
         if len(left) < prompts and self.draws < task.draws:
             return False
@@ -121,11 +108,7 @@ class Databuffer:
 
     def take(self, task: Task) -> Batch:
         """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
-
-        Raises:
-            ColumnError: rows or columns that a producer owes are not there.
-            RankMissing: a rank that owes rows, or takes some, ended or timed out.
-        """
+        Raises `ColumnError` if a producer owes rows or columns, `RankMissing` if a rank ended or timed out."""
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
         lineage = [self.lineage.of(transfer.producer) for transfer in task.transfers]
         finest = max(zip(lineage, parts), key=lambda pair: len(pair[0]), default=None)
@@ -139,11 +122,8 @@ class Databuffer:
                            else _empty(column.form) for column in task.reads})
 
     def readable(self, names: Iterable[str], count: int, more: Iterable[str] = ()) -> dict[str, list[Any]]:
-        """Return up to `count` of this rank's rows, spread over the step, as Python values by column.
-
-        Of the layouts that hold rows here it takes the one with most of the columns `names`, and then with most rows;
-        columns of `more` are added where they are there.
-        """
+        """Return up to `count` of this rank's rows, spread over the step, as Python values by column: of the layout
+        with most of the columns `names`, and then with most rows; columns of `more` are added where they are there."""
         names = set(names)
         held = {name: [(self.lineage.of(producer), batch) for (producer, _), batch in self.step_columns.items()
                        if name in batch.columns and len(batch)] for name in (*names, *more)}
@@ -225,7 +205,7 @@ class Databuffer:
         if len(lost):
             raise ColumnError(f"{where} lacks rows {lost[:5].tolist()} of columns {', '.join(transfer.columns)}, which "
                               f"node `{transfer.producer}` owes")
-        extra = part.ids[~torch.isin(part.ids, ids // times)] if len(part) * times != len(ids) else ()
+        extra = part.ids[~torch.isin(part.ids, ids // times)] if len(part) * times != len(ids) else part.ids[:0]
         if len(extra):
             raise ColumnError(f"{where} has rows {extra[:5].tolist()} of columns {', '.join(transfer.columns)} from "
                               f"node `{transfer.producer}`, but its other inputs lack them")
@@ -240,10 +220,11 @@ class Databuffer:
         self.metrics.add(f"filter/{task.node}/dropped", (~keep).sum())
         self.metrics.add(f"filter/{task.node}/kept", keep.sum())
         gather = self.redistributor.host_group.gather
-        nothing_dropped = all(map(msgpack.unpackb, gather(msgpack.packb(bool(keep.all())))))
+        nothing_dropped = all(gather(bool(keep.all())))
         if nothing_dropped and task.draws == 1:
             return  # the usual case: no rank has to know which rows there are
-        self.kept = KeptRows(torch.cat([_unpacked(raw) for raw in gather(_packed(written.ids[keep]))]), task.out_fan)
+        kept = gather(written.ids[keep].numpy().tobytes())
+        self.kept = KeptRows(torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int64), task.out_fan)
         if not nothing_dropped:
             self._keep_only(self.kept)
         if task.draws > 1:
@@ -287,7 +268,8 @@ def _positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def _plain(column: ColumnData) -> list[Any]:
     if not isinstance(column, Ragged):
         return column.tolist()
-    return decode_text(column) if column.values.dtype == torch.uint8 else [row.tolist() for row in column.rows]
+    is_text = isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
+    return decode_text(column) if is_text else [_plain(row) for row in column.rows]
 
 
 def _empty(form: str) -> ColumnData:
@@ -295,11 +277,3 @@ def _empty(form: str) -> ColumnData:
         return encode_text([])
     nothing = torch.empty(0, dtype=torch.int64)
     return Ragged(nothing, nothing.clone()) if form.startswith("Ragged") else torch.empty(0)
-
-
-def _packed(ids: Tensor) -> bytes:
-    return ids.numpy().tobytes()
-
-
-def _unpacked(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else _NOTHING.ids

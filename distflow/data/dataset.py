@@ -17,19 +17,21 @@ import numpy
 from PIL import Image, UnidentifiedImageError
 
 from distflow.config.run import Data
-from distflow.data.problems import answer_text, is_empty, is_empty_question, wrong_answer, wrong_question, wrong_tools
+from distflow.data.problems import (
+    Record,
+    answer_text,
+    is_empty,
+    is_empty_question,
+    wrong_answer,
+    wrong_question,
+    wrong_tools,
+)
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
 
 def open_images(record: Record, field: str, folder: Path) -> list[Image.Image]:
-    """Return the images in a field of a record: none, one, or a list of them.
-
-    Each is a path below `folder`, bytes of an image file, {bytes, path} as `datasets` writes them, or an image that
-    `datasets` has read.
-
-    Raises:
-        InvalidInput: there is no such field or file, or it is no image.
-    """
+    """Return the images in a field of a record. Each is a path below `folder`, bytes of an image file, {bytes, path} as
+    `datasets` writes them, or an image that `datasets` has read. Raises `InvalidInput` if one is none of these."""
     if field not in record:
         hint = f"{did_you_mean(field, record, 'It has')}\nSay which field has them:  --set data.images=FIELD"
         raise InvalidInput(Diagnostic(f"the record has no field `{field}`, where its images should be", None, hint))
@@ -57,11 +59,7 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
 
 
 def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
-    """Read the images of some records.
-
-    Raises:
-        InvalidInput: one cannot be read; names the first such record and its location.
-    """
+    """Read the images of some records. Raises `InvalidInput` at the first that cannot be read."""
     for index in indices:
         try:
             open_images(records.get([index])[0], field, folder)
@@ -70,7 +68,6 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
                                           error.mistakes[0].hint)) from None
 
 
-Record = dict[str, Any]
 _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
@@ -79,20 +76,18 @@ _BLANK = 64
 
 
 class Records(Protocol):
-    """Interface of a dataset."""
+    """Interface of a dataset: records by index, and the location of each for messages."""
 
     def __len__(self) -> int: ...
 
-    def get(self, indices: Sequence[int]) -> list[Record]:
-        """Return the records at these indices, in this order."""
+    def get(self, indices: Sequence[int]) -> list[Record]: ...
 
-    def where(self, index: int) -> Location:
-        """Return the location of a record, for messages."""
+    def where(self, index: int) -> Location: ...
 
 
 def open_records(path: Path) -> Records:
-    """Open a .jsonl or .parquet file or a folder that `datasets` saved. Raises `InvalidInput` if the format is unknown,
-    it cannot be read, or there is no record in it."""
+    """Open a .jsonl or .parquet file or a folder that `datasets` saved. Raises `InvalidInput` if there are no records.
+    """
     kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
@@ -137,18 +132,11 @@ def fields_of(data: Data, own: Iterable[str]) -> Fields:
 
 def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
-    """Read every `shares`-th record from `share` on and require that its fields can be used.
+    """Read every `shares`-th record from `share` on and require that its fields can be used; return the indices of
+    records with an empty field, unless the fields are strict.
 
-    What is wrong with one field of many records is one mistake, shown at the first of them.
-
-    Args:
-        rewarded: by field, the values for which there is a reward; others are mistakes.
-
-    Returns:
-        The indices of records with an empty field, unless the fields are strict.
-
-    Raises:
-        InvalidInput: names the file and line of the first mistakes; or all records that were read have an empty field.
+    What is wrong with one field of many records is one mistake, shown at the first of them; so is if all that were read
+    have an empty field. `rewarded`: by field, the values for which there is a reward; others are mistakes.
     """
     mistakes: list[Diagnostic] = []
     known: set[tuple[str, str]] = set()
@@ -203,8 +191,8 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
 def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict[str, list[str]],
                     known: set[tuple[str, str]]) -> Iterator[Diagnostic]:
     for name, values in rewarded.items():
-        value = record.get(name)
-        value = "" if is_empty(value) or wrong_answer(value) else answer_text(value)
+        answer: Any = record.get(name)
+        value = "" if is_empty(answer) or wrong_answer(answer) else answer_text(answer)
         if value and value not in values and (name, value) not in known:
             known.add((name, value))
             yield Diagnostic(f"field `{name}` is {value!r}, for which no reward is given", records.where(index),
@@ -306,7 +294,7 @@ class SavedFolder:
 
         self.path = path
         try:
-            self.data = datasets.load_from_disk(str(path))
+            self.data: Any = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
             raise InvalidInput(f"{path}: not a folder that `datasets` saved: {error}") from None
         if not isinstance(self.data, datasets.Dataset):

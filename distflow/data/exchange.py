@@ -14,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group as default_group
 
 from distflow.errors import RankMissing
 
@@ -29,13 +32,8 @@ _COLLECTIVE, _LATE, _ENDED = ("gloo", "nccl", "c10d", "store"), ("timed out", "t
 
 def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i`, for each rank in turn, and return what
-    the ranks sent here, `arriving[i]` bytes from rank `i`.
-
-    One collective; every rank of the group must call it.
-
-    Raises:
-        RankMissing: a rank ended, or timed out. `gather` and `barrier` raise it too.
-    """
+    the ranks sent here, `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as `gather` and
+    `barrier` do."""
     received = torch.empty(sum(arriving), dtype=torch.uint8)
     with peer_errors():
         dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
@@ -48,10 +46,8 @@ _payload_size: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 
 def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank.
-
-    One collective if the payloads are about as long as they were last time, two if one is longer.
-    """
-    group = group or dist.group.WORLD
+    One collective if the payloads are about as long as they were last time, two if one is longer."""
+    group = group or default_group()
     if group.size() == 1:
         return [payload]
     size_limit = _payload_size.get(group, _MIN_SIZE)
@@ -63,6 +59,19 @@ def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes
         parts = [part + more for part, more in zip(parts, rest)]
     _payload_size[group] = max(_MIN_SIZE, longest + longest // 4)
     return [part[8 : 8 + size] for part, size in zip(parts, sizes)]
+
+
+def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value on every rank, in rank order: whatever msgpack knows."""
+    return [unpack(raw) for raw in gather(pack(value), group)]
+
+
+def pack(value: Any) -> bytes:
+    return msgpack.packb(value) or b""
+
+
+def unpack(raw: bytes) -> Any:
+    return msgpack.unpackb(raw, strict_map_key=False)
 
 
 def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:

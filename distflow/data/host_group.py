@@ -23,12 +23,13 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
-import msgpack
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from distflow.data.exchange import barrier as barrier_far
-from distflow.data.exchange import gather as gather_far
+from distflow.data.exchange import default_group, gather_values, pack, unpack
 from distflow.errors import RankMissing
 from distflow.rpc.shared_memory import (
     MemoryAddress,
@@ -51,8 +52,7 @@ _group_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 
 @dataclass(frozen=True)
 class HostPeer:
-    """Another rank of this machine: its two mailboxes, its doorbell, and the descriptor that becomes readable when it
-    dies."""
+    """Another rank of this machine: its mailboxes, its doorbell, and a descriptor that is readable once it has died."""
 
     rank: int
     mailboxes: tuple[int, int]
@@ -64,10 +64,8 @@ class HostGroup:
     """One rank's access to all others. Every rank of the group creates one and makes the same calls in the same order.
 
     machines: for each rank of the group, the first rank of its machine. secret: of the group, for the names of what
-    its ranks share.
-
-    Raises:
-        RankMissing: from any call: a rank died, or did not come within `limit` seconds. One of this machine is named.
+    its ranks share. Any call raises `RankMissing` if a rank died, or did not come within `limit` seconds; one of this
+    machine is named.
     """
 
     def __init__(self, rank: int, limit: float, group: dist.ProcessGroup | None = None):
@@ -75,19 +73,18 @@ class HostGroup:
         self.received: dict[tuple[int, int], int] = {}
         """(rank, round): the size of a message that a peer has left."""
         self.descriptors = _Descriptors()
-        self.secret = b"".join(gather_far(secrets.token_bytes(16), group))
+        self.secret = b"".join(gather_values(secrets.token_bytes(16), group))
         self.memory, name = memory_name("mailbox", self.secret), machine_name()
         mine = [create_memory(self.memory, 0) for _ in range(2)] if name else []
         self.mailboxes = [self.descriptors.keep(address.descriptor) for address in mine]
         self.doorbell, bell = map(self.descriptors.keep, os.pipe())
         for mailbox in self.mailboxes:
             os.pwrite(mailbox, _OWNER.pack(rank, bell, os.fstat(bell).st_ino), 0)
-        announced = [msgpack.unpackb(raw) for raw in gather_far(msgpack.packb([name, mine]), group)]
+        announced = gather_values([name, mine], group)
         names = [name or f"rank {number}" for number, (name, _) in enumerate(announced)]
         found = self._open_peers({number: mailboxes for number, (other, mailboxes) in enumerate(announced)
                                   if other == name != "" and number != rank})
-        failed = gather_far(bytes([found is None]), group)
-        isolated = {names[number] for number, raw in enumerate(failed) if raw != b"\0"}
+        isolated = {names[number] for number, failed in enumerate(gather_values(found is None, group)) if failed}
         names = [f"rank {number}" if name in isolated else name for number, name in enumerate(names)]
         self.peers = found if found and name not in isolated else {}
         self.machines = [names.index(name) for name in names]
@@ -95,31 +92,29 @@ class HostGroup:
         leaders = sorted(set(self.machines))
         self.on_one_machine = len(leaders) == 1
         leads = rank in leaders and not self.on_one_machine
-        self.leaders = self._group(leaders, group or dist.group.WORLD) if leads else None
+        self.leaders = self._group(leaders, group or default_group()) if leads else None
         barrier_far(group)  # no rank closes what another has yet to open
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank."""
-        messages = self._gather_here(payload)
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank: whatever msgpack knows."""
+        messages = self._gather_here(pack(value))
         if self.on_one_machine:
-            return [messages[rank] for rank in self.local_ranks]
+            return [unpack(messages[rank]) for rank in self.local_ranks]
         leader, combined = self.local_ranks[0], b""
         if self.rank == leader:
             combined = self._gather_leaders(messages)
-        error, everyone = msgpack.unpackb(self._gather_here(combined, self.limit + _EXTRA_SECONDS)[leader],
-                                          strict_map_key=False)
+        error, everyone = unpack(self._gather_here(combined, self.limit + _EXTRA_SECONDS)[leader])
         if error:
             raise RankMissing(error)
-        return [everyone[rank] for rank in range(len(everyone))]
+        return [unpack(everyone[rank]) for rank in range(len(everyone))]
 
     def _gather_leaders(self, messages: dict[int, bytes]) -> bytes:
         """Return [error, message by rank] of all machines, packed; peers learn an error as well."""
         try:
-            parts = [msgpack.unpackb(raw, strict_map_key=False)
-                     for raw in gather_far(msgpack.packb(messages), self.leaders)]
+            parts = gather_values(messages, self.leaders)
         except RankMissing as error:
-            return msgpack.packb([f"on another machine, {error}", {}])
-        return msgpack.packb(["", {rank: message for part in parts for rank, message in part.items()}])
+            return pack([f"on another machine, {error}", {}])
+        return pack(["", {rank: message for part in parts for rank, message in part.items()}])
 
     def barrier(self) -> None:
         """Wait until every rank of this machine has called this."""
@@ -179,9 +174,10 @@ class HostGroup:
     def _group(self, leaders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Make the group of leaders. Not by `new_group`, which all processes of the run would have to call."""
         number = _group_counts[group] = _group_counts.get(group, 0) + 1
-        store = dist.PrefixStore(f"leaders/{number}", dist.distributed_c10d._get_process_group_store(group))
+        store = PrefixStore(f"leaders/{number}", _get_process_group_store(group))
         limit = datetime.timedelta(seconds=self.limit)
-        return dist.ProcessGroupGloo(store, leaders.index(self.rank), len(leaders), limit)
+        made: Any = dist.ProcessGroupGloo(store, leaders.index(self.rank), len(leaders), limit)
+        return made  # a ProcessGroup, which torch's stub does not say
 
 
 class _Descriptors:

@@ -39,7 +39,7 @@ def expected_rows(lineage: RowLineage, producer: str, origin: Layout, assignment
                   drawn: range | None, rank: int) -> np.ndarray | None:
     """Return the ids [rows] of the producer's rows that a rank has by its share; None if that cannot be known."""
     fan, unit, share = lineage.of(producer), lineage.unit(origin), origin.share(rank)
-    if not origin.leads(rank):
+    if share is None or not origin.leads(rank):
         return np.empty(0, dtype=np.int64)
     if origin == lineage.source and drawn is not None:
         mine = origin.cut(len(drawn), share)

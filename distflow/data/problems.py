@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distflow.config.run import Data
 
-if TYPE_CHECKING:
-    from distflow.data.dataset import Record
-
+Record = dict[str, Any]
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 Message = dict[str, Any]
 """Message of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
 
 
 def messages_of(record: Record, data: Data) -> list[Message]:
-    """Return a record's question as chat messages, with the system prompt and the suffix that the run file adds.
-
-    Messages that begin with a system message of their own keep it. The suffix follows the last user message.
-    """
+    """Return a record's question as chat messages, with the system prompt, unless it has its own, and the suffix that
+    the run file adds to the last user message."""
     asked = record[data.question]
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     messages = [_message(each) for each in asked]
@@ -59,15 +55,12 @@ def answer_text(answer: str | int | float) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a field is null or blank text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def is_empty_question(value: Any) -> bool:
-    """Return whether a question is empty: as other fields, or no message, or messages without text and parts.
-
-    What has a wrong form is not empty: `wrong_question` reports it.
-    """
+    """Return whether a question is empty: as other fields, or no message, or messages without text and parts. What has
+    a wrong form is not empty: `wrong_question` reports it."""
     return not any(_has_content(each) for each in value) if isinstance(value, list) else is_empty(value)
 
 

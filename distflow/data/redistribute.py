@@ -29,7 +29,7 @@ from distflow.data.column_buffers import (
     form_of,
     runs_of,
 )
-from distflow.data.exchange import exchange
+from distflow.data.exchange import exchange, pack
 from distflow.data.host_group import HostGroup
 from distflow.errors import ColumnError
 from distflow.plan import Layout
@@ -97,10 +97,7 @@ class RowMemory:
 
 class RowNotice(NamedTuple):
     """Announcement of a rank: ids of its rows [rows], and per column its form and the counts of its rows, [rows] per
-    buffer.
-
-    Columns whose rows have as many elements each, as all that a policy writes of its tokens, share one array.
-    """
+    buffer. Columns whose rows have as many elements each share one array."""
 
     ids: np.ndarray
     forms: dict[str, ColumnForm]
@@ -117,7 +114,7 @@ def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[Colu
         # a dense row has one element
         counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
         forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts]))
-    header = msgpack.packb([len(batch), forms, pool])
+    header = pack([len(batch), forms, pool])
     header += b"\0" * (-len(header) % 8)
     return b"".join([len(header).to_bytes(8, "little"), header, batch.ids.numpy().tobytes(), *numbers]), buffers
 
@@ -138,8 +135,8 @@ def read_notice(raw: bytes) -> RowNotice:
 
 
 def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
-    """Return the form of each column. Ranks without rows, or with empty ones only, are ignored if another has elements.
-    Raises `ColumnError` if the ranks' elements differ in type or shape, or their columns are not the same."""
+    """Return the form of each column; ranks without elements are ignored if another has some. Raises `ColumnError` if
+    the ranks' columns, or the type or shape of their elements, differ."""
     holders = [rank for rank, notice in enumerate(notices) if len(notice.ids)] or [0]
     names = notices[holders[0]].forms
     for rank in holders:
@@ -209,8 +206,7 @@ class Route:
                       for name, form in forms.items()}
 
     def _part(self, announced: list[np.ndarray], row: np.ndarray, width: int, shared: dict) -> BufferPart:
-        """Lay out one buffer. `announced`: each holder's counts; buffers with the same counts share their arrays
-        (`shared`)."""
+        """Lay out one buffer. `announced`: each holder's counts; buffers with the same counts share their arrays."""
         key = tuple(map(id, announced))
         if key not in shared:
             counts = np.concatenate(announced)[row]
@@ -284,7 +280,6 @@ class Redistributor:
 
         Args:
             held: this rank's rows; ids and lengths are on the CPU.
-            payload: this rank's contribution to finding destinations.
             find_destinations: from all ranks' payloads to the destinations of rows in `layout`; the same on every rank.
             edge: what the bytes are counted for in the metrics.
 
@@ -292,7 +287,7 @@ class Redistributor:
             ColumnError: on every rank: rows without a destination or held twice, or columns that do not fit together.
         """
         raw, buffers = announce(held, self.memory.notice())
-        payloads = [msgpack.unpackb(part) for part in self.host_group.gather(msgpack.packb([raw, payload]))]
+        payloads = self.host_group.gather([raw, payload])
         notices = [read_notice(notice) for notice, _ in payloads]
         forms = agree(notices)
         route = Route(notices, forms, find_destinations([part for _, part in payloads]), layout.dp)
@@ -314,8 +309,7 @@ class Redistributor:
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
     def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> list[Destination]:
-        """Choose memory for all shares. Where a share lacks some, its owner adds a segment and all ranks announce
-        again."""
+        """Choose memory for all shares; where one lacks some, its owner adds a buffer and all ranks announce again."""
         owners: dict[tuple[int, int], int] = {}
         for rank, machine in enumerate(self.host_group.machines):
             share = layout.share(rank)
@@ -326,14 +320,12 @@ class Redistributor:
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
                 self.memory.add(wanted[self.rank])
-            pools = [PoolNotice.unpack(msgpack.unpackb(raw))
-                     for raw in self.host_group.gather(msgpack.packb(self.memory.notice()))]
+            pools = [PoolNotice.unpack(notice) for notice in self.host_group.gather(self.memory.notice())]
             chosen = choose(pools, wanted)
         return [Destination(share, rank, chosen.get(rank)) for (share, _), rank in owners.items()]
 
     def _send(self, buffers: Buffers, route: Route, traffic: np.ndarray, destinations: list[Destination],
-              machines: list[int],
-              memory: dict[Destination, np.ndarray]) -> None:
+              machines: list[int], memory: dict[Destination, np.ndarray]) -> None:
         """Send the rows that cross between machines in one all-to-all; each part holds one buffer after the other."""
         far = {each.rank: each.share for each in destinations if machines[each.rank] != machines[self.rank]}
         sizes = [int(traffic[self.rank, far[rank]]) if rank in far else 0 for rank in range(len(machines))]
@@ -350,7 +342,7 @@ class Redistributor:
                     for rank in range(len(machines))]
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
         for rank, size in enumerate(arriving):
-            if not size:
+            if mine is None or not size:
                 continue
             pairs = route.pairs(mine.share, rank)
             runs = runs_of(np.arange(len(pairs)), pairs)

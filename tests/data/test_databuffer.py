@@ -16,7 +16,7 @@ from distflow.data.batch import Batch, Ragged, decode_text, encode_text
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.errors import ColumnError, RankMissing
-from distflow.plan import Layout, Plan
+from distflow.plan import Layout, Plan, Task
 from distflow.recovery.rank_status import RankStatus
 from distflow.telemetry.metrics import Metrics
 
@@ -255,3 +255,13 @@ def test_rows_as_a_person_reads_them():
     buffer.put(reward, {"d_reward": torch.zeros(0)}, torch.arange(0))
     assert set(buffer.readable(names, 2)) == set(names) - {"d_reward"}
     assert buffer.readable(names, 0) == {}
+
+
+def test_a_nested_column_is_readable():
+    """Turns of a conversation: rows of rows, which once ended a run that showed its samples."""
+    rollout = Task("rollout", "actor", "MODEL_INFERENCE", "generate", {}, (), ("turns",), Layout(1), ())
+    buffer = Databuffer(Plan("test", "sync", 1, (rollout,), Layout(1)), 0, Metrics())
+    buffer.start(Batch(torch.arange(2)))
+    turns = [Ragged.from_rows([torch.tensor([1, 2]), torch.tensor([3])]), Ragged.from_rows([torch.tensor([4])])]
+    buffer.put(rollout, {"turns": Ragged.from_rows(turns)}, torch.arange(2))
+    assert buffer.readable(("turns",), 2) == {"turns": [[[1, 2], [3]], [[4]]]}
