@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -145,15 +146,24 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
     Raises:
         Unreadable: its annotation cannot be read without importing the module, or no value or default fits it.
     """
-    node = argument.annotation and _Expansion(_ALIASES | aliases).visit(copy.deepcopy(argument.annotation))
-    found = {**_limits(node), **(limits or {})}
-    description, kind = found.pop("description", ""), _kind(node)
+    text = ast.unparse(argument.annotation) if argument.annotation else ""
+    if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
+        text = ast.unparse(_Expansion(aliases).visit(ast.parse(text, mode="eval").body))
+    bare, kind, found = _annotation(text)
     if limits:
-        kind = Annotated[kind, Field(**limits)]
-    setting = Setting(argument.arg, annotation_text(node), ast.unparse(default) if default else REQUIRED, found,
-                      description, kind)
+        kind, found = Annotated[kind, Field(**limits)], {**found, **limits}
+    bounds = {name: limit for name, limit in found.items() if name in BOUNDS}
+    setting = Setting(argument.arg, bare, ast.unparse(default) if default else REQUIRED, bounds,
+                      found.get("description", ""), kind)
     _check(setting)
     return setting
+
+
+@functools.cache
+def _annotation(text: str) -> tuple[str, Any, dict[str, Any]]:
+    """Return an annotation without quotes and bounds, its type, and the arguments of its `Field`."""
+    node = _Expansion(_ALIASES).visit(ast.parse(text, mode="eval").body) if text else None
+    return annotation_text(node), _kind(node), _limits(node)
 
 
 def _check(setting: Setting) -> None:
@@ -217,7 +227,8 @@ def annotation_text(node: ast.expr | None) -> str:
     """Return the source of an annotation without quotes and bounds; "" for None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         node = expression(node.value)
-    return "" if node is None else ast.unparse(_Bare().visit(copy.deepcopy(node)))
+    text = "" if node is None else ast.unparse(node)
+    return ast.unparse(_Bare().visit(ast.parse(text, mode="eval").body)) if "Annotated" in text else text
 
 
 def expression(text: str) -> ast.expr | None:
