@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same to Python
+    from distflow.contracts.decorators import Turn, environment, loss, node, reward
+    from distflow.data.batch import Batch, Ragged
+    from distflow.errors import DistflowError
+    from distflow.recovery.autoscaler import scaling
+    from distflow.recovery.detectors import Alert, detector
+    from distflow.recovery.hooks import hook
+    from distflow.telemetry.metrics import metric
 
 __version__ = "0.1.0"
 
@@ -28,7 +37,8 @@ _HOMES = {
 }
 _RENAMED = {"Alarm": "Alert"}
 """Old public names, which still work, with a warning that names the new one."""
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = ["Alert", "Batch", "DistflowError", "Ragged", "Turn", "__version__", "detector", "environment", "hook",
+           "loss", "metric", "node", "reward", "scaling"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -244,8 +244,8 @@ class Group:
 
 def whole(layouts: list[Layout], ranks: int) -> Layout:
     """Return the layout of all `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
-    split = layouts[0].split if layouts else {}
-    return Layout(ranks // Layout(1, **split).width, 0, **split)
+    single = replace(layouts[0], dp=1, first=0, rows=(), early=False) if layouts else Layout(1)
+    return replace(single, dp=ranks // single.width)
 
 
 def proportion(rows: Sequence[int]) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ STAIRS = {"workers.isolation.sandbox": 0, "workers.isolation.user_code": 0, "wor
           "workers.engines": 0,
           "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← loop and what stands beside it."""
-MAY_IMPORT_ANYTHING = {"distflow.launch"}
+MAY_IMPORT_ANYTHING = {"distflow", "distflow.launch"}
+"""`distflow` itself only for type checkers: it loads its public names when they are used."""
 MAY_CATCH_ANYTHING = ("distflow.recovery.supervisor", "distflow.cli", "distflow.launch")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "scipy", "pyarrow", "tokenizers", "networkx"}
 MAY_IMPORT_HEAVY = {"planners": {"networkx"}, "planners.heterogeneous": {"numpy", "scipy"}}

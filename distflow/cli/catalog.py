@@ -35,7 +35,7 @@ def list_nodes(options: argparse.Namespace) -> int:
                if options.name in (None, name)]
     if not chosen:
         known = [*contracts, *rewards, *environments]
-        raise InvalidInput(f"there is nothing called `{options.name}`. {did_you_mean(options.name, known)}")
+        raise InvalidInput(f"there is nothing called `{options.name}`. {did_you_mean(str(options.name), known)}")
     print("\n\n".join("\n".join(lines) for lines in chosen))
     return 0
 

@@ -76,6 +76,10 @@ class Spec:
     def data_path(self, name: str) -> Path | None:
         return find(name, "data", self.folder)
 
+    def _absolute(self, name: str, kind: str) -> str:
+        """Return a path as the run's folder keeps it; unchanged if it is a mistake, since there is nothing."""
+        return str((find(name, kind, self.folder) or Path(name)).absolute())
+
     def lineage(self, role: str) -> list[str]:
         """Return the role, the role that it copies, the one that this copies, and so on."""
         roles: list[str] = []
@@ -101,12 +105,12 @@ class Spec:
     def resolved(self) -> dict[str, Any]:
         """Return every value in force, defaults included and paths absolute, for the run's folder."""
         dag, run = self.dag.model_dump(mode="json", by_alias=True), self.run.model_dump(mode="json")
-        run["data"]["train"] = str(self.data_path(self.run.data.train).absolute())
+        run["data"]["train"] = self._absolute(self.run.data.train, "data")
         for name, path in self.run.validation.data.items() if self.run.validation else ():
-            run["validation"]["data"][name] = str(self.data_path(path).absolute())
+            run["validation"]["data"][name] = self._absolute(path, "data")
         for role in run["roles"].values():
             if role["model"] and role["model"]["path"]:
-                role["model"]["path"] = str(find(role["model"]["path"], "models", self.folder).absolute())
+                role["model"]["path"] = self._absolute(role["model"]["path"], "models")
         cluster = {"cluster": self.cluster.model_dump(mode="json")} if self.cluster_source else {}
         return {"dag": dag, "run": run, **cluster}
 

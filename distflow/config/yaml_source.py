@@ -157,7 +157,8 @@ def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.N
         return [_build(source, child, (*path, index), (*above, node)) for index, child in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(source, node, path, (*above, node))
-    return node.value if node.style in ("'", '"', "|", ">") else _scalar(node.value)
+    quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"', "|", ">")
+    return node.value if quoted else _scalar(node.value)
 
 
 def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, above: tuple[yaml.Node, ...]) -> dict:
@@ -323,7 +324,7 @@ def _expected(item: Any) -> str:
         bound = item["msg"].removeprefix("Input should be ")
         return bound.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     stem = item["type"].split("_")[0]
-    return _KINDS.get(stem, item["msg"].removeprefix("Input should be "))
+    return _KINDS.get(stem) or str(item["msg"]).removeprefix("Input should be ")
 
 
 def _fields_at(kind: Any, path: tuple) -> list[str]:

@@ -7,11 +7,12 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from distflow.errors import Diagnostic, InvalidInput, Location, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 Reward = str | list[str] | dict[str, Any]
 """Annotation of a setting that holds a recipe of rewards: see `distflow.contracts.rewards`."""
 Regex = str
@@ -70,7 +71,7 @@ class NodeMarks:
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            object.__setattr__(self, name, _tuple(value))
 
 
 def node(
@@ -98,14 +99,18 @@ def node(
 
     All of them are written as plain values, so that they are known without importing the module.
     """
-    marks = NodeMarks(writes, type, keep_together, repeats, refills, default_for, requires or {},  # type: ignore[arg-type]
+    marks = NodeMarks(_tuple(writes), type, keep_together, repeats, refills, _tuple(default_for), requires or {},
                       belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
 
     def register(function: F) -> F:
-        function.__distflow_node__ = marks  # type: ignore[attr-defined]
+        function.__distflow_node__ = marks
         return _register(NODES, function)
 
     return register
+
+
+def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,16 @@ class RewardMarks:
     in_rank: bool = False
     shortcut: Callable[..., float | None] | None = None
     check: Callable[..., str] | None = None
+
+
+@overload
+def reward(function: F, /) -> F: ...
+
+
+@overload
+def reward(*, timeout: float = 10.0, retries: int = 1, concurrency: int = 16, in_rank: bool = False,
+           shortcut: Callable[..., float | None] | None = None,
+           check: Callable[..., str] | None = None) -> Callable[[F], F]: ...
 
 
 def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
@@ -149,7 +164,7 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
     marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
 
     def register(function: F) -> F:
-        function.__distflow_reward__ = marks  # type: ignore[attr-defined]
+        function.__distflow_reward__ = marks
         return _register(REWARDS, function)
 
     return register if function is None else register(function)
@@ -170,7 +185,7 @@ def loss(function: F) -> F:
     tokens count, so that the result does not depend on micro-batches and ranks. For the same reason a token's loss may
     depend on the other tokens of its row, but not on other rows.
     """
-    function.__distflow_loss__ = True  # type: ignore[attr-defined]
+    function.__distflow_loss__ = True
     return function
 
 
@@ -186,7 +201,15 @@ class Turn:
     reward: float = 0.0
 
 
-def environment(kind: type | None = None, *, safe: bool = False, together: int = 512) -> Any:
+@overload
+def environment(kind: C, /) -> C: ...
+
+
+@overload
+def environment(*, safe: bool = False, together: int = 512) -> Callable[[C], C]: ...
+
+
+def environment(kind: C | None = None, *, safe: bool = False, together: int = 512) -> Any:
     """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
 
     `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
@@ -199,14 +222,14 @@ def environment(kind: type | None = None, *, safe: bool = False, together: int =
         together: steps that a process of safe ones has under way at a time, if `step` is a coroutine. Others wait for
             them: give fewer where a step computes, for the time that it may take runs from its beginning.
     """
-    def register(kind: type) -> type:
-        kind.__distflow_safe__, kind.__distflow_together__ = safe, together  # type: ignore[attr-defined]
-        return _register(ENVIRONMENTS, kind)  # type: ignore[type-var, arg-type]
+    def register(kind: C) -> C:
+        kind.__distflow_safe__, kind.__distflow_together__ = safe, together
+        return _register(ENVIRONMENTS, kind)
 
     return register if kind is None else register(kind)
 
 
-def _register(registry: dict[str, Callable[..., Any]], function: F) -> F:
+def _register(registry: dict[str, Any], function: F) -> F:
     """Add a function to a registry. Raises InvalidInput if another module has registered one of the same name."""
     other = registry.get(function.__name__)
     if other is not None and other.__module__ != function.__module__:

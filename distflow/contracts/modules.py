@@ -68,8 +68,9 @@ def _decorated(module: str, path: Path | None) -> tuple[tuple[str, Definition], 
                if isinstance(target, ast.Name)}
     found = []
     for item in body:
-        for decorator in item.decorator_list if isinstance(
-                item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else ():
+        if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for decorator in item.decorator_list:
             if kind := _kind_of(decorator, names):
                 text = f"class {item.name}" if isinstance(item, ast.ClassDef) else f"def {item.name}(…)"
                 where = Location(shown(path), item.lineno, text=text)

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from distflow.errors import InvalidInput
 from distflow.telemetry.events import record
@@ -69,11 +70,12 @@ def forget(folder: Path) -> None:
 
 Steps = Sequence[Mapping[str, float]]
 Policy = Callable[[Steps, int], int | None]
+P = TypeVar("P", bound=Policy)
 POLICIES: list[tuple[int, Policy]] = []
 _POLL = 0.5  # seconds between two looks at the metrics
 
 
-def scaling(*, every: int) -> Callable[[Policy], Policy]:
+def scaling(*, every: int) -> Callable[[P], P]:
     """Register a policy that is asked after every so many steps.
 
     Raises:
@@ -82,7 +84,7 @@ def scaling(*, every: int) -> Callable[[Policy], Policy]:
     if type(every) is not int or every < 1:
         raise InvalidInput(f"@scaling(every={every!r}): give a number of steps, as  @scaling(every=10)")
 
-    def register(function: Policy) -> Policy:
+    def register(function: P) -> P:
         POLICIES.append((every, function))
         return function
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from distflow.config.run import Phase
 from distflow.telemetry.heartbeat import Heartbeat, HeartbeatReading
@@ -114,11 +114,20 @@ class Finding:
 Detector = Callable[[Observation], str | None]
 DETECTORS: dict[str, Callable[..., str | None]] = {}
 STEP_DETECTORS: dict[str, Callable[..., Any]] = {}
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def detector(function: Callable[..., Any] | None = None, *, sees: Literal["worker", "steps"] = "worker") -> Any:
+@overload
+def detector(function: F, /) -> F: ...
+
+
+@overload
+def detector(*, sees: Literal["worker", "steps"] = "worker") -> Callable[[F], F]: ...
+
+
+def detector(function: F | None = None, *, sees: Literal["worker", "steps"] = "worker") -> Any:
     """Register a detector by its function's name; one of the same name is replaced."""
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: F) -> F:
         (STEP_DETECTORS if sees == "steps" else DETECTORS)[function.__name__] = function
         return function
 

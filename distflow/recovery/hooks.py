@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from distflow.errors import InvalidInput, did_you_mean
 from distflow.recovery.restarts import Failure
@@ -36,10 +36,11 @@ class HookContext:
 
 
 Hook = Callable[[HookContext], None]
+H = TypeVar("H", bound=Hook)
 HOOKS: dict[str, list[tuple[str | None, Hook]]] = {when: [] for when in get_args(When)}
 
 
-def hook(*, when: When, role: str | None = None) -> Callable[[Hook], Hook]:
+def hook(*, when: When, role: str | None = None) -> Callable[[H], H]:
     """Register a hook; `role`: `trainer`, `rollout`, or None for both.
 
     Raises:
@@ -50,7 +51,7 @@ def hook(*, when: When, role: str | None = None) -> Callable[[Hook], Hook]:
     if role not in (None, "trainer", "rollout"):
         raise InvalidInput(f"@hook(role={role!r}): give `trainer` or `rollout`, or leave it out for both")
 
-    def register(function: Hook) -> Hook:
+    def register(function: H) -> H:
         HOOKS[when].append((role, function))
         return function
 
