@@ -13,7 +13,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -25,10 +25,6 @@ REQUIRED = "<required>"
 _WORDS = {"ge": "at least {:g}", "gt": "above {:g}", "le": "at most {:g}", "lt": "below {:g}",
           "min_length": "at least {} long", "max_length": "at most {} long", "pattern": "text that matches {}"}
 """Arguments of `Field` that bound a value, in words."""
-_TOO = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le", "less_than": "lt",
-        "string_pattern_mismatch": "pattern", "string_too_short": "min_length", "string_too_long": "max_length",
-        "too_short": "min_length", "too_long": "max_length"}
-"""Kind of error of pydantic → the argument of `Field` that it is about."""
 _SAID = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list",
          "dict": "a mapping", "None": "null", "Loss": "MODULE:FUNCTION", "Environment": "a name", "Template": "text",
          "Regex": "text"}
@@ -91,6 +87,9 @@ class Setting:
     def _is_number(self) -> bool:
         return any(name in self.limits for name in _ORDER)
 
+    def at_least(self, least: int) -> Setting:
+        return replace(self, limits={**self.limits, "ge": least}, kind=Annotated[self.kind, Field(ge=least)])
+
     def errors(self, value: Any) -> list[Any]:
         """Return pydantic's errors about a value."""
         if self.kind is Any:
@@ -115,15 +114,15 @@ class Setting:
         if errors[0]["type"] == "value_error":
             what, _, hint = str(errors[0]["ctx"]["error"]).partition("\n")
             return what, hint
-        if not all(each["type"] in _TOO for each in errors):
+        limits = [name for each in errors for name in BOUNDS if name in each.get("ctx", {})]
+        if len(limits) < len(errors):
             kinds = " or ".join(_SAID.get(kind, kind.replace("Literal[", "one of ["))
                                 for kind in self.annotation.split(" | "))
             hint = "" if self.default == REQUIRED else f"Its default is {self.default}."
             return f"must be {kinds}, not {str(value).lower() if isinstance(value, bool) else repr(value)}", hint
-        inner = _TOO[errors[0]["type"]]
-        bounds = _WORDS[inner].format(errors[0]["ctx"][inner]) if errors[0]["loc"] else self.bounds
-        shown = "" if errors[0]["loc"] == () else " in " + ".".join(map(str, errors[0]["loc"]))
-        return f"must be {bounds}{shown}, not {errors[0]['input']!r}", self._instead(example)
+        inside = ".".join(map(str, errors[0]["loc"]))
+        bounds = f"{_WORDS[limits[0]].format(errors[0]['ctx'][limits[0]])} in {inside}" if inside else self.bounds
+        return f"must be {bounds}, not {errors[0]['input']!r}", self._instead(example)
 
     def _instead(self, example: str) -> str:
         if self.default == "None":
@@ -139,9 +138,8 @@ class Setting:
         return next((value for value in candidates if not self.errors(value)), None)
 
 
-def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str, ast.expr],
-                 limits: dict[str, Any] | None = None) -> Setting:
-    """Return a setting from its parsed parameter, with further `limits`.
+def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str, ast.expr]) -> Setting:
+    """Return a setting from its parsed parameter.
 
     Raises:
         Unreadable: its annotation cannot be read without importing the module, or no value or default fits it.
@@ -150,8 +148,6 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
     if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
         text = ast.unparse(_Expansion(aliases).visit(ast.parse(text, mode="eval").body))
     bare, kind, found = _annotation(text)
-    if limits:
-        kind, found = Annotated[kind, Field(**limits)], {**found, **limits}
     bounds = {name: limit for name, limit in found.items() if name in BOUNDS}
     setting = Setting(argument.arg, bare, ast.unparse(default) if default else REQUIRED, bounds,
                       found.get("description", ""), kind)

@@ -129,7 +129,7 @@ def load_function(key: str) -> Any:
 def _of_file(module: str, _path: Path) -> tuple[Contract, ...]:
     check_syntax(module)
     found = ((each, _marks(each)) for each in definitions(module, "node") if isinstance(each.item, ast.FunctionDef))
-    return tuple(_contract(_of_definition(each), marks) for each, marks in found if marks)
+    return tuple(_contract(*_of_definition(each), marks) for each, marks in found if marks)
 
 
 def _marks(definition: Definition) -> decorators.NodeMarks | None:
@@ -147,104 +147,76 @@ def _marks(definition: Definition) -> decorators.NodeMarks | None:
         return None
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """Signature as ast has it. `arguments` are without `self`."""
-
-    name: str
-    module: str
-    where: Location
-    arguments: ast.arguments
-    returns: ast.expr | None
-    doc: str | None
-    aliases: dict[str, ast.expr] = field(default_factory=dict)
-
-    @property
-    def positional(self) -> list[ast.arg]:
-        return [*self.arguments.posonlyargs, *self.arguments.args]
-
-
 def read_signature(definition: Definition) -> Signature:
     """Return the signature of a function, or that of a class's `__init__`, from its source.
 
     Raises:
         InvalidInput: an annotation cannot be read without importing the module, or a default does not fit it.
     """
-    return _complete(_of_definition(definition))
+    return _flawless(*_of_definition(definition))
 
 
 def live_signature(function: Any) -> Signature:
     """Return the signature of an imported function or class. Raises InvalidInput as `read_signature` does."""
-    return _complete(_of_live(function))
+    return _flawless(*_of_live(function))
 
 
-def _of_definition(definition: Definition) -> _Parsed:
-    item = definition.item
-    if isinstance(item, ast.ClassDef):
-        own = next((each for each in item.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
-        arguments = _without_self(own.args) if own else ast.arguments([], [], None, [], [], None, [])
-    else:
-        arguments = item.args
-    returns = None if isinstance(item, ast.ClassDef) else item.returns
-    return _Parsed(item.name, definition.module, definition.where, arguments, returns, ast.get_docstring(item),
-                   definition.aliases)
-
-
-def _without_self(arguments: ast.arguments) -> ast.arguments:
-    part = "posonlyargs" if arguments.posonlyargs else "args"
-    return ast.arguments(**{**dict(ast.iter_fields(arguments)), part: getattr(arguments, part)[1:]})
-
-
-def _complete(parsed: _Parsed) -> Signature:
-    settings, wrong = _settings(parsed, {})
+def _flawless(signature: Signature, wrong: list[Diagnostic]) -> Signature:
     if wrong:
         raise InvalidInput(wrong)
-    return _signature(parsed, parsed.positional, settings)
+    return signature
 
 
-def _settings(parsed: _Parsed, at_least: dict[str, int]) -> tuple[dict[str, Setting], list[Diagnostic]]:
-    """Return the settings that can be read, and a mistake for each other one."""
-    settings, wrong = {}, []
-    for argument, default in zip(parsed.arguments.kwonlyargs, parsed.arguments.kw_defaults):
-        limits = {"ge": at_least[argument.arg]} if argument.arg in at_least else {}
-        try:
-            settings[argument.arg] = read_setting(argument, default, parsed.aliases, limits)
-        except Unreadable as error:
-            line = getattr(argument, "lineno", 0)
-            where = dataclasses.replace(parsed.where, line=line, text=ast.unparse(argument)) if line else parsed.where
-            wrong.append(Diagnostic(f"setting `{argument.arg}` of `{parsed.name}` {error}", where,
-                                    "As in  share: Annotated[float, Field(gt=0, le=1)] = 0.5"))
-    return settings, wrong
+def _of_definition(definition: Definition) -> tuple[Signature, list[Diagnostic]]:
+    """Return a signature from source, and a mistake for each setting of it that cannot be read."""
+    item, where = definition.item, (definition.name, definition.module, definition.where)
+    if not isinstance(item, ast.ClassDef):
+        return _signature(*where, item.args, item.returns, ast.get_docstring(item), definition.aliases)
+    own = next((each for each in item.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    arguments = own.args if own else ast.arguments([], [], None, [], [], None, [])
+    signature, wrong = _signature(*where, arguments, None, ast.get_docstring(item), definition.aliases)
+    return dataclasses.replace(signature, reads=signature.reads[1:]), wrong  # without `self`
 
 
-def _signature(parsed: _Parsed, positional: list[ast.arg], settings: dict[str, Setting]) -> Signature:
-    required = len(positional) - len(parsed.arguments.defaults)
+def _signature(name: str, module: str, where: Location, arguments: ast.arguments, returns: ast.expr | None,
+               doc: str | None, aliases: dict[str, ast.expr]) -> tuple[Signature, list[Diagnostic]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
     reads = tuple(Read(item.arg, annotation_text(item.annotation), index >= required)
                   for index, item in enumerate(positional))
-    summary = (parsed.doc or "").strip().partition("\n\n")[0].replace("\n", " ")
-    result = annotation_text(parsed.returns)
-    return Signature(parsed.name, parsed.module, parsed.where, reads, settings, result, summary)
+    settings, wrong = {}, []
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        try:
+            settings[argument.arg] = read_setting(argument, default, aliases)
+        except Unreadable as error:
+            settings[argument.arg] = Setting(argument.arg)
+            line = getattr(argument, "lineno", where.line)
+            wrong.append(Diagnostic(f"setting `{argument.arg}` of `{name}` {error}",
+                                    dataclasses.replace(where, line=line, text=ast.unparse(argument)),
+                                    "As in  share: Annotated[float, Field(gt=0, le=1)] = 0.5"))
+    summary = (doc or "").strip().partition("\n\n")[0].replace("\n", " ")
+    return Signature(name, module, where, reads, settings, annotation_text(returns), summary), wrong
 
 
-def _contract(parsed: _Parsed, marks: decorators.NodeMarks) -> Contract:
+def _contract(signature: Signature, wrong: list[Diagnostic], marks: decorators.NodeMarks) -> Contract:
     """Return the contract of a node function.
 
     Raises:
-        InvalidInput: the arguments of `@node` do not fit the signature, or it has settings that cannot be read.
+        InvalidInput: there is something `wrong` with its settings, or the arguments of `@node` do not fit it.
     """
-    settings, wrong = _settings(parsed, {name: 1 for name in (marks.repeats, marks.refills) if name})
-    positional = parsed.positional[1:] if marks.type in ENGINE_TYPES else parsed.positional
-    signature = _signature(parsed, positional, settings)
-    contract = Contract(**vars(signature), marks=marks, returns=_forms(signature.result, len(marks.writes)))
-    names = [argument.arg for argument in parsed.arguments.kwonlyargs]
-    wrong += [Diagnostic(f"@node of `{contract.name}`: {what}", contract.where, hint)
-              for what, hint in _wrong_marks(contract, names, bool(parsed.positional))]
+    settings = {name: setting.at_least(1) if name in (marks.repeats, marks.refills) else setting
+                for name, setting in signature.settings.items()}
+    reads = signature.reads[1:] if marks.type in ENGINE_TYPES else signature.reads
+    contract = Contract(**vars(signature) | {"reads": reads, "settings": settings}, marks=marks,
+                        returns=_forms(signature.result, len(marks.writes)))
+    wrong = wrong + [Diagnostic(f"@node of `{contract.name}`: {what}", contract.where, hint)
+                     for what, hint in _wrong_marks(contract, bool(signature.reads))]
     if wrong:
         raise InvalidInput(wrong)
     return contract
 
 
-def _wrong_marks(contract: Contract, settings: list[str], positional: bool) -> Iterator[tuple[str, str]]:
+def _wrong_marks(contract: Contract, positional: bool) -> Iterator[tuple[str, str]]:
     """Yield (mistake, hint) for each argument of `@node` that does not fit the function's signature."""
     marks, reads = contract.marks, [read.name for read in contract.reads]
     if marks.type not in TYPES:
@@ -252,9 +224,9 @@ def _wrong_marks(contract: Contract, settings: list[str], positional: bool) -> I
     elif marks.type in ENGINE_TYPES and not positional:
         yield f"a {marks.type} function gets its role's engine as its first parameter, and this one has none", ""
     for mark, setting in _named_settings(marks):
-        if setting not in settings:
+        if setting not in contract.settings:
             yield (f"`{mark}` names `{setting}`, which is not a keyword-only parameter of it",
-                   listing(settings, "Keyword-only parameters"))
+                   listing(contract.settings, "Keyword-only parameters"))
     if marks.refills and KEEP not in marks.writes:
         yield (f"`refills` is for a function that says which rows stay, and it does not write `{KEEP}`",
                f'Instead:  writes="{KEEP}", or take `refills` away')
@@ -329,16 +301,17 @@ def imported(module: str, name: str) -> Contract | None:
 
 def live_contract(name: str, module: str, function: Any, marks: decorators.NodeMarks) -> Contract:
     """Return the contract of an imported function."""
-    return _contract(dataclasses.replace(_of_live(function), name=name, module=module), marks)
+    signature, wrong = _of_live(function)
+    return _contract(dataclasses.replace(signature, name=name, module=module), wrong, marks)
 
 
-def _of_live(function: Any) -> _Parsed:
+def _of_live(function: Any) -> tuple[Signature, list[Diagnostic]]:
     line = inspect.getsourcelines(function)[1] if inspect.isfunction(function) else 0
     where = Location(inspect.getsourcefile(function) or function.__module__, line) if line \
         else Location(function.__module__)
     signature = inspect.signature(function)
-    return _Parsed(function.__name__, function.__module__, where, _arguments(signature),
-                   _parsed(signature.return_annotation), inspect.getdoc(function))
+    return _signature(function.__name__, function.__module__, where, _arguments(signature),
+                      _parsed(signature.return_annotation), inspect.getdoc(function), {})
 
 
 def _arguments(signature: inspect.Signature) -> ast.arguments:
