@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from distflow.contracts import decorators
 from distflow.contracts.modules import Definition, definitions, module_file
 from distflow.contracts.settings import check_given
-from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
+from distflow.contracts.signature import (
+    Contract,
+    Read,
+    Signature,
+    built_in,
+    live_signature,
+    named_settings,
+    read_signature,
+)
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -46,15 +54,11 @@ def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
     Puts the environments that exist into `spec.environments`, by node.
     """
     mistakes: list[Diagnostic] = []
-    for node, item in spec.dag.nodes.items():
-        contract = spec.functions.get(item.function or "")
-        for name, value in item.settings.items():
-            setting = contract.settings.get(name) if contract else None
-            if setting and setting.annotation == ANNOTATION and isinstance(value, str):
-                try:
-                    mistakes += _check_named(spec, node, name, value)
-                except InvalidInput as error:
-                    mistakes += error.mistakes
+    for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
+        try:
+            mistakes += _check_named(spec, node, name, value) if isinstance(value, str) else []
+        except InvalidInput as error:
+            mistakes += error.mistakes
     return mistakes
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.contracts import decorators
 from distflow.contracts.environments import wrong_settings
 from distflow.contracts.modules import check_imports, check_syntax, definitions, module_file, where_looked_for
-from distflow.contracts.signature import Signature, read_signature
+from distflow.contracts.signature import Signature, named_settings, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,13 +23,8 @@ PARAMETERS = ("logprobs", "old_logprobs", "advantages", "lengths")
 
 def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
     """Return what is wrong with the losses that nodes name, and with the settings that they get."""
-    mistakes: list[Diagnostic] = []
-    for node, item in spec.dag.nodes.items():
-        contract = spec.functions.get(item.function or "")
-        for name, setting in contract.settings.items() if contract else ():
-            if ANNOTATION in setting.annotation.split(" | "):
-                mistakes += _check_named(spec, node, item.settings.get(name, setting.value), name)
-    return mistakes
+    return [mistake for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION)
+            for mistake in _check_named(spec, node, value, name)]
 
 
 def load_loss(key: str) -> Callable[..., Any]:

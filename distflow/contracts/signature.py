@@ -349,6 +349,15 @@ def _source(annotation: Any) -> str:
     return "None" if annotation is type(None) else inspect.formatannotation(annotation)
 
 
+def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield (node, setting, its value in force) for settings whose annotation is, or may be, this word."""
+    for node, item in dag.nodes.items():
+        contract = functions.get(item.function or "")
+        for name, setting in contract.settings.items() if contract else ():
+            if annotation in setting.annotation.split(" | "):
+                yield node, name, item.settings.get(name, setting.value)
+
+
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
     """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`.
 

@@ -6,7 +6,7 @@ import dataclasses
 import string
 from typing import TYPE_CHECKING
 
-from distflow.contracts.signature import Contract, Read
+from distflow.contracts.signature import Contract, Read, named_settings
 from distflow.errors import Diagnostic
 
 if TYPE_CHECKING:
@@ -37,23 +37,21 @@ def _refuse_more(name: str, form: str | None, conversion: str | None) -> None:
 def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
     """Return a mistake for each setting that should be a template and is none."""
     mistakes = []
-    for node in spec.dag.nodes:
-        for name, value in _templates(spec, node):
-            try:
-                fields(value)
-            except ValueError as error:
-                what = f"node `{node}`: `{name}` cannot be read: {error}"
-                hint = "Columns stand in braces:  {questions}   A brace of the text itself is written twice:  {{ }}"
-                where = spec.dag_source.location(("nodes", node, "with", name))
-                mistakes.append(Diagnostic(what, where, hint))
+    for node, name, value in _templates(spec):
+        try:
+            fields(value)
+        except ValueError as error:
+            hint = "Columns stand in braces:  {questions}   A brace of the text itself is written twice:  {{ }}"
+            mistakes.append(Diagnostic(f"node `{node}`: `{name}` cannot be read: {error}",
+                                       spec.dag_source.location(("nodes", node, "with", name)), hint))
     return mistakes
 
 
 def with_template_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its templates name too."""
     known = {read.name: read for read in contract.reads}
-    for _, value in _templates(spec, node):
-        for name in _readable(value):
+    for owner, _, value in _templates(spec):
+        for name in _readable(value) if owner == node else ():
             known.setdefault(name, Read(name, "list[str]"))
     return dataclasses.replace(contract, reads=tuple(known.values()))
 
@@ -66,8 +64,5 @@ def _readable(template: str) -> list[str]:
         return []
 
 
-def _templates(spec: CheckedSpec, node: str) -> list[tuple[str, str]]:
-    item = spec.dag.nodes[node]
-    contract = spec.functions.get(item.function or "")
-    return [(name, value) for name, value in item.settings.items() if contract and isinstance(value, str)
-            and name in contract.settings and contract.settings[name].annotation == ANNOTATION]
+def _templates(spec: CheckedSpec) -> list[tuple[str, str, str]]:
+    return [each for each in named_settings(spec.dag, spec.functions, ANNOTATION) if isinstance(each[2], str)]
