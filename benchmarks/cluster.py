@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distflow.telemetry.ettr import Event, read
-from distflow.telemetry.processes import end_at_once, family
+from distflow.telemetry.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 240.0
@@ -54,7 +54,8 @@ class Cluster:
     def lose(self, name: str) -> None:
         """All its processes at once, as when the power fails."""
         machine = self.machines.pop(name)
-        end_at_once(family(machine.pid) if machine.poll() is None else ())
+        if machine.poll() is None:
+            kill_tree(machine.pid)
         machine.wait()
 
     def reach(self, step: int) -> None:

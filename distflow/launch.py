@@ -39,6 +39,7 @@ from distflow.errors import DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
 from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
+from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 
 if TYPE_CHECKING:
@@ -91,9 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         refuse_foreign_packages()
         if __name__ == "__main__":
-            from workers.isolation.sandbox.processes import end_with_torchrun
-
-            end_with_torchrun()
+            die_with_torchrun()
         spec = load_spec(options)
         if options.board or options.machines:
             return run_elastic(spec, options)
@@ -126,7 +125,6 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
     Return the exit code. Raises InvalidInput if options exclude each other.
     """
     from distflow.recovery.membership import MembershipChanged
-    from distflow.recovery.worker_process import SIGNALS
     from planners import plan as make_plan
     from workers.elastic import ElasticAgent
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from harness import TINY, command, environment, metrics_of
 
-from distflow.telemetry.processes import family, parent
+from distflow.telemetry.processes import descendants, parent
 
 GRPO = ("--dag", "grpo.yaml", "--run-file", "storm.yaml")
 KILLS, STEPS, LIMIT = 8, 30, 400.0
@@ -24,7 +24,7 @@ EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
 
 def workers(torchrun: int) -> Iterator[int]:
     """Those of the seats that a torchrun has started, each of which leads a group of processes."""
-    for process in family(torchrun):
+    for process in descendants(torchrun):
         with contextlib.suppress(OSError):
             if process != torchrun and parent(parent(process)) == torchrun and os.getpgid(process) == process:
                 yield process
@@ -73,7 +73,7 @@ def test_in_mode_sync_a_storm_changes_no_bit(launch, workspace, seed):
 
 def the_dock(torchrun: int) -> int | None:
     """The process that holds the samples of a run."""
-    for process in family(torchrun):
+    for process in descendants(torchrun):
         with contextlib.suppress(OSError):
             if b"distflow.dock.process" in Path(f"/proc/{process}/cmdline").read_bytes():
                 return process

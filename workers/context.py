@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,15 +28,15 @@ from distflow.recovery.hooks import HookContext, When, call
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
 from distflow.recovery.store import Store
-from distflow.recovery.worker_process import end_helper, start_helper
 from distflow.telemetry import events
+from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
-from workers.isolation.sandbox.processes import end_with
 from workers.rollout_channel import RolloutChannel, open_channel
 
-_UNKNOWN = 255
+_COUNTED = 2
+"""Exit status of a process that has counted, less the count."""
 _LEFT_OUT = "left out/{}"
 """Key in the store: a rollout is not started again."""
 
@@ -228,15 +227,8 @@ def _device(store: Store) -> str:
 def _gpus() -> int:
     """Count the GPUs, in a process of its own: without NVML torch calls CUDA, and a process that has called CUDA cannot
     be forked into workers that use it."""
-    counting = os.fork()
-    if not counting:
-        count = _UNKNOWN
-        try:
-            count = torch.cuda.device_count()
-        finally:
-            os._exit(count)
-    count = os.waitstatus_to_exitcode(os.waitpid(counting, 0)[1])
-    if not 0 <= count < _UNKNOWN:
+    count = spawn(lambda: _COUNTED + torch.cuda.device_count()).wait() - _COUNTED
+    if count < 0:
         raise EngineError("the GPUs of this machine could not be counted; the output above says why. "
                           "CUDA_VISIBLE_DEVICES= computes on the CPU")
     return count
@@ -250,16 +242,14 @@ def autoscaled(context: RankContext) -> Iterator[None]:
     if context.store.rank or not rollouts or not any(map(_may_scale, context.spec.dag.imports)):
         yield
         return
-    process = start_helper(partial(_autoscale, context, rollouts, os.getpid()))
+    process = spawn(partial(_autoscale, context, rollouts))
     try:
         yield
     finally:
-        end_helper(process)
+        process.end()
 
 
-def _autoscale(context: RankContext, rollouts: int, supervisor: int) -> None:
-    end_with(supervisor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor receives it too, and ends this process
+def _autoscale(context: RankContext, rollouts: int) -> None:
     if context.channel:
         context.channel.joined(context.store.store)
     for module in context.spec.dag.imports:

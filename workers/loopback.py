@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from distflow.recovery.store import COMPLETED, store_on
-from workers.isolation.sandbox.processes import AGENT
+from distflow.telemetry.processes import AGENT
 
 NAME = "loopback"
 _HOST = "127.0.0.1"

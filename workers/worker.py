@@ -34,7 +34,6 @@ from workers.encode import dataloader, prompted_role
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
-from workers.isolation.sandbox.processes import end_with
 from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
 from workers.rollout import RolloutContext
@@ -59,7 +58,6 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     """
     began, attempt, own_heartbeat = time.monotonic(), worker_context.attempt, worker_context.heartbeat
     if worker_context.supervisor_pid:
-        end_with(worker_context.supervisor_pid)
         frozen = context.spec.run.robust.detectors.get("frozen", {})
         continue_stopped(worker_context.supervisor_pid, frozen.get("seconds", _STOPPED))
     heartbeat.set_current(own_heartbeat)

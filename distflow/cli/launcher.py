@@ -16,13 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from distflow.config.run import Robust
 from distflow.launch import ROOT
 from distflow.telemetry.events import show
-from workers.isolation.sandbox.processes import end_with
+from distflow.telemetry.processes import Child, spawn
 
 _MARGIN = 10.0
 """Seconds that torchrun waits longer than the run may take to end."""
@@ -54,8 +53,7 @@ def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) 
     program = [sys.executable, "-P", str(ROOT / "workers" / "loopback.py"), *line]
     with _Signals().forwarded() as signals:
         # In a session of its own: a terminal's Ctrl-C reaches torchrun once, by this process.
-        signals.process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL if quiet else None,
-                                           start_new_session=True, preexec_fn=partial(end_with, os.getpid()))
+        signals.process = spawn(program, session=True, env=environment, stdout=subprocess.DEVNULL if quiet else None)
         code = signals.process.wait()
     if sys.stdout.isatty():  # a killed progress bar leaves it hidden
         print(_SHOW_CURSOR, end="", flush=True)
@@ -75,7 +73,7 @@ class _Signals:
     """Forwards signals of this process to torchrun."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
         self.first, self.at = 0, 0.0
 
     @contextlib.contextmanager
@@ -96,6 +94,6 @@ class _Signals:
         if not self.first:
             self.first, self.at = number, time.monotonic()
             show("\nending after the step under way; a second Ctrl-C or SIGTERM ends it at once", sys.stderr)
-            self.process.send_signal(signal.SIGINT)  # torchrun passes it on; by SIGTERM it ends ranks after a failure
+            self.process.signal(signal.SIGINT)  # torchrun passes it on; by SIGTERM it ends ranks after a failure
         elif time.monotonic() - self.at > _DEBOUNCE:
-            self.process.kill()
+            self.process.signal(signal.SIGKILL)

@@ -22,6 +22,7 @@ from distflow.config.yaml_source import check, parse
 from distflow.errors import InvalidInput
 from distflow.launch import ROOT, stay_on_loopback
 from distflow.plan_file import ALIKE, cluster_of_probes
+from distflow.telemetry.processes import die_with_torchrun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +60,9 @@ def _measured(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from workers.isolation.sandbox.processes import end_with_torchrun
     from workers.probe import probe
 
-    end_with_torchrun()
+    die_with_torchrun()
     stay_on_loopback()
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()

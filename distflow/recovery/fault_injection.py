@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from distflow.config.run import Fault, Phase, Run
 from distflow.errors import DistflowError
 from distflow.recovery.out_of_memory import limit
 from distflow.telemetry.events import record
-from distflow.telemetry.processes import end_at_once, family, parent
+from distflow.telemetry.processes import kill_tree, parent
 
 if TYPE_CHECKING:
     from distflow.recovery.snapshots import Snapshots  # loads torch, and `distflow inject` answers at once
@@ -56,9 +58,8 @@ def exhaust_memory() -> None:
     Raises:
         MemoryError: always.
     """
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _SPARE, most))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _SPARE, most))
     taken = []
     while True:
         taken.append(bytearray(_BLOCK))
@@ -85,10 +86,7 @@ def lose_machine() -> None:
 
     This process and its supervisor are killed last.
     """
-    supervisor_pid = os.getppid()
-    end_at_once(each for each in family(parent(supervisor_pid)) if each not in (supervisor_pid, os.getpid()))
-    os.kill(supervisor_pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill_tree(parent(os.getppid()), last=(os.getppid(), os.getpid()))
 
 
 def cut_connections() -> int:

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +30,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from distflow.errors import DistflowError, InvalidInput
-from distflow.recovery.worker_process import WorkerContext, end_helper, start_helper
+from distflow.recovery.worker_process import WorkerContext
+from distflow.telemetry.processes import spawn
 
 MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
@@ -279,32 +277,26 @@ class Silence:
 class MachineHeartbeat:
     """Process that sends this machine's heartbeat in one round, and misses those of others.
 
-    It is a process of its own, since a supervisor may be busy for a while, and has no threads. It ends with the process
-    that has started it, at the latest.
+    It is a process of its own, since a supervisor may be busy for a while, and has no threads.
     """
 
     def __init__(self, membership: Membership, rendezvous: Rendezvous):
-        self.process = start_helper(partial(_watch, membership, rendezvous, os.getpid()))
+        self.process = spawn(partial(_watch, membership, rendezvous))
 
     def end(self) -> None:
-        end_helper(self.process)
+        self.process.end()
 
 
-def _watch(membership: Membership, rendezvous: Rendezvous, supervisor: int) -> None:
+def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
     with contextlib.suppress(dist.DistError):  # the supervisors, too, find out that there is no store
-        _listen(replace(membership, store=membership.store.clone()), rendezvous, os.pidfd_open(supervisor))
+        _listen(replace(membership, store=membership.store.clone()), rendezvous)
 
 
-def _listen(membership: Membership, rendezvous: Rendezvous, supervisor: int) -> None:
-    """Send and check heartbeats until the supervisor (a pidfd) or this machine's part of the round ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    ended = select.poll()
-    ended.register(supervisor, select.POLLIN)
+def _listen(membership: Membership, rendezvous: Rendezvous) -> None:
+    """Send and check heartbeats until this machine's part of the round ends."""
     silences = {block: Silence(membership.silence) for block in range(rendezvous.blocks) if block != rendezvous.block}
     count, reported = 0, set()
-    while not ended.poll(HEARTBEAT_SECONDS * 1000) and not membership.is_superseded(rendezvous.number) \
-            and membership.holds(rendezvous.number, rendezvous.block):
+    while not membership.is_superseded(rendezvous.number) and membership.holds(rendezvous.number, rendezvous.block):
         membership.send_heartbeat(rendezvous.number, rendezvous.block, count := count + 1)
         for block, name in membership.holders(rendezvous.number).items():
             if block == rendezvous.block or not silences[block].of(membership.last_heartbeat(rendezvous.number,
@@ -319,3 +311,4 @@ def _listen(membership: Membership, rendezvous: Rendezvous, supervisor: int) -> 
                 membership.propose(rendezvous.number, what, lost=block)
             elif rendezvous.block == 0:
                 print(f"{what}; the others sample on, and another may take its place", flush=True)
+        time.sleep(HEARTBEAT_SECONDS)

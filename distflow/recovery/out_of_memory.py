@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-_OOM_SCORE = 500  # half of the scale on which the kernel compares processes (proc(5), oom_score_adj)
+import psutil
+
+SCORE = 500
+"""Score of a worker (`spawn`): of processes of the same size the kernel ends workers before their supervisors, which
+hold the snapshots."""
 _GROUPS = Path("/sys/fs/cgroup")
-
-
-def be_killed_first() -> None:
-    """Make the kernel kill this process, and what it starts, before others of the same size: before its supervisor,
-    which holds the snapshots."""
-    own = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError):  # another system, or a container that forbids it
-        own.write_text(str(max(_OOM_SCORE, int(own.read_text()))))
 
 
 def kill_count() -> int | None:
@@ -57,5 +53,4 @@ def limit() -> int | None:
 
 
 def available() -> int:
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(facts["MemAvailable"].split()[0])
+    return psutil.virtual_memory().available

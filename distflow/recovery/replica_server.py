@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
-import signal
 import threading
 import time
 from functools import partial
@@ -22,17 +20,17 @@ from typing import Any
 import torch.distributed as dist
 
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard, end_of
-from distflow.recovery.worker_process import SIGNALS, end_helper, start_helper
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused, RpcError
 from distflow.rpc.server import Server
+from distflow.telemetry.processes import Child, spawn
 
 _log = logging.getLogger("distflow.recovery")
 _PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a server process that has ended is started again; doubled each time
 
 
 class ReplicaServer:
-    """Replica server of one supervisor in one round. It ends with the process that has started it, at the latest.
+    """Replica server of one supervisor in one round.
 
     Args:
         replicas: the memory; two slots, of which one is complete while the other is written.
@@ -43,34 +41,33 @@ class ReplicaServer:
 
     def __init__(self, replicas: Snapshots, token: bytes, host: str, store: dist.Store, key: str):
         self.supervisor, self.pause = os.getpid(), _PAUSE
-        self.serve = partial(_serve, replicas, token, host, store, key, self.supervisor)
-        self.process, self.again = start_helper(self.serve), 0.0
+        self.serve = partial(_serve, replicas, token, host, store, key)
+        self.process: Child | None = spawn(self.serve)
+        self.again = 0.0
 
     def poll(self) -> None:
         """Start the process again if it has ended, as when memory was full. Does nothing in a worker."""
         if os.getpid() != self.supervisor:
             return
-        if self.process and os.waitpid(self.process, os.WNOHANG)[0]:
-            self.process, self.again, self.pause = 0, time.monotonic() + self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+        if self.process and self.process.poll() is not None:
+            self.process, self.again = None, time.monotonic() + self.pause
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
         if not self.process and time.monotonic() >= self.again:
-            self.process = start_helper(self.serve)
+            self.process = spawn(self.serve)
 
     def end(self) -> None:
         if self.process:
-            end_helper(self.process)
+            self.process.end()
 
 
-def _serve(replicas: Snapshots, token: bytes, host: str, store: dist.Store, key: str, supervisor: int) -> None:
-    ended = os.pidfd_open(supervisor)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _serve(replicas: Snapshots, token: bytes, host: str, store: dist.Store, key: str) -> None:
     try:
         address = Server(token, host, 0, ReplicaReceiver(replicas).serve, _log).start()
     except RpcError as error:
         address = f"{error}. Is DISTFLOW_HOST an address of that machine?"
     store.clone().set(key, json.dumps(address))
     if not isinstance(address, str):
-        select.select([ended], [], [])
+        threading.Event().wait()
 
 
 class ReplicaReceiver:

@@ -41,20 +41,17 @@ from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, Res
 from distflow.recovery.store import Store
 from distflow.recovery.worker_process import (
     FAILED,
-    HELPERS,
     INVALID,
     RELOAD,
-    SIGNALS,
     WorkerContext,
     become_worker,
     read_exit_report,
-    run_helper,
 )
 from distflow.telemetry import events
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.heartbeat import ASKED, STOPPED
-from distflow.telemetry.processes import adopt_orphans, children, end_group, end_orphans, stopped
+from distflow.telemetry.processes import SIGNALS, Child, adopt_orphans, children, end_orphans, spawn, stopped
 from distflow.telemetry.run_lock import RunLock
 
 
@@ -136,7 +133,8 @@ class Supervisor:
         self.events.open(folder / "events.jsonl", store.rank)
         self.context = replace(elastic.worker_context if elastic else WorkerContext(), supervisor_pid=os.getpid())
         self.heartbeat = self.context.heartbeat
-        self.lock, self.worker = lock, 0
+        self.lock = lock
+        self.worker: Child | None = None
         self.steps_done = 0  # of the workers of this attempt
         self.failures_handled = 0  # failures after which the required processes were started again
         self.known_children: set[int] = set()  # children of this process that belong to no worker
@@ -302,19 +300,13 @@ class Supervisor:
         readable, writable = os.pipe()
         self.known_children = children(os.getpid())
         began, self.kills_before = time.monotonic(), out_of_memory.kill_count()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the supervisor's handlers are not for its worker
-        self.worker = os.fork()
-        if not self.worker:
-            os.close(readable)
-            become_worker(self.work, replace(self.context, attempt=attempt), writable)
+        self.worker = spawn(partial(become_worker, self.work, replace(self.context, attempt=attempt), writable),
+                            session=True, oom_score=out_of_memory.SCORE)
         self.context = replace(self.context, first=False)
-        with contextlib.suppress(OSError):  # the worker does so too, and may have ended since
-            os.setpgid(self.worker, self.worker)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(writable)
-        self._record("worker started", life=attempt.number, pid=self.worker)
+        self._record("worker started", life=attempt.number, pid=self.worker.pid)
         with contextlib.closing(os.fdopen(readable, "rb")) as pipe:
-            end = self._watch(attempt)
+            end = self._watch(self.worker, attempt)
             if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD) and len(self.group.ranks) > 1:
                 self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
             status = self._end_worker()
@@ -328,35 +320,31 @@ class Supervisor:
         self.steps_done += self.heartbeat.read().finished
         return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.is_obsolete() else end
 
-    def _watch(self, attempt: Attempt) -> Failure | _WorkerEnd:
+    def _watch(self, worker: Child, attempt: Attempt) -> Failure | _WorkerEnd:
         """Wait until the worker has ended, or should be ended."""
-        ended = os.pidfd_open(self.worker)
         poll = select.poll()
-        for descriptor in (ended, *self.required_processes):
+        for descriptor in (worker.ended, *self.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
         self.monitor.begin(self.heartbeat)
-        try:
-            while True:
-                ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
-                lost = [self.required_processes[each] for each in ready if each in self.required_processes]
-                if lost:
-                    return self._failure(lost[0], outside=True, required_process=True)
-                if ended in ready:
-                    return _WorkerEnd.DONE
-                self._poll()
-                if self.restarts.is_superseded(attempt):
-                    return _WorkerEnd.SUPERSEDED
-                if not self.should_run():
-                    return _WorkerEnd.SCALED_DOWN
-                if self.group.group == ROLLOUT and self.live_config \
-                        and self.live_config.newest() > self.context.config_change:
-                    return _WorkerEnd.RELOAD
-                if finding := self.monitor.look():
-                    held = stopped(self.worker)
-                    return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
-                                         symptom=finding.symptom, silent=finding.silent, outside=held)
-        finally:
-            os.close(ended)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
+            lost = [self.required_processes[each] for each in ready if each in self.required_processes]
+            if lost:
+                return self._failure(lost[0], outside=True, required_process=True)
+            if worker.ended in ready:
+                return _WorkerEnd.DONE
+            self._poll()
+            if self.restarts.is_superseded(attempt):
+                return _WorkerEnd.SUPERSEDED
+            if not self.should_run():
+                return _WorkerEnd.SCALED_DOWN
+            if self.group.group == ROLLOUT and self.live_config \
+                    and self.live_config.newest() > self.context.config_change:
+                return _WorkerEnd.RELOAD
+            if finding := self.monitor.look():
+                held = stopped(worker.pid)
+                return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
+                                     symptom=finding.symptom, silent=finding.silent, outside=held)
 
     def _end_worker(self) -> int:
         """End the worker if it lives, and return its exit status, negative for a signal.
@@ -364,29 +352,26 @@ class Supervisor:
         A worker that is starting gets SIGTERM and time to undo what it has made, any other SIGKILL. The processes that
         it has left behind are ended too.
         """
-        if not self.worker:
+        if self.worker is None:
             return 0
-        with contextlib.closing(os.fdopen(os.pidfd_open(self.worker), "rb")) as ended:
-            poll = select.poll()
-            poll.register(ended, select.POLLIN)
-            if not poll.poll(0) and self.heartbeat.read().phase == "starting":
-                os.kill(self.worker, signal.SIGTERM)
-                poll.poll(_GRACE * 1000)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be waited for twice
-        os.kill(self.worker, signal.SIGKILL)  # has no effect on a process that has ended
-        end_group(self.worker)  # the group has this id until the worker is waited for
-        _, status = os.waitpid(self.worker, 0)
-        self.worker = 0
-        if left := end_orphans(self.known_children | HELPERS):
+        if self.worker.poll() is None and self.heartbeat.read().phase == "starting":
+            self.worker.signal(signal.SIGTERM)
+            self.worker.poll(_GRACE)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be ended twice
+        self.worker.signal(signal.SIGKILL)
+        status, self.worker = self.worker.wait(), None
+        if left := end_orphans(self.known_children):
             self._record("orphans left", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        return os.waitstatus_to_exitcode(status)
+        return status
 
     def _call_hooks(self, when: When, attempt: Attempt) -> None:
         """Call the users' hooks, if there are any, in a process that cannot hold up this one for long."""
         if self.hooks is None or not may_exist(when, self.heartbeat.page.hooks):
             return
-        if status := run_helper(partial(self.hooks, when, attempt), _GRACE):
+        helper = spawn(partial(self.hooks, when, attempt))
+        helper.poll(_GRACE)
+        if status := helper.end():
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
             print(f"an {when} hook {why}", file=sys.stderr, flush=True)
             self._record("hook failed", why=why)

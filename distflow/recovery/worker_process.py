@@ -1,11 +1,10 @@
-"""Forks workers and helper processes: the context that a worker gets, and the exit report that it returns by a pipe."""
+"""The context that a forked worker gets, and the exit report that it returns by a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import traceback
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distflow.errors import DistflowError, InvalidInput, RankMissing
-from distflow.recovery.out_of_memory import be_killed_first
 from distflow.recovery.peer_replica import PeerReplica
 from distflow.recovery.restarts import Attempt
 from distflow.recovery.rollout_cache import RolloutCache
@@ -23,7 +21,6 @@ from distflow.recovery.stopped import continue_all
 from distflow.telemetry.heartbeat import Heartbeat
 
 INVALID, FAILED = 2, 1
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # signals that ask a supervisor to end
 RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
 _LONGEST = 4000  # characters of each text of an exit report; a pipe takes them without a reader
 
@@ -46,17 +43,14 @@ class WorkerContext:
 
 
 def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerContext, pipe: int) -> None:
-    """Turn the forked process into a worker, in a process group of its own; never returns.
+    """Turn the forked process into a worker; never returns.
 
     Args:
         work: returns False if another worker should go on with its work.
         pipe: takes the exit report.
     """
-    os.setpgid(0, 0)
-    be_killed_first()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets it too, and ends the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with contextlib.ExitStack() as end:
         end.push(lambda _, error, __: _exit(pipe, error))
         if work(context) is False:
@@ -84,40 +78,6 @@ def _exit(pipe: int, error: BaseException | None) -> None:
             sys.stderr.flush()
         continue_all(os.getppid())
         os._exit(status)
-
-
-HELPERS: set[int] = set()  # processes that `start_helper` has started
-
-
-def start_helper(action: Callable[[], None]) -> int:
-    """Run an action in a forked process and return its pid. What the action raises is printed."""
-    process = os.fork()
-    if process:
-        HELPERS.add(process)
-        return process
-    status = FAILED
-    try:
-        action()
-        status = 0
-    finally:
-        if status:
-            traceback.print_exc()
-        os._exit(status)
-
-
-def end_helper(process: int) -> None:
-    """Kill a process of `start_helper` and wait for its end."""
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-
-
-def run_helper(action: Callable[[], None], seconds: float) -> int:
-    """Run an action in a forked process, kill it after `seconds`, and return its exit status."""
-    process = start_helper(action)
-    with contextlib.closing(os.fdopen(os.pidfd_open(process), "rb")) as ended:
-        select.select([ended], [], [], seconds)
-    os.kill(process, signal.SIGKILL)  # has no effect on a process that has ended
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _write_report(pipe: int, what: str, details: str = "", **more: int) -> None:

@@ -1,18 +1,196 @@
-"""Reads the process table (/proc), and ends what a worker has left behind."""
+"""Starts child processes, reads the process table (/proc) and ends process trees.
+
+    spawn(function)         a fork, which shares this process's memory       → `Child`
+    spawn([program, …])     another program, as by subprocess.Popen          → `Child`
+    Child.wait, .poll, .end its exit status; ask it to end, then kill it with its descendants
+    kill_tree               a process and its descendants, whatever sessions they are in
+    end_orphans             what a worker has left behind, adopted by this process (`adopt_orphans`)
+
+The sandbox's launcher, which has no site packages and must start in milliseconds, imports this module too: hence
+neither psutil nor, where it is not needed, subprocess.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
+import select
 import signal
+import sys
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-_PR_SET_CHILD_SUBREAPER = 36
+if TYPE_CHECKING:
+    import subprocess
+
+AGENT = "DISTFLOW_AGENT"
+"""Environment variable with torchrun's process id, if `distflow` has started it."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that may be sent to all processes of a run at once, and that its supervisors act on."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LEFT, _KILLED, _LOOK = 2.0, 5.0, 0.02
 """Seconds that a process has to end after SIGTERM, and after SIGKILL; and between two looks."""
+_spawned: set[int] = set()  # processes that `spawn` has started and that have not been waited for
+
+
+class Child:
+    """A process that `spawn` has started. `ended` is a descriptor that becomes readable when it ends; `stdin`, `stdout`
+    and `stderr` are there if it is a program and they are pipes."""
+
+    stdin: IO[Any]
+    stdout: IO[Any]
+    stderr: IO[Any]
+
+    def __init__(self, pid: int, program: subprocess.Popen[Any] | None = None):
+        self.pid, self.program = pid, program
+        self.status: int | None = None
+        self.ended = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self.ended)
+        _spawned.add(pid)
+        for name in ("stdin", "stdout", "stderr"):
+            if pipe := getattr(program, name, None):
+                setattr(self, name, pipe)
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit status, negative for a signal."""
+        if self.status is None:
+            self.status = self.program.wait() if self.program else \
+                os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            _spawned.discard(self.pid)
+        return self.status
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        """Return the exit status; None if the process has not ended within `seconds`."""
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self.ended, select.POLLIN)
+        return self.wait() if self.status is not None or poll.poll(1000 * seconds) else None
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self, seconds: float = 0.0) -> int:
+        """End the process: by SIGTERM and SIGCONT if it has some `seconds` left, and then with its descendants by
+        SIGKILL. Return its exit status."""
+        if seconds:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)
+        if self.poll(seconds) is None:
+            kill_tree(self.pid)
+        return self.wait()
+
+
+def spawn(target: Callable[[], int | None] | Sequence[str], *, die_with_parent: int = signal.SIGKILL,
+          session: bool = False, limits: Mapping[int, int] | None = None, oom_score: int = 0, **options: Any) -> Child:
+    """Start a process.
+
+    A function runs in a fork. It must not depend on threads or locks of this process. Its result is the exit status
+    (None: 0); what it raises is printed, and the status is 1. Signals for all processes of a run (`SIGNALS`) do not end
+    it, unless it says so: they are its parent's to act on.
+
+    Args:
+        target: the function, or a program with its arguments.
+        die_with_parent: the signal that it gets when the thread ends that has started it; 0: it lives on. A program for
+            which this or a limit is set is forked too: where this process has much memory, a program of ours should
+            rather call `die_with` itself.
+        session: gives it a session and a process group of its own.
+        limits: resource limits, such as `{resource.RLIMIT_DATA: 1 << 30}`.
+        oom_score: the kernel's out-of-memory killer prefers it, up to 1000 (proc(5), oom_score_adj).
+        options: of a program, as for subprocess.Popen.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    prepare = partial(_prepare, os.getpid(), die_with_parent, limits or {}, oom_score)
+    if not callable(target):
+        import subprocess
+
+        forked = bool(die_with_parent or limits or oom_score)
+        program = subprocess.Popen(target, start_new_session=session, preexec_fn=prepare if forked else None, **options)
+        return Child(program.pid, program)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the handlers of this process are not the fork's
+    try:
+        pid = os.fork()
+        if not pid:
+            _run(target, prepare, session, blocked)
+        return Child(pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _run(function: Callable[[], int | None], prepare: Callable[[], None], session: bool,
+         blocked: Collection[int]) -> NoReturn:
+    status, done = 1, False
+    try:
+        _spawned.clear()
+        prepare()
+        if session:
+            os.setsid()
+        for number in SIGNALS:
+            defy(number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        status, done = function() or 0, True
+    finally:
+        if not done:
+            traceback.print_exception(*sys.exc_info())
+        os._exit(status)
+
+
+def defy(number: int) -> None:
+    """Let a signal have no effect on this process. Unlike an ignored signal, one that is handled does end programs that
+    this process executes."""
+    signal.signal(number, lambda *_: None)
+    signal.siginterrupt(number, False)
+
+
+def _prepare(parent: int, number: int, limits: Mapping[int, int], oom_score: int) -> None:
+    """Set up a child before it runs anything else."""
+    if number:
+        die_with(parent, number)
+    for limit, most in limits.items():
+        resource.setrlimit(limit, (most, most))
+    if oom_score:
+        own = Path("/proc/self/oom_score_adj")
+        with contextlib.suppress(OSError):  # another system, or a container that forbids it
+            own.write_text(str(max(oom_score, int(own.read_text()))))
+
+
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; exit at once if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def die_with_torchrun() -> None:
+    """End with torchrun, if it has started this process: by SIGTERM, so that this process can end its children."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # started by a shell
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    agent = os.environ.get(AGENT)
+    if agent and not Path(f"/proc/{agent}").exists():  # torchrun died while this process started
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the subreaper of its descendants."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3):
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
 def began(process: int) -> int:
@@ -57,47 +235,62 @@ def children(process: int) -> set[int]:
     return found
 
 
-def family(process: int) -> Iterator[int]:
-    """Yield a process and its descendants, as far as their parents live."""
-    yield process
-    for child in children(process):
-        yield from family(child)
+def descendants(root: int, but: Collection[int] = ()) -> set[int]:
+    """Return the living descendants of `root`, without those of `but` and their descendants.
+
+    The result is complete only if `root` is a subreaper, to which orphans return.
+    """
+    parents: dict[int, int] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            state, its_parent, *_ = _facts(int(name))
+            if state not in ("Z", "X"):
+                parents[int(name)] = int(its_parent)
+    found = {root}
+    while more := {process for process, its_parent in parents.items() if its_parent in found}.difference(found, but):
+        found |= more
+    return found - {root}
 
 
-def end_at_once(processes: Iterable[int]) -> None:
+def kill_tree(root: int, last: Sequence[int] = ()) -> set[int]:
+    """Kill a process and its descendants; return them. Those of `last` are killed after all others, in this order, so
+    that this process can be among them."""
+    return _kill(lambda: {root, *descendants(root)}, last)
+
+
+def kill_descendants(root: int, but: Collection[int] = ()) -> set[int]:
+    """Kill the descendants of a process, without those of `but` and their descendants; return those killed."""
+    return _kill(lambda: descendants(root, but))
+
+
+def _kill(find: Callable[[], set[int]], last: Sequence[int] = ()) -> set[int]:
     """Kill processes, all of them stopped first: none sees another end, or starts anything more."""
-    stopped = []
-    for each in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGSTOP)
-            stopped.append(each)
-    for each in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+    killed: set[int] = set()
+    while new := find().difference(killed, last):
+        for process in new:
+            _send(process, signal.SIGSTOP)
+        killed |= new
+    for process in (*killed, *last):
+        _send(process, signal.SIGKILL)
+    return killed
 
 
-def adopt_orphans() -> None:
-    """Make this process the subreaper of its descendants."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def end_orphans(known: set[int]) -> set[int]:
-    """End the unknown children of this process, whatever group they are in: by SIGTERM and SIGCONT, and after a while
-    by SIGKILL.
+def end_orphans(known: Collection[int]) -> set[int]:
+    """End the children of this process that are neither known nor spawned, whatever session they are in: by SIGTERM and
+    SIGCONT, and after a while with their descendants by SIGKILL.
 
     Returns:
         The children that even SIGKILL has not ended in time: they wait in the kernel, as for a disk that does not
         answer.
     """
     deadline, signalled = time.monotonic() + _LEFT, set()
-    while left := _unreaped(children(os.getpid()) - known):
+    while left := _unreaped(children(os.getpid()) - _spawned.union(known)):
         over = time.monotonic() > deadline
         if time.monotonic() > deadline + _KILLED:
             return left
         for each in left if over else left - signalled:
             if over:
-                end_at_once(family(each))
+                kill_tree(each)
             else:
                 _send(each, signal.SIGTERM)
                 _send(each, signal.SIGCONT)
@@ -118,25 +311,6 @@ def _unreaped(processes: set[int]) -> set[int]:
 def _send(process: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
-
-
-def end_group(group: int) -> None:
-    """End a process group by SIGTERM, and after a while by SIGKILL: its processes hold memory that others need."""
-    deadline = time.monotonic() + _LEFT
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGTERM)
-        while _members(group) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-        os.killpg(group, signal.SIGKILL)
-
-
-def _members(group: int) -> bool:
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            state, _, its_group, *_ = _facts(int(name))
-            if int(its_group) == group and int(name) != group and state not in ("Z", "X"):
-                return True
-    return False
 
 
 def _facts(process: int) -> list[str]:

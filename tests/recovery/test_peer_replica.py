@@ -19,12 +19,12 @@ from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.store import store_on
-from distflow.recovery.worker_process import run_helper
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
 from distflow.rpc.messages import frame
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
+from distflow.telemetry.processes import spawn
 
 TOKEN, KEY = b"the token of this run", "0/keeper/1"
 SIZE = 1 << 22
@@ -129,7 +129,7 @@ def test_no_step_waits_for_one_that_is_slow(rank, start, replicas, tmp_path, cap
     replica_server = start()
     assert rank.step(1, SIZE)
     rank.arrived()
-    os.kill(replica_server.process, signal.SIGSTOP)
+    replica_server.process.signal(signal.SIGSTOP)
     assert rank.step(2, SIZE), "the one before has arrived"
     assert [rank.step(step, SIZE) for step in range(3, 8)] == [False] * 5
     assert steps(rank.snapshots) == [1, 2, 6, 7]
@@ -137,7 +137,7 @@ def test_no_step_waits_for_one_that_is_slow(rank, start, replicas, tmp_path, cap
     assert rank.peer_replica.sending.shard.step == 2
     assert happened(tmp_path) == ["neighbour late"]
     assert "the copy of step 2 has been on its way" in capsys.readouterr().err
-    os.kill(replica_server.process, signal.SIGCONT)
+    replica_server.process.signal(signal.SIGCONT)
     rank.arrived()
     assert steps(replicas) == [1, 2]
     assert rank.step(8, SIZE)
@@ -150,8 +150,8 @@ def test_one_that_is_lost_is_reported_once_and_may_come_back(rank, start, replic
     replica_server = start()
     assert rank.step(1)
     rank.arrived()
-    os.kill(replica_server.process, signal.SIGKILL)
-    os.waitid(os.P_PID, replica_server.process, os.WEXITED | os.WNOWAIT)
+    replica_server.process.signal(signal.SIGKILL)
+    os.waitid(os.P_PID, replica_server.process.pid, os.WEXITED | os.WNOWAIT)
     for step in (2, 3):
         assert rank.step(step)
         rank.arrived()
@@ -169,9 +169,9 @@ def test_a_server_that_has_ended_is_followed_by_another(rank, start, replicas, s
     assert rank.step(1)
     rank.arrived()
     store.delete_key(KEY)
-    os.kill(first := replica_server.process, signal.SIGKILL)
+    (first := replica_server.process).signal(signal.SIGKILL)
     until = time.monotonic() + 60
-    while not replica_server.process or replica_server.process == first:
+    while replica_server.process in (None, first):
         replica_server.poll()
         assert time.monotonic() < until
     store.wait([KEY])
@@ -183,7 +183,7 @@ def test_a_server_that_has_ended_is_followed_by_another(rank, start, replicas, s
 
 def test_in_a_worker_nothing_restarts_the_server(start):
     replica_server = start()
-    assert run_helper(replica_server.poll, 60) == 0
+    assert spawn(replica_server.poll).poll(60) == 0
     replica_server.poll()
     assert replica_server.process
 
@@ -238,7 +238,7 @@ def test_no_server_listens_there(rank, store, replicas, capsys, host, why):
 
 def test_there_is_no_memory_for_it(rank, start, replicas, capsys):
     replica_server = start()
-    resource.prlimit(replica_server.process, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    resource.prlimit(replica_server.process.pid, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
     assert rank.step(1, SIZE)
     rank.arrived()
     assert "there is no memory for it there: [Errno 27] File too large" in capsys.readouterr().err

@@ -294,8 +294,7 @@ def test_a_stopped_worker_is_ended(run, tmp_path):
 
 
 def test_a_worker_whose_supervisor_is_killed_ends(start, tmp_path):
-    supervisor = start("from workers.worker import end_with\n\ndef work(context):\n"
-                       "    end_with(context.supervisor_pid)\n"
+    supervisor = start("\n\ndef work(context):\n"
                        "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
     supervisor.kill()
@@ -383,18 +382,18 @@ def test_a_worker_that_ends_wakes_its_supervisor(start, tmp_path):
 
 def test_what_left_the_workers_group_and_stands_stopped_ends_with_it(start, tmp_path):
     """As the guard of a reward does; what stands beside the supervisor stays."""
-    supervisor = start("from distflow.recovery.worker_process import start_helper\n\ndef work(context):\n"
+    supervisor = start("from distflow.telemetry.processes import spawn\n\ndef work(context):\n"
                        "    lived(context)\n"
                        "    guard = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
                        "    guard.send_signal(signal.SIGSTOP)\n    write('left_behind', guard.pid)\n\n"
                  "beside = subprocess.Popen(['sleep', '600'])\nlater = []\n\ndef is_obsolete():\n    return False\n\n"
-                       "def should_run():\n    later or later.append(start_helper(lambda: time.sleep(600)))\n"
+                       "def should_run():\n    later or later.append(spawn(lambda: time.sleep(600)))\n"
                        "    return True\n\nimport atexit\n\n@atexit.register\ndef end():\n"
-                       "    write('stayed', f'{beside.poll()} {os.waitpid(later[0], os.WNOHANG)[0]}')\n"
-                       "    beside.kill()\n    os.kill(later[0], signal.SIGKILL)\n")
+                       "    write('stayed', f'{beside.poll()} {later[0].poll()}')\n"
+                       "    beside.kill()\n    later[0].end()\n")
     assert supervisor.wait(60) == 0
     assert ends(int(eventually(tmp_path / "left_behind")))
-    assert eventually(tmp_path / "stayed") == "None 0"
+    assert eventually(tmp_path / "stayed") == "None None"
 
 
 def test_one_that_is_obsolete_may_end_as_it_likes(run, tmp_path):
