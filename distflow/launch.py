@@ -184,10 +184,10 @@ def run_in_process(spec: Spec, plan: Plan, folder: Path | None, options: argpars
     from workers.context import join_run
     from workers.worker import work
 
-    place = join_run(spec, plan, folder, bool(options.resume), alone=bool(options.export))
-    with place.serving():
-        work(place, WorkerContext(), Path(options.export) if options.export else None)
-        place.leave()
+    context = join_run(spec, plan, folder, bool(options.resume), alone=bool(options.export))
+    with context.serving():
+        work(context, WorkerContext(), Path(options.export) if options.export else None)
+        context.leave()
     return 0
 
 

@@ -74,7 +74,7 @@ class ElasticAgent:
 
     def join(self) -> Rendezvous | None:
         """Join the present round, and set the environment as torchrun would. Return None if the run is over."""
-        key = f"place/{self.membership.name}/{self.joins}"
+        key = f"rendezvous/{self.membership.name}/{self.joins}"
         self.joins += 1
         for helper in filter(None, (self.machine_heartbeat, self.replica_server)):
             helper.end()

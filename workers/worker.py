@@ -77,7 +77,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     connected = time.monotonic()
 
     def ready() -> None:
-        own_heartbeat.ready(connect=connected - began, load=time.monotonic() - connected)
+        worker_context.ready(connect=connected - began, load=time.monotonic() - connected)
         context.call("after_restart" if attempt.number else "on_join", attempt)
 
     done = True
@@ -133,12 +133,12 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: d
             search = [folder for folder in sys.path if folder]
             created = RunFolder.created(context.path, context.spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
-            if context.lock and not worker_context.supervisor_pid:  # else the supervisor has it
-                context.lock.hold()
         status = RankStatus(store, rank, dist.get_world_size())
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
-        return ctx
+    if writes and context.lock and not worker_context.supervisor_pid:  # else the supervisor takes it
+        context.lock.hold()
+    return ctx
 
 
 def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,

@@ -3,7 +3,7 @@
 Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`), in rendezvous
 rounds. A round begins when enough machines have come; each then has a block of ranks, those that train first. A machine
 that only samples may be lost, and another may take its block, while all others go on. When a machine that trains is
-lost, the others begin the next round: machines that sampled fill its place, and the run goes on from the newest
+lost, the others begin the next round: machines that sampled take over its block, and the run goes on from the newest
 consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the first proposal.
 
     in the store

@@ -258,9 +258,8 @@ class Supervisor:
         """Check what concerns the supervisor itself: membership, the run folder's lock, a request to end."""
         if self.elastic:
             self.elastic.poll()
-        if self.lock:
-            with contextlib.suppress(FileNotFoundError):  # the first worker makes the folder
-                self.lock.hold()
+        if self.lock and self.heartbeat.read().phase != "starting":
+            self.lock.hold()  # not before: NFS cannot remove the folder of a start that fails while a file is open
         late = time.monotonic() - self.signalled_at > self.shutdown_timeout
         if self.signal and (late or self.store.check([_FAILED])):
             raise TerminationRequested(self.signal)

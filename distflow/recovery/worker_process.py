@@ -19,6 +19,7 @@ from distflow.recovery.rollout_cache import RolloutCache
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.stopped import continue_all
 from distflow.telemetry.heartbeat import Heartbeat
+from distflow.telemetry.processes import defy
 
 INVALID, FAILED = 2, 1
 RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
@@ -40,6 +41,16 @@ class WorkerContext:
     replicas: Snapshots = field(default_factory=partial(Snapshots, slots=0))
     """Copies of the state of another machine's rank."""
     peer_replica: PeerReplica | None = None  # sends copies of this rank's state to another machine
+
+    def ready(self, **seconds: float) -> None:
+        """Report that the worker is ready, with the `seconds` of each part of its start.
+
+        From here on only its supervisor ends it: a SIGTERM to all processes of a run (scancel, a container's stop) asks
+        for an end after the step under way.
+        """
+        self.heartbeat.ready(**seconds)
+        if self.supervisor_pid:
+            defy(signal.SIGTERM)
 
 
 def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerContext, pipe: int) -> None:

@@ -50,7 +50,7 @@ def test_a_round_begins_when_all_have_come(store, pool):
 
 
 def test_enough_begin_when_no_other_comes(store, pool):
-    """The place of the one that is missing is free for whoever comes later."""
+    """The block of the one that is missing is free for whoever comes later."""
     rounds = joined(pool, *(machine(store, name, silence=0.3) for name in "ab"))
     assert sorted(round.block for round in rounds) == [0, 1]
     late, = joined(pool, machine(store, "c"))
@@ -70,7 +70,7 @@ def test_those_that_are_left_begin_again_in_their_order(store, pool):
     assert joined(pool, machine(store, "d")) == [Rendezvous(1, 2, 3, False, "block 0 is lost", LONG)]
 
 
-def test_the_place_of_one_that_samples_is_taken_once(store, pool):
+def test_the_block_of_one_that_samples_is_taken_once(store, pool):
     machines = [machine(store, name, most=2, silence=2.0) for name in "ab"]
     rounds = joined(pool, *machines)
     lost = next(each for round, each in zip(rounds, machines) if round.block == 1)

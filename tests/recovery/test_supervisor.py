@@ -48,7 +48,7 @@ RunStore.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_mast
 supervisor = Supervisor(RunStore, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder,
                         settings, {}, globals().get("is_obsolete", lambda: False),
                         globals().get("should_run", lambda: True), hooks=globals().get("hooks"),
-                        leave_out=globals().get("leave_out", lambda: False))
+                        leave_out=globals().get("leave_out", lambda: False), lock=globals().get("lock"))
 before = len(os.listdir("/proc/self/fd"))
 code = supervisor.run()
 write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
@@ -299,6 +299,30 @@ def test_a_worker_whose_supervisor_is_killed_ends(start, tmp_path):
     worker = int(eventually(tmp_path / "worker"))
     supervisor.kill()
     assert ends(worker)
+
+
+def test_a_signal_to_all_processes_of_a_run_leaves_a_checkpoint(start, tmp_path):
+    """As by scancel, or when a container is stopped."""
+    supervisor = start("from distflow.telemetry import heartbeat\n\ndef work(context):\n    context.ready()\n"
+                       "    lived(context)\n    write('worker', os.getpid())\n"
+                       "    while not context.heartbeat.page.stop:\n        time.sleep(0.01)\n    time.sleep(0.3)\n"
+                       "    context.heartbeat.page.stop = heartbeat.STOPPED\n"
+                       "    write('saved', subprocess.run(['sh', '-c', 'kill -TERM $$']).returncode)\n")
+    worker = int(eventually(tmp_path / "worker"))
+    for process in (worker, supervisor.pid, worker):
+        os.kill(process, signal.SIGTERM)
+    assert supervisor.wait(60) == 128 + signal.SIGTERM
+    assert eventually(tmp_path / "saved") == str(-signal.SIGTERM), "what it executes is ended by the signal"
+
+
+def test_while_a_new_run_starts_its_folder_has_no_open_file(start, tmp_path):
+    """On NFS a folder with one cannot be removed, as that of a start that fails must be."""
+    supervisor = start("from distflow.telemetry.run_lock import RunLock\n\nlock = RunLock(folder)\n\n"
+                       "def work(context):\n    time.sleep(0.6)\n"
+                       "    write('locked', (folder / 'run.lock').exists())\n    context.ready()\n"
+                       "    while not (folder / 'run.lock').exists():\n        time.sleep(0.01)\n")
+    assert supervisor.wait(60) == 0
+    assert (tmp_path / "locked").read_text() == "False"
 
 
 def test_a_supervisor_without_a_store_ends(start, tmp_path):
