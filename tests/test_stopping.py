@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import environment
+from harness import command, environment
 from test_loopback import family_of
+
+from distflow.telemetry.processes import descendants
 
 RUN = ("run", "grpo.yaml", "--run", "tiny.yaml", "--ranks", "2", "--set", "checkpoint.every=1000")
 LONG = ("--set", "steps=100000")
@@ -123,6 +127,29 @@ def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, wor
     assert run.wait(60) == 0, said
     assert "was stopped" not in said
     assert (workspace / "runs/whole/summary.json").is_file()
+
+
+def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(workspace):
+    """As scancel and a container's stop send it."""
+    line = command(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "told", *LONG)
+    run = subprocess.Popen(line, cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT)
+    try:
+        until_step(run, 2)
+        processes = descendants(run.pid)
+        for process in (run.pid, *processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        said = run.stdout.read()
+        assert "runs/told was stopped after step" in said
+        assert all_end(processes)
+    finally:
+        run.kill()
+        run.wait()
+        run.stdout.close()
+    metrics = (workspace / "runs/told/metrics.jsonl").read_text().splitlines()
+    newest = max(folder.name for folder in (workspace / "runs/told/checkpoints").iterdir())
+    assert newest == f"step-{json.loads(metrics[-1])['step']:08d}", said
 
 
 def test_nothing_trains_on_when_the_command_is_killed(distflow):
