@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.config.extras import pip_line
-from distflow.config.run import Lora, Model
+from distflow.config.run import Data, Lora, Model
 from distflow.config.shipped import find
 from distflow.errors import Diagnostic, did_you_mean
 
@@ -168,6 +168,53 @@ _NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
 
 Linears = dict[str, int]
 """Name of an inner linear layer → its inputs plus its outputs."""
+
+
+_EMBEDDED_TEMPLATE = "(roles and contents alone)"
+
+
+def check_chat_options(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake for each option that no chat template knows of a role whose tokenizer may encode the prompts."""
+    trained = {node.role for node in spec.dag.nodes.values()
+               if node.type == "MODEL_TRAIN" and node.role in spec.dag.roles and spec.dag.roles[node.role].head == "lm"}
+    templates = {role: _chat_template(spec, role) for role in trained or spec.dag.roles}
+    mistakes = []
+    for option in ("enable_thinking", "tools"):
+        lacks = [lack_of(option, template, spec.run.data) if template is not None else ""
+                 for template in templates.values()]
+        if lacks and all(lacks):
+            role = next(iter(templates))
+            what = f"`data.{option}` would change nothing: the chat template of role `{role}` {lacks[0]}"
+            mistakes.append(Diagnostic(what, spec.run_source.location(("data", option)),
+                                       "Take it out, or give the role a model whose template has it."))
+    return mistakes
+
+
+def lack_of(option: str, template: str, data: Data) -> str:
+    """Return what a chat template lacks for an option of the data; "" if the option is not set or the template has it.
+    """
+    if getattr(data, option) is None or option in template:
+        return ""
+    return f"does not know `{option}`" if template else "is missing"
+
+
+def _chat_template(spec: Spec, role: str) -> str | None:
+    """Return the template in the files of the role's model, "" if it has none; None if that cannot be known."""
+    model = spec.model_of(role)
+    if model is None:
+        return None
+    if model.path is None:
+        return _EMBEDDED_TEMPLATE
+    folder = find(model.path, "models", spec.folder)
+    if folder is None:
+        return None
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return str(config.get("chat_template") or "")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def check_lora(spec: Spec) -> list[Diagnostic]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,29 @@ def test_a_reference_without_a_model_of_its_own_shares_the_base(tmp_path, more, 
     assert base_of(spec, "actor") is None
     said = [note for note in plan(spec, 1).notes if "what the run file says of `reference` changes nothing" in note]
     assert bool(said) == bool(more and owner)
+
+
+TEMPLATE = "{% for tool in tools %}{{ tool }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("files", "options", "says"), [
+    ({"chat_template.jinja": TEMPLATE}, ["tools=tools"], ""),
+    ({"chat_template.jinja": TEMPLATE}, ["enable_thinking=false"], "does not know `enable_thinking`"),
+    ({"tokenizer_config.json": {"chat_template": TEMPLATE}}, ["tools=tools"], ""),
+    ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": TEMPLATE}]}}, ["tools=tools"], ""),
+    ({"tokenizer_config.json": {"chat_template": TEMPLATE}, "chat_template.jinja": "none"}, ["tools=tools"],
+     "does not know `tools`"),
+    ({"tokenizer_config.json": {}}, ["tools=tools"], "is missing"),
+    ({"tokenizer_config.json": {}}, [], ""),
+    ({}, ["tools=tools"], ""),
+    (None, ["tools=tools"], "does not know `tools`"),
+])
+def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path, files, options, says):
+    settings = [f"data.{option}" for option in options]
+    if files is not None:
+        (tmp_path / "model").mkdir()
+        for name, content in files.items():
+            (tmp_path / "model" / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        settings.append(f"roles.actor.model={tmp_path / 'model'}")
+    found = [str(mistake) for mistake in load("grpo.yaml", None, settings).mistakes if "chat template" in str(mistake)]
+    assert [says in found[0]] == [True] if says else found == []

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.models import lack_of
 from distflow.config.run import Data
 from distflow.data.problems import content_text
 from distflow.errors import InvalidInput
@@ -41,17 +42,15 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-    """Check that the chat template uses all settings of the data.
+    """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files.
 
     Raises:
-        InvalidInput: the template ignores a setting, so that the model would never see it.
+        InvalidInput: the template ignores an option, so that the model would never see it.
     """
-    template = str(tokenizer.chat_template or "")
-    wanted = {"enable_thinking": data.enable_thinking is not None, "tools": data.tools is not None}
-    for name in (name for name, is_set in wanted.items() if is_set and name not in template):
-        lacks = f"does not know `{name}`" if template else "is missing"
-        raise InvalidInput(f"`data.{name}` would change nothing: the tokenizer's chat template {lacks}. Take it out of "
-                           "the run file, or give the role a model whose template has it")
+    for option in ("enable_thinking", "tools"):
+        if lacks := lack_of(option, str(tokenizer.chat_template or ""), data):
+            raise InvalidInput(f"`data.{option}` would change nothing: the tokenizer's chat template {lacks}. Take it "
+                               "out of the run file, or give the role a model whose template has it")
 
 
 class Between:
