@@ -148,13 +148,6 @@ class Batch:
             raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns)) or 'none'}")
         return self.columns[name]
 
-    def ragged(self, name: str) -> Ragged:
-        """Return a ragged column. Raises `ColumnError` if it is a dense one."""
-        column = self[name]
-        if isinstance(column, Ragged):
-            return column
-        raise ColumnError(f"column `{name}` has one number per row, and a ragged column is needed")
-
     def only(self, names: Iterable[str]) -> Batch:
         return Batch(self.ids, {name: self[name] for name in names})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
@@ -94,14 +95,14 @@ def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folde
     if odd:
         raise EngineError(f"the adapters to be saved differ from the model's: {odd[:5]}")
     wrapped.save_pretrained(str(folder), save_embedding_layers=False)
-    return wrapped.merge_and_unload()
+    return cast(PreTrainedModel, wrapped.merge_and_unload())
 
 
 def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
     kind = "SEQ_CLS" if _has_value_head(model) else "CAUSAL_LM"  # for a classifier peft saves the head too
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora,
-                      task_type=kind)
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # floats do as well
+                      target_modules=targets, use_rslora=lora.rslora, task_type=kind)
 
 
 def _has_value_head(model: PreTrainedModel) -> bool:

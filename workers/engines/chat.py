@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jinja2 import TemplateError
 from torch import Tensor
@@ -22,7 +22,7 @@ tokenizer_lock = threading.Lock()
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the padding token, or the end token if the tokenizer has none."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return cast(int, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
@@ -35,10 +35,10 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[
     with tokenizer_lock:
         if not tokenizer.chat_template:
             return tokenizer("".join(f"{content_text(message.get('content'))}\n" for message in messages))["input_ids"]
-        more = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        continues = messages[-1]["role"] == "assistant"
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=not continues,
-                                             continue_final_message=continues, return_dict=False, **more)
+        more: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        continues, render = messages[-1]["role"] == "assistant", cast(Any, tokenizer.apply_chat_template)
+        return render(messages, tools=tools, add_generation_prompt=not continues, continue_final_message=continues,
+                      return_dict=False, **more)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
@@ -93,7 +93,7 @@ def _around(tokenizer: PreTrainedTokenizerBase, role: str) -> tuple[str, str]:
                 {"role": role, "content": _OBSERVATION}]
     why = ""
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
         text, why = "", f": {error}"
     before, found, after = text.partition(_ANSWER)[2].partition(_OBSERVATION)

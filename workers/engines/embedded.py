@@ -3,6 +3,7 @@
 Both are ordinary transformers objects: `save_pretrained` writes a checkpoint that every engine can load.
 """
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,8 +37,8 @@ IMAGE = "<|image_pad|>"
 """Placeholder of an image token, as in Qwen's vocabularies; only in vocabularies of vision-language models."""
 IMAGE_ID = 5
 """Id of `IMAGE`, the first after the other special tokens."""
-EMBEDDED_IMAGE_PROCESSOR = ImageProcessor(patch=8, merge=2, min_pixels=16 * 16, max_pixels=64 * 64, mean=(0.5,) * 3,
-                                          std=(0.5,) * 3)
+EMBEDDED_IMAGE_PROCESSOR = ImageProcessor(patch=8, merge=2, min_pixels=16 * 16, max_pixels=64 * 64,
+                                          mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,11 +61,10 @@ INITIAL_DEVIATION = 0.06
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512,
                     with_images: bool = False) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on `texts` (any strings); the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer; the same texts give the same tokenizer. Digits never merge.
 
-    All 256 bytes are in the vocabulary, so any string round-trips. Words merge to single tokens, digits never do.
-    `vocab_size` is an upper bound (few texts hold fewer merges) of at least 261: the bytes and five special tokens (six
-    `with_images`). Raises ValueError below that.
+    Raises:
+        ValueError: `vocab_size`, an upper bound, is less than the bytes and the special tokens.
     """
     special = [PAD, BOS, EOS, USER, ASSISTANT, *([IMAGE] if with_images else [])]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -86,28 +86,16 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512,
     )
 
 
-def build_model(
-    vocab_size: int,
-    seed: int,
-    *,
-    architecture: str = "qwen3",
-    layers: int = 3,
-    hidden: int = 128,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    intermediate: int | None = None,
-    mixture: tuple[int, int] | None = None,
-    max_positions: int = 256,
-    pad_token_id: int = 0,
-    bos_token_id: int = 1,
-    eos_token_id: int = 2,
-) -> PreTrainedModel:
+def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", layers: int = 3, hidden: int = 128,
+                heads: int = 4, kv_heads: int = 2, head_dim: int = 32, intermediate: int | None = None,
+                mixture: tuple[int, int] | None = None, max_positions: int = 256, pad_token_id: int = 0,
+                bos_token_id: int = 1, eos_token_id: int = 2) -> PreTrainedModel:
     """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone.
 
-    `intermediate`: width of the feed-forward layers (default: 3 x `hidden`); `mixture`: (experts of a layer, experts of
-    a token) in their place; `max_positions`: longest prompt and response together. The global random state is kept.
-    Raises ValueError for an unknown architecture, heads that kv_heads does not divide, or too small ones.
+    `mixture`: (experts of a layer, experts of a token) in place of feed-forward layers of width `intermediate`.
+
+    Raises:
+        ValueError: an unknown architecture, heads that kv_heads does not divide, or too small ones.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
@@ -128,7 +116,7 @@ def build_model(
         return attach_images(model_class(config).float(), EMBEDDED_IMAGE_PROCESSOR if with_images else None)
 
 
-def _vision_config(sizes: dict[str, int], ids: dict[str, int]) -> Qwen3VLConfig:
+def _vision_config(sizes: dict[str, Any], ids: dict[str, Any]) -> Qwen3VLConfig:
     """Divide rotary frequencies between time, rows and columns."""
     third, half = sizes["head_dim"] // 6, sizes["head_dim"] // 2
     sections = [half - 2 * third, third, third]

@@ -26,7 +26,7 @@ from distflow.telemetry import heartbeat
 from workers.engines.chat import pad_token
 from workers.engines.devices import halve, is_half
 from workers.engines.kv_slots import Past, Slots, prefixes
-from workers.engines.rollout import Rollout, SampledRow, Session, matching
+from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
 from workers.engines.sampling import pick, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
@@ -59,7 +59,8 @@ class HFRollout(Rollout):
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> HFRollout:
         shared = list(shared)
-        whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).to(mesh.device_type)
+        whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+        nn.Module.to(whole, mesh.device_type)
         if is_half(settings, mesh.device_type):
             halve(whole.parameters())
         engine = cls(whole, settings.generation, pad_token(tokenizer), end_tokens, shared)
@@ -144,7 +145,7 @@ class Decoding(Session):
         self.ready = deque((row, past) for row, past in self.ready if row not in wanted)
         left = [row for row in waiting if row in wanted]
         for row in left:
-            row.end(row.tokens[:0], row.logprobs[:0], row.versions[:0], finished=False)
+            row.end_unsampled()
         slots = [slot for slot, row in enumerate(self.rows) if row in wanted]
         if slots:
             left += self._leave(torch.tensor(slots, device=self.device), [False] * len(slots))
@@ -172,7 +173,9 @@ class Decoding(Session):
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
         state["count"] += state["live"]
-        end = self._is_end(chosen) | self._is_stopped() if self.engine.stop else self._is_end(chosen)
+        end = (chosen[:, None] == self.engine.end_tokens).any(-1)
+        if self.engine.stop:
+            end |= self._is_stopped(self.engine.stop)
         gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
         left = self._leave(gone, end[gone].tolist()) if len(gone) else []
         if self.live:
@@ -185,12 +188,9 @@ class Decoding(Session):
         to_come = torch.arange(versions.shape[1], device=self.device) >= self.state["count"][:, None]
         versions.masked_fill_(to_come, self.version)
 
-    def _is_end(self, tokens: Tensor) -> Tensor:
-        return (tokens[:, None] == self.engine.end_tokens).any(-1)
-
-    def _is_stopped(self) -> Tensor:
+    def _is_stopped(self, stop: StopStrings) -> Tensor:
         """Return [slots] whether the newest token of a row completes a stop text."""
-        stop, stopped = self.engine.stop, torch.zeros_like(self.state["live"])
+        stopped = torch.zeros_like(self.state["live"])
         live = self.state["live"].nonzero().squeeze(1)
         last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
         ends = [stop.reached(self.rows[slot], tokens) for slot, tokens in zip(live.tolist(), last)]
@@ -273,8 +273,9 @@ class Decoding(Session):
         before = (lengths - longest).clamp(min=0)
         cache: Cache = DynamicCache()
         for keys, values in prefixes([row.past for row in rows], before) if bool(before.any()) else ():
-            cache.layers.append(DynamicLayer())
-            cache.layers[-1].update(keys, values)
+            layer = DynamicLayer()
+            layer.update(keys, values)
+            cache.layers.append(layer)
         tokens = torch.full((len(rows), longest), self.engine.pad_token)
         for index, row in enumerate(rows):
             tail = row.sequence[-longest:]
@@ -297,7 +298,7 @@ class Decoding(Session):
             return {"position_ids": positions}, shifts
         lengths = torch.tensor([len(rows[index].sequence) for index in with_images], device=self.device)
         mask = torch.arange(tokens.shape[1], device=self.device) >= tokens.shape[1] - lengths[:, None]
-        images = image_inputs(self.model, Ragged.from_rows([rows[index].images for index in with_images]))
+        images = image_inputs(self.model, Ragged.from_rows([row.images for row in rows if row.images]))
         images = {name: values.to(self.device) for name, values in images.items()}
         inputs, following = position_inputs(self.model, tokens[with_images], mask.long(), images)
         for index, shift in zip(with_images, (following - lengths).tolist()):
@@ -331,7 +332,7 @@ class Decoding(Session):
         table = max(int(limits.max()), self.state["tokens"].shape[1])
         keys = torch.tensor([self.key_of(row) for row in rows], device=self.device)
         noise = uniform(keys[:, None], ids[:, None], first[:, None] + torch.arange(table, device=self.device))
-        logits = torch.stack([past.logits for past in pasts])
+        logits = torch.stack([past.logits for past in pasts if past.logits is not None])
         fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
                  "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
                  "shift": torch.tensor([past.shift for past in pasts], device=self.device),

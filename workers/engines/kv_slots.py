@@ -35,6 +35,8 @@ class Slots(Cache):
     wide as the longest row.
     """
 
+    layers: list[_Window]
+
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.count = 0
@@ -83,6 +85,9 @@ class Slots(Cache):
 
 class _Window(DynamicLayer):
     """A layer's keys and values with spare columns, so that a new token does not copy the old ones."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, count: int, width: int):
         super().__init__()

@@ -37,7 +37,7 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
     `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other model.
     """
     if model.path:
-        folder = find(model.path, "models", spec.folder)
+        folder = _existing(find(model.path, "models", spec.folder), model.path)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _require_end(tokenizer, folder)
         return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
@@ -46,6 +46,12 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
     return with_value_head(built) if head == "value" else built, tokenizer
+
+
+def _existing(path: Path | None, name: str) -> Path:
+    if path is None:
+        raise InvalidInput(f"`{name}` was there when the run was checked, and is not any more")
+    return path
 
 
 def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
@@ -84,7 +90,7 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def _tokenizer_of(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
     """Train a tokenizer on the first records of the training data, so that every rank builds the same."""
     data = spec.run.data
-    records, fields = open_records(spec.data_path(data.train)), fields_of(data, data.columns)
+    records, fields = open_records(_existing(spec.data_path(data.train), data.train)), fields_of(data, data.columns)
     first = (record for record in records.get(range(min(len(records), 2000))) if not fields.empty(record))
     texts = ("\n".join(content_text(message.get("content")) for message in messages_of(record, data)) +
              f" {answer_text(record[data.answer])}" for record in first)

@@ -7,6 +7,7 @@ to a prompt of P tokens, P + G·R tokens pass through the model instead of G·(P
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,8 @@ class SharedPrompt(nn.Module):
             last one too.
         """
         if self.context:
-            return _forward_split_rows(self, prompts, prompt_lengths, prompt_of, responses, response_lengths,
-                                       temperature)
+            return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
+                                       response_lengths, temperature)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
@@ -94,11 +95,10 @@ class SharedPrompt(nn.Module):
         return torch.cat([first, rest], 1)
 
 
-def _forward_split_rows(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,
-                        responses: Tensor,
-                        response_lengths: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, prompts: Tensor, prompt_lengths: Tensor,
+                        prompt_of: Tensor, responses: Tensor, response_lengths: Tensor,
+                        temperature: float) -> tuple[Tensor, ...]:
     """Compute `SharedPrompt.forward` with context parallelism; each rank runs model and head on its own columns."""
-    context = policy.context
     tokens, begins = torch.cat([prompts[prompt_of], responses], 1), prompts.shape[1] - prompt_lengths[prompt_of]
     ends = prompts.shape[1] + response_lengths
     tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % (2 * context.group.size())))
@@ -136,7 +136,7 @@ class Policy(SharedPrompt):
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.head_alone:
-            return score(outputs, self.model.get_output_embeddings(), tokens, temperature or 1.0)
+            return score(outputs, cast(nn.Linear, self.model.get_output_embeddings()), tokens, temperature or 1.0)
         return scored(outputs.float() / (temperature or 1.0), tokens)
 
 

@@ -75,6 +75,10 @@ class SampledRow:
             self.partial = None
         self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
 
+    def end_unsampled(self) -> None:
+        """End the turn before any token of it was sampled here."""
+        self.end(self.tokens[:0], self.logprobs[:0], self.versions[:0], finished=False)
+
 
 _EXTRA_TOKENS = 4
 """Additional tokens to decode: the first of a list may decode differently than within the text."""

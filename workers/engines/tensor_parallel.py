@@ -8,6 +8,7 @@ the inputs and outputs of each part are replicated.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.errors import EngineError
 
@@ -63,14 +64,18 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             f"PLANS[{family!r}] = PLANS['llama']   if its layers are named and divide alike")
     plan = PLANS[config.model_type]
     _require_divisible(config, plan, mesh.size())
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         for name, style in plan.items():
             parallelize_module(layer, mesh, {name: style}, src_data_rank=None)
     if config.vocab_size % mesh.size() == 0:
         _split_vocabulary(model, mesh)
 
 
-def _require_divisible(config: object, plan: Plan, tp: int) -> None:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    return cast(nn.ModuleList, model.get_decoder().layers)
+
+
+def _require_divisible(config: PretrainedConfig, plan: Plan, tp: int) -> None:
     counts = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
     if any(name.startswith("mlp.") for name in plan):
         counts["intermediate_size"] = config.intermediate_size
@@ -86,7 +91,7 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embeddings.weight
     parallelize_module(embeddings, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
-    if tied:
+    if head is not None and tied:
         head.weight = embeddings.weight
     elif head is not None:
         whole = head.weight

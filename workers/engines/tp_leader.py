@@ -22,7 +22,6 @@ from torch import Tensor
 
 from distflow.data.exchange import gather
 from distflow.telemetry import heartbeat
-from distflow.weights.chunk_store import Weights
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.weight_updates import WeightUpdates
 
@@ -60,7 +59,7 @@ class TPLeader(Rollout):
     def broadcast(self, key: str, *call: Any) -> list[str]:
         """Have the others make a call; the keys of the weights that have come to them. Collective over the share."""
         self.last_broadcast, state = time.monotonic(), heartbeat.current().read()
-        message = msgpack.packb([key, state.step, state.finished, call])
+        message: bytes = msgpack.packb([key, state.step, state.finished, call])  # pyright: ignore[reportAssignmentType]
         return [reply.decode() for reply in gather(message, self.group)[1:]]
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
@@ -164,18 +163,18 @@ class TPFollowerEngine:
             weights = self.updates.arrived() if self.updates else None
             mine = weights.key if weights else ""
             first, step, finished, call = msgpack.unpackb(gather(mine.encode(), self.group)[0])
-            if first and mine and first != mine:
+            if self.updates and first and mine and first != mine:
                 self.updates.drop()
             self._mirror_heartbeat(step, finished)
             released = call == ["release"]
-            if call and not released:
-                self._make(weights, *call)
+            if call == ["load"] and self.updates and weights:
+                self.engine.load(weights.tensors(), weights.version)
+                self.updates.loaded()
+            elif call and not released:
+                self._make(*call)
 
-    def _make(self, weights: Weights | None, name: str, *given: Any) -> None:
-        if name == "load":
-            self.engine.load(weights.tensors(), weights.version)
-            self.updates.loaded()
-        elif name == "session":
+    def _make(self, name: str, *given: Any) -> None:
+        if name == "session":
             self.sessions.append(_FollowerSession(self.engine.session(*given), keep_cache=given[-1]))
         elif name == "of_session":
             number, call, *values = given

@@ -6,6 +6,8 @@ reward models are published; the head is the linear layer `score`.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTrainedModel
@@ -28,7 +30,8 @@ class ValueModel(SharedPrompt):
 
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)
-        if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
+        score = getattr(model, "score", None)
+        if not isinstance(score, nn.Linear) or score.out_features != 1:
             raise EngineError(f"{type(model).__name__} has no linear head `score` of one number, as a role with  "
                               "head: value  needs")
 
@@ -36,15 +39,17 @@ class ValueModel(SharedPrompt):
         return last_states(self.model, tokens, only_last, **places)
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor]:
-        weight, bias = self.model.score.weight, self.model.score.bias
+        head = cast(nn.Linear, self.model.score)
+        weight, bias = head.weight, head.bias
         values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
         return (values.squeeze(-1),)
 
     def forward(self, *inputs: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
                 ) -> tuple[Tensor, Tensor]:
         """See `SharedPrompt.forward`; `temperature` is ignored."""
-        (all_values,) = super().forward(*inputs, images=images)
-        ends = (inputs[-1] + 1).cumsum(0) - 1
+        prompts, prompt_lengths, prompt_of, responses, response_lengths = inputs
+        (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images)
+        ends = (response_lengths + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
         before[ends] = False
         return all_values[before], all_values[ends]
@@ -60,7 +65,7 @@ def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         EngineError: transformers has no sequence classifier of this architecture.
     """
-    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
     if kind is None:
         raise EngineError(f"transformers has no sequence classifier for {type(model).__name__}, so a role with this "
                           "model cannot have  head: value")

@@ -10,11 +10,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from distflow.data.batch import Ragged
@@ -111,7 +112,7 @@ def _equal(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> 
     return all(torch.equal(left, right) for left, right in zip(one, other))
 
 
-def image_inputs(model: nn.Module, images: Ragged) -> dict[str, Tensor]:
+def image_inputs(model: Any, images: Ragged) -> dict[str, Tensor]:
     """Return the model's inputs for the images of some prompts, in order; {} if they have none."""
     if not len(images.values):
         return {}
@@ -119,7 +120,7 @@ def image_inputs(model: nn.Module, images: Ragged) -> dict[str, Tensor]:
     return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
 
 
-def with_dummy_image(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def with_dummy_image(model: Any, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Append a prompt with one black image token and no response.
 
     Every rank must compute gradients of the vision weights, though only some ranks have images.
@@ -135,7 +136,7 @@ def with_dummy_image(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tupl
     return with_dummy, image_inputs(model, column)
 
 
-def position_inputs(model: nn.Module, tokens: Tensor, mask: Tensor,
+def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
                     images: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the model's inputs for positions and images of prompts, and the position [P] of the token after each.
 
@@ -149,7 +150,7 @@ def position_inputs(model: nn.Module, tokens: Tensor, mask: Tensor,
     positions, lengths = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
     if not images:
         return {"position_ids": positions}, lengths
-    kinds = (tokens == model.config.image_token_id).int()
+    kinds = torch.eq(tokens, model.config.image_token_id).int()
     positions, shift = model.base_model.get_rope_index(tokens, mm_token_type_ids=kinds, attention_mask=mask,
                                                        image_grid_thw=images["image_grid_thw"])
     return {"position_ids": positions, **images}, lengths + shift.squeeze(1)
@@ -157,5 +158,5 @@ def position_inputs(model: nn.Module, tokens: Tensor, mask: Tensor,
 
 def attach_images(model: PreTrainedModel, image_processor: ImageProcessor | None) -> PreTrainedModel:
     """Attach an image processor (or None) to the model and return the model."""
-    model.image_processor = image_processor
+    vars(model)["image_processor"] = image_processor
     return model

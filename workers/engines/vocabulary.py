@@ -9,6 +9,7 @@ numbers per token (Shoeybi et al. 2019, §3), not logits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,7 @@ def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return rows, columns[rows]
 
 
-def _all_reduce(values: Tensor, how: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
+def _all_reduce(values: Tensor, how: Any, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(values, how, group=group)
     return values

@@ -45,7 +45,8 @@ class WeightUpdates:
 
     def loaded(self) -> None:
         """Note that the engine has loaded the weights."""
-        self.version, self.key = self.pulled.version, self.pulled.key
+        if self.pulled is not None:
+            self.version, self.key = self.pulled.version, self.pulled.key
         self.drop()
 
     def drop(self) -> None:

@@ -97,9 +97,9 @@ def preference_update(
         "mask": trained_mask(responses, response_mask)})
 
     def loss_of(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        mask = micro.ragged("mask")
+        mask = micro["mask"]
         mask_T, row_T = (column.to(logprobs_T.device) for column in (mask.values, mask.row_of))
-        ratio_T = torch.where(mask_T, logprobs_T - micro.ragged("reference").values.to(logprobs_T.device), 0.0)
+        ratio_T = torch.where(mask_T, logprobs_T - micro["reference"].values.to(logprobs_T.device), 0.0)
         ratio_B = ratio_T.new_zeros(len(micro)).index_add(0, row_T, ratio_T)
         if per_token:
             ratio_B = ratio_B / ratio_T.new_zeros(len(micro)).index_add(0, row_T, mask_T.to(ratio_T)).clamp(min=1)

@@ -32,7 +32,7 @@ def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
 
 def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
     """Return `rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
-    mask = rows.ragged("mask")
+    mask = rows["mask"]
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
     return rows.with_columns({"weights": mask.with_values(weights)})
@@ -76,9 +76,9 @@ class PolicyLoss:
         """Until the step's first optimizer step the trainer's policy is still the rollout's: they are compared then."""
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        mask = micro.ragged("mask")
+        mask = micro["mask"]
         device, trained_T = logprobs_T.device, mask.values  # _S below: trained tokens only
-        columns = {name: micro.ragged(name).values[trained_T].to(device)
+        columns = {name: micro[name].values[trained_T].to(device)
                    for name in _PER_TOKEN if name in micro.columns}
         logprobs_S, entropy_S = logprobs_T[trained_T.to(device)], entropy_T[trained_T.to(device)]
         lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, trained_T.long()).to(device)
@@ -171,7 +171,7 @@ def supervised_update(
     current().add("samples", len(targets))
 
     def loss(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        total = weighted_sum(-logprobs_T, micro.ragged("weights").values.to(logprobs_T.device))
+        total = weighted_sum(-logprobs_T, micro["weights"].values.to(logprobs_T.device))
         current().add("loss", total.detach())
         return total
 
@@ -181,7 +181,7 @@ def supervised_update(
 
 def _with_gradient(rows: Batch) -> Batch:
     """Return the rows that have a gradient, and the first few: without a KL term, rows with advantages 0 have none."""
-    advantages = rows.ragged("advantages")
+    advantages = rows["advantages"]
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True
     current().mean("policy/rows_without_gradient", (~chosen).sum(), len(chosen))

@@ -103,7 +103,7 @@ def value_update(
     _report_explained(engine, returns.values[mask.values], values.values[mask.values])
 
     def loss(values_T: Tensor, scores_B: Tensor, micro: Batch) -> Tensor:
-        columns = {name: micro.ragged(name).values.to(values_T.device)
+        columns = {name: micro[name].values.to(values_T.device)
                    for name in ("old", "returns", "mask", "weights")}
         loss_T, clipped_T = clipped_value_loss(values_T, columns["old"], columns["returns"], clip)
         total = weighted_sum(loss_T, columns["weights"])

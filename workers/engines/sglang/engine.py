@@ -136,7 +136,7 @@ class PendingRequests(RequestSession):
         chosen = {*self.new.values(), *self.turns.values()} if rows is None else set(rows)
         left = [self.new.pop(request) for request, row in list(self.new.items()) if row in chosen]
         for row in left:
-            end_turn(row, [], [], [], False)
+            row.end_unsampled()
         self.aborting = {request for request, row in self.turns.items() if row in chosen}
         return left + self._take(self.engine.share.broadcast(self._abort)) if self.aborting else left
 
