@@ -29,7 +29,8 @@ class Ragged:
     `values` is then a Ragged of T rows. Raises `ColumnError` if the lengths do not add up to T.
     """
 
-    values: Tensor | Ragged
+    values: Any
+    """A Tensor [T, …], or a Ragged of T rows."""
     lengths: Tensor
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Ragged:
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
-    def rows(self) -> list[Tensor | Ragged]:
+    def rows(self) -> list[Any]:
         """Each row as a view."""
         if isinstance(self.values, Tensor):
             return list(self.values.split(self.lengths.tolist()))
@@ -143,7 +144,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, name: str) -> ColumnData:
+    def __getitem__(self, name: str) -> Any:
         if name not in self.columns:
             raise ColumnError(f"there is no column `{name}`; there are {', '.join(sorted(self.columns)) or 'none'}")
         return self.columns[name]

@@ -23,21 +23,14 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
 
-_NAME = "default"
-"""peft's name of the default adapter."""
-_PREFIX = "base_model.model."
-"""Prefix of parameter names in peft's wrapper."""
+_NAME = "default"  # peft's name of the default adapter
+_PREFIX = "base_model.model."  # prefix of parameter names in peft's wrapper
 
-_HEAD = "score"
-"""Name of the value head in Hugging Face's classifiers."""
+_HEAD = "score"  # name of the value head in Hugging Face's classifiers
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freeze `model` and add adapters drawn from `seed` alone, which are zero until trained.
-
-    Raises:
-        EngineError: `lora.targets` matches no layer; lists the linear layers.
-    """
+    """Freeze `model` and add adapters drawn from `seed` alone, which are zero until trained."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -51,13 +44,11 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 
 def base(model: nn.Module) -> list[nn.Parameter]:
-    """Return the frozen parameters: all but the adapters and a value head."""
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Make the model compute as its base alone."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.set_scale(_NAME, 0.0)  # peft's own switch unsets requires_grad, which FSDP has already looked at
@@ -75,7 +66,6 @@ class BaseEngine:
         self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
-        """See `FSDPEngine.logprobs`."""
         with adapters_off(self.engine.policy):
             return self.engine.logprobs(prompts, responses, temperature, images)
 
@@ -84,9 +74,6 @@ def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folde
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
 
     `weights` holds the whole adapters and value head by their names after `attach`.
-
-    Raises:
-        EngineError: they do not match the adapters of `lora`.
     """
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
     missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)

@@ -14,8 +14,7 @@ from distflow.config.run import Data
 from distflow.data.problems import content_text
 from distflow.errors import InvalidInput
 
-_ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"
-"""Markers that no template contains."""
+_ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"  # markers that no template contains
 tokenizer_lock = threading.Lock()
 """A tokenizer keeps its treatment of special tokens between calls, so threads must not interleave."""
 
@@ -54,14 +53,10 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 
 
 class Between:
-    """Tokens between a sampled answer and the next one: the template's text around an observation.
+    """Tokens between a sampled answer and the next one: the template's text around an observation by `role`.
 
     Derived once from a conversation with known texts, so that no sampled token is decoded and encoded again. Special
     tokens in an observation's text are encoded as plain text.
-
-    Args:
-        end_tokens: tokens that end an answer.
-        role: speaker of the observation.
 
     Raises:
         InvalidInput: the template cannot render such a conversation; proposes the other role.

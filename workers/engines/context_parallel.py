@@ -29,7 +29,6 @@ class ContextParallelCache:
         return torch.stack([torch.cat(pair) for pair in zip(parts[: len(parts) // 2], parts[::-1])])
 
     def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """Gather [B, K, w, D] of this rank's columns into [B, K, W, D] in column order."""
         gathered = _AllGather.apply(torch.stack([keys, values]), self.group)  # [n, 2, B, K, w, D]
         columns = gathered.movedim(0, 3).flatten(3, 4)
         back = torch.argsort(self.pieces(columns.shape[3]).flatten()).to(columns.device)
@@ -51,8 +50,6 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather […] → [n, …]; the backward pass is a reduce-scatter."""
-
     @staticmethod
     def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -25,22 +25,16 @@ def mesh_of(layout: Layout, device: str) -> DeviceMesh:
 
 
 def dimension(mesh: DeviceMesh, name: str) -> int:
-    """Return the mesh's size along a dimension; 1 if it has none of that name."""
     return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device."""
     on_gpu = mesh.device_type == "cuda"
     return torch.device(mesh.device_type, torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
-    """Return the mesh over which FSDP shards parameters: dp and cp, or (replica, shard) with `replicas`. Collective.
-
-    Raises:
-        EngineError: `replicas` does not divide the ranks.
-    """
+    """Return the mesh over which FSDP shards parameters: dp and cp, or (replica, shard) with `replicas`. Collective."""
     ranks = mesh["dp"] if mesh.mesh_dim_names else mesh
     if dimension(mesh, "cp") > 1:
         ranks = mesh["dp", "cp"]._flatten("dp_cp")
@@ -51,7 +45,6 @@ def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:
 
 
 def is_half(settings: RoleRun, device: str) -> bool:
-    """Return whether the role computes in bfloat16."""
     return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
 
 

@@ -61,11 +61,7 @@ INITIAL_DEVIATION = 0.06
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 512,
                     with_images: bool = False) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; the same texts give the same tokenizer. Digits never merge.
-
-    Raises:
-        ValueError: `vocab_size`, an upper bound, is less than the bytes and the special tokens.
-    """
+    """Train a byte-level BPE tokenizer; the same texts give the same tokenizer. Digits never merge."""
     special = [PAD, BOS, EOS, USER, ASSISTANT, *([IMAGE] if with_images else [])]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
@@ -93,9 +89,6 @@ def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", laye
     """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone.
 
     `mixture`: (experts of a layer, experts of a token) in place of feed-forward layers of width `intermediate`.
-
-    Raises:
-        ValueError: an unknown architecture, heads that kv_heads does not divide, or too small ones.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
@@ -103,11 +96,12 @@ def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", laye
         raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {MIN_HEAD_DIM} or more")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each of those serves equally many")
-    ids = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    sizes = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": intermediate or 3 * hidden,
-             "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-             "head_dim": head_dim, "max_position_embeddings": max_positions, **mixture_of(hidden, mixture),
-             "initializer_range": INITIAL_DEVIATION}
+    ids: dict[str, Any] = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": intermediate or 3 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim, "max_position_embeddings": max_positions, **mixture_of(hidden, mixture),
+        "initializer_range": INITIAL_DEVIATION}
     config_class, model_class = ARCHITECTURES[architecture]
     with_images = config_class is Qwen3VLConfig
     config = _vision_config(sizes, ids) if with_images else config_class(**sizes, **ids, tie_word_embeddings=True)

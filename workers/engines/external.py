@@ -28,18 +28,13 @@ _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 class ExternalRollout(Rollout):
-    """Engine of another library. With tp > 1 the ranks of a share run one engine together.
-
-    Raises:
-        EngineError: the library is not installed, does not know the architecture, or cannot start.
-    """
+    """Engine of another library. With tp > 1 the ranks of a share run one engine together."""
 
     library: str
     """Display name."""
     session_type: type[RequestSession]
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
-        """`model` gives the configuration."""
         self.generation, self.end_tokens = settings.generation, torch.tensor(end_tokens)
         self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
         self.dtype = torch.bfloat16 if is_half(settings, self.device) else torch.float32
@@ -82,10 +77,8 @@ class RequestSession(Session):
 
     def __init__(self, engine: Any, key: int, temperature: float):
         self.engine, self.key, self.temperature = engine, key, temperature
-        self.turns: dict[str, Any] = {}
-        """Turns under way, by request."""
-        self.ended: list[SampledRow] = []
-        """Rows whose turns ended since the last step."""
+        self.turns: dict[str, Any] = {}  # turns under way, by request
+        self.ended: list[SampledRow] = []  # rows whose turns ended since the last step
 
     @property
     def busy(self) -> bool:
@@ -111,7 +104,6 @@ class RequestSession(Session):
 
 def end_turn(row: SampledRow, tokens: list[int], logprobs: list[float], versions: list[int],
              finished: bool) -> SampledRow:
-    """End a row's turn with what a library returned."""
     row.end(torch.tensor(tokens, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32),
             torch.tensor(versions, dtype=torch.int32), finished)
     return row

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
@@ -30,7 +30,8 @@ from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import dimension, is_half, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
-from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
+from workers.engines.tensor_parallel import decoder_layers
+from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.value import ValueModel
 from workers.engines.vision import image_inputs, same_as_previous, with_dummy_image
 
@@ -46,8 +47,8 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         parts.setdefault(mesh.size() // _pieces(gradient), []).append(
             gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-    squares = [torch.stack(torch._foreach_norm(locals_)).float().square().sum() / copies
-               for copies, locals_ in parts.items()]
+    norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+    squares = [torch.stack(norms(locals_)).float().square().sum() / copies for copies, locals_ in parts.items()]
     total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
@@ -55,12 +56,11 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
     norm = float(total.sqrt())
     if norm > most:
         for locals_ in parts.values():
-            torch._foreach_mul_(locals_, most / (norm + 1e-6))
+            torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
 def _pieces(gradient: Tensor) -> int:
-    """Return the number of distinct parts that a gradient is cut into."""
     if not isinstance(gradient, DTensor):
         return 1
     return math.prod(gradient.device_mesh.size(dimension) for dimension, placement in enumerate(gradient.placements)
@@ -72,7 +72,8 @@ def recompute(layer: nn.Module) -> None:
 
     transformers' own checkpointing disables the cache, and with it the shared prompt.
     """
-    layer.forward = functools.partial(_checkpoint, layer.forward, layer.self_attn.layer_idx)
+    number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
+    layer.forward = functools.partial(_checkpoint, layer.forward, number)
 
 
 def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: Cache | None = None, **more: Any) -> Any:
@@ -102,6 +103,10 @@ def compiled(layer: nn.Module) -> None:
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once: gathering by layer saves too little memory for its messages."""
 
+def _is_small(model: nn.Module, whole: set[nn.Parameter]) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
+
+
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -109,9 +114,6 @@ class FSDPEngine(Trainer):
     """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`.
 
     An unnamed mesh of one dimension is `dp` alone.
-
-    Raises:
-        EngineError: the mesh has a dimension that this engine does not know, or that does not divide the model.
     """
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
@@ -121,35 +123,30 @@ class FSDPEngine(Trainer):
             if count > 1:
                 raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
                                   f"{TRAINERS['fsdp'].cannot[size]}")
-        self.settings, self.pad_token, self.steps, self.mesh = settings, pad_token, steps, mesh
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
-            else torch.device("cpu")
+        super().__init__(settings, mesh, pad_token, steps)
         self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
-        self.policy = self._shard(model, HEADS[head], set(whole))
+        layers, small = decoder_layers(model), _is_small(model, set(whole))
+        self._split(model)
+        context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
+        self.policy = HEADS[head](model, chunks=4 if small else 1, context=context)
+        self.sharded = self._shard(layers, small, set(whole))
         self.optimizer = self._optimizer() if trained else None
-        self.version = 0
 
-    def _shard(self, model: PreTrainedModel, head: type[SharedPrompt], whole: set[nn.Parameter]) -> SharedPrompt:
+    def _shard(self, layers: nn.ModuleList, small: bool, whole: set[nn.Parameter]) -> FSDPModule:
         half = is_half(self.settings, self.device.type)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
-        small = sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
-        layers = model.get_decoder().layers
-        self._split(model)
         for layer in layers if self.settings.compile else ():
             compiled(layer)
         for layer in layers if self.settings.recompute else ():
             recompute(layer)
         for layer in () if small else layers:
             fully_shard(layer, **rule)
-        context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
-        policy = head(model, chunks=4 if small else 1, context=context)
-        fully_shard(policy, **rule)
-        return policy
+        return fully_shard(self.policy, **rule)
 
     def _split(self, model: PreTrainedModel) -> None:
         tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")
@@ -175,7 +172,6 @@ class FSDPEngine(Trainer):
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
-        """Return this rank's shard of each trained parameter, by the model's own names."""
         return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
 
     def export(self, dtype: torch.dtype | None = None,
@@ -205,55 +201,44 @@ class FSDPEngine(Trainer):
     def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
                images: Ragged | None = None) -> list[Tensor]:
         """Return the head's outputs on the CPU; those of placeholders come last."""
-        columns = {"prompts": prompts, "responses": responses, "images": images}
-        batch = Batch(torch.arange(len(prompts)), {name: column for name, column in columns.items()
-                                                   if column is not None})
+        shown = {} if images is None else {"images": images}
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **shown})
         pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
-        self.policy.reshard()  # the root stays gathered after a forward pass alone
+        self.sharded.reshard()  # the root stays gathered after a forward pass alone
         return [torch.cat(parts) for parts in zip(*pieces)]
 
-    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
-               together: bool = False) -> dict[str, float]:
+    def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if self.optimizer is None:
             raise ValueError("this role is frozen")
-        micros = self._micro_batches(batch, together)
         for index, micro in enumerate(micros):
-            self.policy.set_requires_gradient_sync(index == len(micros) - 1)
+            self.sharded.set_requires_gradient_sync(index == len(micros) - 1)
             outputs = self._forward(micro, temperature)
-            loss = sum(output.sum() for output in outputs) * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
+            loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
+
+    def _step(self, rate: float) -> float:
         norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
-                              "the rewards and log-probabilities of this step, or lower learning_rate.")
-        rate = self._set_rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.version += 1
-        return {"grad_norm": norm, "learning_rate": rate}
+        if self.optimizer and math.isfinite(norm):
+            for group in self.optimizer.param_groups:  # the run's settings may differ from those in the checkpoint
+                group.update(lr=rate, betas=tuple(self.settings.betas),
+                             weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
+            self.optimizer.step()
+        self.policy.zero_grad()
+        return norm
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         heartbeat.current().tick()
-        images = micro.columns.get("images")
+        images: Ragged | None = micro.columns.get("images")  # pyright: ignore[reportAssignmentType]
         same = True if images is None else same_as_previous(images)
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
         if images is None:
             return self.policy(*inputs, temperature=temperature)
-        first = torch.unique_consecutive(inputs[2].cpu(), return_counts=True)[1].cumsum(0) - 1
+        first = torch.bincount(inputs[2].cpu()).cumsum(0) - 1
         pixels = image_inputs(self.policy.model, images.select(first))
         if not pixels:
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
         return self.policy(*inputs, temperature=temperature, images=pixels)
-
-    def _set_rate(self, step: int) -> float:
-        """Apply the run's optimizer settings, which may differ from those in the checkpoint."""
-        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
-        for group in self.optimizer.param_groups:
-            group.update(lr=rate, betas=tuple(self.settings.betas),
-                         weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
-        return rate
 
     def state_dict(self) -> dict[str, Any]:
         shards = {name: shard.detach() for name, shard in self.shards().items()}
@@ -261,7 +246,7 @@ class FSDPEngine(Trainer):
 
     def _state_of(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of one parameter; groups would depend on the layout."""
-        return self.optimizer.state[shard] or {
+        return (self.optimizer and self.optimizer.state[shard]) or {
             "step": torch.zeros((), device=shard.device), "exp_avg": torch.zeros_like(shard).detach(),
             "exp_avg_sq": torch.zeros_like(shard).detach()}
 
@@ -269,5 +254,6 @@ class FSDPEngine(Trainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, shard in self.shards().items():
             shard.copy_(state["model"][name])
-            self.optimizer.state[shard] = dict(state["optimizer"][name])
+            if self.optimizer:
+                self.optimizer.state[shard] = dict(state["optimizer"][name])
         self.version += 1

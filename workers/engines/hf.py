@@ -36,11 +36,7 @@ slots at a time."""
 
 
 class HFRollout(Rollout):
-    """A plain transformers model that samples.
-
-    Raises:
-        EngineError: a layer caches something other than keys and values, which rows could not join and leave.
-    """
+    """A plain transformers model that samples."""
 
     def __init__(self, model: PreTrainedModel, generation: Generation, pad_token: int, end_tokens: list[int],
                  shared: Iterable[nn.Parameter] = ()):
@@ -108,17 +104,12 @@ class Decoding(Session):
         self.engine, self.model, self.key = engine, engine.model, key
         self.temperature, self.keep_cache = temperature, keep_cache
         self.device = self.model.device
-        self.unread: deque[list[SampledRow]] = deque()
-        """Lists of rows that share their whole sequence; to be prefilled."""
+        self.unread: deque[list[SampledRow]] = deque()  # lists of rows that share their whole sequence; to be prefilled
         self.ready: deque[tuple[SampledRow, Past]] = deque()
-        self.parked: dict[SampledRow, None] = {}
-        """Rows with a past that are in no slot, longest parked first."""
-        self.returning: set[SampledRow] = set()
-        """Ended rows that may get another turn."""
-        self.rows: list[SampledRow | None] = []
-        """Row of each slot."""
-        self.live = 0
-        """Number of occupied slots."""
+        self.parked: dict[SampledRow, None] = {}  # rows with a past that are in no slot, longest parked first
+        self.returning: set[SampledRow] = set()  # ended rows that may get another turn
+        self.rows: list[SampledRow | None] = []  # row of each slot
+        self.live = 0  # number of occupied slots
         self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
 
     @property
@@ -157,7 +148,6 @@ class Decoding(Session):
 
     @torch.inference_mode()
     def step(self) -> list[SampledRow]:
-        """Sample one token for each row in a slot; return the rows whose turn ended with it."""
         if self.engine.paused:
             return []
         self._fill()
@@ -183,7 +173,6 @@ class Decoding(Session):
         return left
 
     def _adopt_version(self) -> None:
-        """Attribute all coming tokens to the new weights."""
         self.version, versions = self.engine.version, self.state["versions"]
         to_come = torch.arange(versions.shape[1], device=self.device) >= self.state["count"][:, None]
         versions.masked_fill_(to_come, self.version)
@@ -198,7 +187,6 @@ class Decoding(Session):
         return stopped
 
     def _advance(self, chosen: Tensor) -> None:
-        """Run the model on the chosen tokens."""
         if not self.unread and not self.ready and (len(self.rows) - self.live) * _FRACTION >= len(self.rows):
             chosen = self._compact(chosen)
         self.slots.grow()
@@ -217,7 +205,6 @@ class Decoding(Session):
         return chosen[kept]
 
     def _leave(self, gone: Tensor, finished: list[bool]) -> list[SampledRow]:
-        """Take rows out of their slots and end their turns."""
         state, slots = self.state, gone.tolist()
         rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
                                  state["length"][gone].tolist())
@@ -239,7 +226,6 @@ class Decoding(Session):
         return rows
 
     def _fill(self) -> None:
-        """Move waiting rows into free slots."""
         free = self.engine.generation.batch_rows - self.live
         enough = not self.live or sum(map(len, self.unread)) * _FRACTION >= self.live + len(self.returning)
         while enough and self.unread and free > len(self.ready):
@@ -251,7 +237,6 @@ class Decoding(Session):
             self._drop(next(iter(self.parked)))  # a dropped row is prefilled from its beginning when it returns
 
     def _read_next(self, wanted: int) -> None:
-        """Prefill at least `wanted` rows, if as many wait."""
         chosen: list[list[SampledRow]] = []
         while self.unread and sum(map(len, chosen)) < wanted:
             chosen.append(self.unread.popleft())
@@ -308,7 +293,6 @@ class Decoding(Session):
         return {**inputs, "position_ids": every}, shifts
 
     def _join(self, rows: list[SampledRow], pasts: list[Past]) -> None:
-        """Put rows into empty slots first, then into new ones."""
         empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
         old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
         taken = [*empty, *range(old, count)]

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-_SPARE = 16
-"""Columns by which rows may grow before keys and values are copied to a larger buffer."""
+_SPARE = 16  # columns by which rows may grow before keys and values are copied to a larger buffer
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values [rows, heads, columns, size] of each layer. Each row's last token lies in the last column; columns
 left of its first token hold finite, meaningless values."""
@@ -51,7 +50,6 @@ class Slots(Cache):
             layer.show(layer.end - width, layer.end)
 
     def grow(self) -> None:
-        """Make space for one more column."""
         if self.layers and self.layers[0].full:
             self.keep(None, self.count, self.width)
 
@@ -62,7 +60,6 @@ class Slots(Cache):
         self.count = count
 
     def put(self, slots: Tensor, pasts: list[Past]) -> None:
-        """Write rows into slots."""
         for index, batch, chosen in _by_batch(pasts, slots.device):
             where: Tensor | slice = slots[index]
             if bool((where[1:] - where[:-1] == 1).all()):
@@ -79,7 +76,6 @@ class Slots(Cache):
         return max(past.length for past in pasts)
 
     def take(self, slots: Tensor, width: int) -> KeysValues:
-        """Copy the last `width` columns of some slots."""
         return [(layer.keys[slots, :, -width:], layer.values[slots, :, -width:]) for layer in self.layers]
 
 

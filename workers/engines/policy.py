@@ -25,9 +25,8 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 class SharedPrompt(nn.Module):
     """Base of the heads: a transformers model with one forward pass for training and inference.
 
-    `chunks`: responses are computed in up to `chunks` pieces of similar length, which saves padding. It must be 1 where
-    layers communicate when called, since ranks would call them unequally often. `context`: set with context
-    parallelism.
+    Responses are computed in up to `chunks` pieces of similar length, which saves padding; it must be 1 where layers
+    communicate when called.
     """
 
     after_last = 0
@@ -48,18 +47,13 @@ class SharedPrompt(nn.Module):
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
                 ) -> tuple[Tensor, ...]:
-        """Compute the head for all responses.
+        """Return the values of `read` for all responses back to back, before each token (see `after_last`).
 
         Args:
             prompts: [P, L] tokens, padded on the left; prompt_lengths: [P].
             prompt_of: [B] index of each response's prompt.
             responses: [B, R] tokens, R at least 2, padded on the right; response_lengths: [B].
-            temperature: divides the logits.
             images: see `vision.image_inputs`.
-
-        Returns:
-            the values of `read` for all responses back to back: before each token, and with `after_last` after the
-            last one too.
         """
         if self.context:
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
@@ -157,10 +151,7 @@ def _expand(cache: Cache, prompt_of: Tensor) -> Cache:
 
 def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.device,
               alike: Tensor | bool = True) -> tuple[Tensor, ...]:
-    """Return the tensors for `Policy.forward`; consecutive equal prompts become one.
-
-    `alike` [B - 1]: whether a row equals the one before it in everything but tokens.
-    """
+    """Return the tensors for `Policy.forward`; consecutive equal prompts of `alike` rows [B - 1] become one."""
     starts = torch.ones(len(prompts), dtype=torch.bool)
     padded = prompts.padded(pad_token, side="left")
     same = (padded[1:] == padded[:-1]).all(1) & (prompts.lengths[1:] == prompts.lengths[:-1]) & alike

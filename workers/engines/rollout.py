@@ -25,11 +25,8 @@ from distflow.errors import EngineError
 
 @dataclass(eq=False)
 class SampledRow:
-    """A row that is sampled in one or more turns.
-
-    The session's key, `id` and the position after the prompt decide the randomness. `tokens`, `logprobs` and `versions`
-    (of the weights) belong to the last turn; `finished` is False where it was cut off by the limit or aborted.
-    """
+    """A row that is sampled in one or more turns. `tokens`, `logprobs` and `versions` (of the weights) belong to the
+    last turn; `finished` is False where it was cut off by the limit or aborted."""
 
     id: int
     sequence: Tensor
@@ -80,15 +77,11 @@ class SampledRow:
         self.end(self.tokens[:0], self.logprobs[:0], self.versions[:0], finished=False)
 
 
-_EXTRA_TOKENS = 4
-"""Additional tokens to decode: the first of a list may decode differently than within the text."""
+_EXTRA_TOKENS = 4  # additional tokens to decode: the first of a list may decode differently than within the text
 
 
 class StopStrings:
-    """Texts that end a turn (`generation.stop`), with the token that completes one of them.
-
-    Every sampled token stays, with its log-probability, so that what is trained is what was sampled.
-    """
+    """Texts that end a turn (`generation.stop`), with the token that completes one of them: no token is cut off."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
         self.tokenizer, self.texts = tokenizer, tuple(texts)
@@ -126,10 +119,7 @@ class Samples:
 
 
 class Session(ABC):
-    """Rows sampled under one key: they join at any time, and each ends on its own.
-
-    Loading new weights does not end a session: each token records the version that sampled it.
-    """
+    """Rows sampled under one key: they join at any time, and each ends on its own. New weights do not end it."""
 
     key: int
     shared = False
@@ -165,10 +155,7 @@ class Session(ABC):
 
     @abstractmethod
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
-        """End the turns of these rows (None: of all) now; return those that were under way or waiting.
-
-        Each has the tokens sampled so far, perhaps none, is not finished, and may be extended.
-        """
+        """End the turns of these rows (None: of all) now; return those that were under way or waiting, unfinished."""
 
 
 class Sampler(ABC):
@@ -180,23 +167,14 @@ class Sampler(ABC):
 
     @abstractmethod
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
-        """Open a session. `key`, row ids and positions decide the randomness.
+        """Open a session. `key`, row ids and positions decide the randomness; `temperature` 0 takes likeliest tokens.
 
-        Args:
-            temperature: replaces the role's own; 0 takes the likeliest tokens.
-            keep_cache: keep the KV cache of ended rows, so that their next turn need not read them again.
+        `keep_cache`: keep the KV cache of ended rows, so that their next turn need not read them again.
         """
 
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
                  max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
-        """Sample `repeats` responses to each prompt.
-
-        Args:
-            prompts: [P] rows of tokens.
-            ids: [P * repeats] row ids.
-            temperature, max_new_tokens: replace the role's own; temperature 0 is greedy.
-            images: [P] images of each prompt.
-        """
+        """Sample `repeats` responses to each of P prompts; `ids` are [P * repeats] row ids."""
         session = self.session(key, temperature)
         rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
         self.take_over(rows)
@@ -219,10 +197,9 @@ class Sampler(ABC):
 
 
 class Rollout(Sampler):
-    """Engine that samples; its weights are replaced in place.
+    """Engine that samples; its weights are replaced in place. It raises EngineError, whatever its library raises.
 
-    The ranks of a split model make the same calls with the same rows, and get the same tokens. All methods raise
-    EngineError, whatever the library raises.
+    The ranks of a split model make the same calls with the same rows, and get the same tokens.
     """
 
     dtype: torch.dtype
@@ -239,12 +216,7 @@ class Rollout(Sampler):
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
         """Build an engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
 
-        Args:
-            mesh: the layout's mesh, see `workers.engines.devices`.
-            shared: parameters that another engine uses too, on the mesh's kind of device.
-
-        Raises:
-            EngineError: the library cannot run this model.
+        `shared`: parameters that another engine uses too, on the mesh's kind of device.
         """
 
     @abstractmethod
@@ -252,14 +224,10 @@ class Rollout(Sampler):
         """Replace weights by whole tensors under their Hugging Face names; return the number of bytes.
 
         A tensor may be overwritten once the next one is requested. Weights that are not named stay as they are.
-
-        Raises:
-            EngineError: a name or a shape is not the model's.
         """
 
     def candidates(self, key: str) -> set[str]:
-        """Return the keys of the weights that have arrived: `key` here, and those of the engine's other ranks, which
-        load at the same time ("": none)."""
+        """Return the keys of the weights that have arrived on the engine's ranks ("": none); `key` is this rank's."""
         return {key}
 
     def release_followers(self) -> None:  # noqa: B027 - most have no followers
@@ -295,11 +263,7 @@ class Rollout(Sampler):
 
 
 def matching(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights.
-
-    Raises:
-        EngineError: a name or a shape is not the model's.
-    """
+    """Yield the weights. Raises EngineError if a name or a shape is not the model's."""
     for name, weight in weights:
         if wrong := weight_mismatch(name, weight, shapes):
             raise EngineError(wrong)

@@ -39,17 +39,10 @@ def key_of(*parts: int) -> int:
 
 def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0,
          top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Choose a token for each row.
+    """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
 
-    Args:
-        logits: [B, V].
-        noise: [B] uniform in [0, 1).
-        temperature: 0 takes the likeliest token.
-        top_k, top_p: restrict the choice; 0 and 1.0 do not.
-
-    Returns:
-        tokens [B] and their log-probabilities [B] at this temperature, before top-k and top-p, as the trainer
-        computes them (greedy: at temperature 1).
+    Returns tokens [B] and their log-probabilities [B] at this temperature (greedy: at 1), before top-k and top-p, as
+    the trainer computes them.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
     if temperature == 0:

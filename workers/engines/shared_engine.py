@@ -20,8 +20,7 @@ from distflow.errors import DistflowError, EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session
 
-_MOMENT = 0.05
-"""Seconds between checks of an idle engine, and of a caller that waits for an abort."""
+_MOMENT = 0.05  # seconds between checks of an idle engine, and of a caller that waits for an abort
 
 
 class EngineStopped(EngineError):

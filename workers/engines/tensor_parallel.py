@@ -51,9 +51,6 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     Embeddings and head (perhaps tied) are split too if the mesh divides the vocabulary; the head must then be called
     through `workers.engines.vocabulary`.
-
-    Raises:
-        EngineError: the family has no plan, or the mesh does not divide its heads or feed-forward units.
     """
     config = model.config.get_text_config()
     if type(model.config) is not type(config) or config.model_type not in PLANS:

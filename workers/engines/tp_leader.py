@@ -25,8 +25,7 @@ from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow, Session
 from workers.engines.weight_updates import WeightUpdates
 
-_KEEPALIVE = 1.0
-"""Longest time between two broadcasts: followers time out after the run's wait limit."""
+_KEEPALIVE = 1.0  # longest time between two broadcasts: followers time out after the run's wait limit
 
 
 class TPLeader(Rollout):
@@ -95,8 +94,7 @@ class _LeaderSession(Session):
     def __init__(self, leader: TPLeader, number: int, session: Session, keep_cache: bool):
         self.leader, self.number, self.session = leader, number, session
         self.key, self.keep_cache = session.key, keep_cache
-        self.numbers: dict[SampledRow, int] = {}
-        """Number of each row in the broadcasts."""
+        self.numbers: dict[SampledRow, int] = {}  # number of each row in the broadcasts
         self.count = itertools.count()
 
     @property

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
+from distflow.errors import EngineError
+from workers.engines.devices import device_of
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
 """(outputs of the head, micro-batch) → sum of weighted losses. A vocabulary head gives log-probabilities [T] and
@@ -23,21 +25,17 @@ entropies [T]; a value head the values [T] before each token and the scores [B] 
 
 
 class Trainer(ABC):
-    """One role's model, spread over the ranks of its layout.
+    """One role's model, spread over the ranks of its layout. Methods are collective: every rank calls them with the
+    rows of its data-parallel share; ranks that split one copy of the model get the same results."""
 
-    Methods are collective: every rank calls them with the rows of its data-parallel share. Ranks that split one copy of
-    the model pass the same rows and get the same results.
-    """
-
-    settings: RoleRun
-    mesh: DeviceMesh
-    device: torch.device
-    pad_token: int
-    steps: int
-    version: int
+    version = 0
     """Number of optimizer steps and restores since the engine was created."""
     dp_group: dist.ProcessGroup
     """This rank and its peers in the other data-parallel shares: together they hold each row once."""
+
+    def __init__(self, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int):
+        self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
+        self.device = device_of(mesh)
 
     @abstractmethod
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
@@ -51,24 +49,34 @@ class Trainer(ABC):
     def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
         """Return [B] float32, the value at the end of each response."""
 
-    @abstractmethod
     def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
                together: bool = False) -> dict[str, float]:
-        """Take one optimizer step.
+        """Take one optimizer step; return `grad_norm` before clipping and `learning_rate`.
 
         Args:
             batch: this rank's rows: `prompts`, `responses`, optionally `images`, and what `loss_of` needs.
-            loss_of: called for each micro-batch; losses are summed over micro-batches and shares, so that the gradient
-                does not depend on how rows are divided.
-            step: for the learning-rate schedule.
+            loss_of: called for each micro-batch; losses are summed over micro-batches and shares.
             together: keep consecutive rows of one id in one micro-batch, since their losses are coupled.
-
-        Returns:
-            `grad_norm` before clipping and `learning_rate`.
 
         Raises:
             EngineError: the gradient is not finite; the weights are left as they were.
         """
+        self._accumulate(self._micro_batches(batch, together), loss_of, temperature)
+        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
+        norm = self._step(rate)
+        if not math.isfinite(norm):
+            raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
+                              "the rewards and log-probabilities of this step, or lower learning_rate.")
+        self.version += 1
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    @abstractmethod
+    def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
+        """Compute the gradient of the sum of all losses."""
+
+    @abstractmethod
+    def _step(self, rate: float) -> float:
+        """Clip the gradient and apply it, unless its norm is not finite; return its norm before clipping."""
 
     @abstractmethod
     def export(self, dtype: torch.dtype | None = None,
@@ -104,8 +112,8 @@ class Trainer(ABC):
         mesh = self.mesh
         if not mesh.mesh_dim_names:
             return True
-        at = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
-        return at.get("tp", 0) == at.get("cp", 0) == 0 and at.get("pp", 0) == mesh["pp"].size() - 1
+        tp, cp, pp = (mesh[name] for name in ("tp", "cp", "pp"))
+        return tp.get_local_rank() == cp.get_local_rank() == 0 and pp.get_local_rank() == pp.size() - 1
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over all data-parallel shares; the result is on the CPU."""
@@ -114,8 +122,7 @@ class Trainer(ABC):
         return values.cpu()
 
     def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
-        """Cut rows by the token budget, into equally many pieces on every rank, since forward and backward are
-        collective. The pieces are as even as possible, so that no rank delays the others."""
+        """Cut rows by the token budget, evenly, and into equally many pieces on every rank: passes are collective."""
         tokens = batch["prompts"].lengths + batch["responses"].lengths
         sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
         needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens).tolist()

@@ -18,13 +18,8 @@ from workers.engines.policy import SharedPrompt, last_states
 
 
 class ValueModel(SharedPrompt):
-    """Value head: `values` [T], the value before each response token, and `scores` [B], the value of each whole
-    response; both float32.
-
-    V(s_t) of a critic is read where token t is predicted, as in PPO (Schulman et al. 2017), the score of a reward
-    model at the last token (Ouyang et al. 2022, §3.5). The head computes in float32 in any case: bfloat16 would round
-    values to two or three digits.
-    """
+    """Value head: `values` [T], read where each response token is predicted, and `scores` [B], read at the last token
+    (Ouyang et al. 2022, §3.5). It computes in float32: bfloat16 would round values to two or three digits."""
 
     after_last = 1
 
@@ -57,14 +52,7 @@ class ValueModel(SharedPrompt):
 
 @torch.no_grad()
 def with_value_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the vocabulary head of a causal language model by a value head; the other weights are shared.
-
-    The new head is zero: one linear output has no symmetry to break, so no seed is needed. A critic starts without a
-    baseline, a reward model with a loss of ln 2. The first step moves the head alone, later ones the whole model.
-
-    Raises:
-        EngineError: transformers has no sequence classifier of this architecture.
-    """
+    """Replace the vocabulary head of a causal language model by a value head of zeros; other weights are shared."""
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
     if kind is None:
         raise EngineError(f"transformers has no sequence classifier for {type(model).__name__}, so a role with this "

@@ -138,15 +138,8 @@ def with_dummy_image(model: Any, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tens
 
 def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
                     images: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the model's inputs for positions and images of prompts, and the position [P] of the token after each.
-
-    Image tokens have row and column positions, and the next token follows the larger of both (M-RoPE, Wang et al. 2024,
-    §2.1), so there are fewer positions than tokens.
-
-    Args:
-        tokens, mask: [P, L], padded on the left.
-        images: from `image_inputs`; empty for text alone.
-    """
+    """Return the model's inputs for positions and images of prompts [P, L], padded on the left, and the position [P] of
+    the token after each: with images there are fewer positions than tokens (M-RoPE, Wang et al. 2024, §2.1)."""
     positions, lengths = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
     if not images:
         return {"position_ids": positions}, lengths

@@ -112,7 +112,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return (rows, columns) of the tokens in this rank's part of the vocabulary."""
     rows = ((columns >= 0) & (columns < size)).nonzero().squeeze(1)
     return rows, columns[rows]
 

@@ -12,22 +12,16 @@ from distflow.weights.errors import WeightsLate
 from distflow.weights.manifest import version_of
 from distflow.weights.puller import Puller
 
-_POLL_INTERVAL = 0.05
-"""Seconds between two checks for a new version."""
-_PULL_TIMEOUT = 5.0
-"""Seconds of pulling after which the thread checks whether it is closed."""
-_RETRY_INTERVAL = 1.0
-"""Seconds until a version without a live source is tried again."""
+_POLL_INTERVAL = 0.05  # seconds between two checks for a new version
+_PULL_TIMEOUT = 5.0  # seconds of pulling after which the thread checks whether it is closed
+_RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried again
 
 
 class WeightUpdates:
-    """Pulls each new version in a thread of its own."""
-
     def __init__(self, puller: Puller, version: int):
         """`version` is that of the weights that the engine has loaded from its files."""
         self.puller, self.version, self.key = puller, version, ""
-        self.missed = ""
-        """Key of the version that could not be pulled."""
+        self.missed = ""  # key of the version that could not be pulled
         self.pulled: Weights | None = None
         self.changed = threading.Condition()
         self.closed = False
@@ -44,7 +38,6 @@ class WeightUpdates:
         return self.pulled
 
     def loaded(self) -> None:
-        """Note that the engine has loaded the weights."""
         if self.pulled is not None:
             self.version, self.key = self.pulled.version, self.pulled.key
         self.drop()

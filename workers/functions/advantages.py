@@ -17,9 +17,6 @@ from distflow import Ragged, node
 
 def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_T: Tensor | None = None) -> Tensor:
     """Return the discounted return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 for tokens that are not trained.
-
-    Raises:
-        ValueError: shapes that do not fit, or a discount out of range.
     """
     _check(rewards_T, lengths_B, mask_T, gamma=gamma)
     mask_T = torch.ones_like(rewards_T, dtype=torch.bool) if mask_T is None else mask_T
@@ -32,9 +29,6 @@ def generalized_advantage(rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor
     """Return advantages by GAE (Schulman et al. 2016, Eq. 16), and returns; both 0 where the token is not trained.
 
     With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`; returns are `A + V`.
-
-    Raises:
-        ValueError: shapes that do not fit, or a discount out of range.
     """
     _check(rewards_T, lengths_B, mask_T, gamma=gamma, lam=lam)
     if values_T.shape != rewards_T.shape:
@@ -58,7 +52,6 @@ def _discounted_sum(values_S: Tensor, lengths_R: Tensor, discount: float) -> Ten
 
 
 def _later(values_S: Tensor, lengths_R: Tensor, steps: int) -> Tensor:
-    """Return the value `steps` further in the same row, or 0."""
     end_S = torch.repeat_interleave(lengths_R.cumsum(0), lengths_R)
     index_S = torch.arange(len(values_S), device=values_S.device) + steps
     shifted_S = torch.nn.functional.pad(values_S, (0, steps))[steps:]
@@ -66,7 +59,6 @@ def _later(values_S: Tensor, lengths_R: Tensor, steps: int) -> Tensor:
 
 
 def _steps(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the reward of each trained token plus those of untrained ones after it, and trained tokens per row."""
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
     trained_R = torch.zeros_like(lengths_B).index_add(0, row_T, mask_T.to(lengths_B.dtype))
     step_T = mask_T.cumsum(0) - 1  # the last trained token up to here, of whatever row
@@ -77,7 +69,6 @@ def _steps(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor) -> tuple[Tensor
 
 
 def _spread(values_S: Tensor, mask_T: Tensor) -> Tensor:
-    """Spread values of trained tokens over all tokens, with 0 where untrained."""
     return values_S.new_zeros(mask_T.shape).masked_scatter(mask_T, values_S)
 
 
@@ -100,9 +91,6 @@ def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat
     `(r - mean) / (std + epsilon)` with the unbiased `std` (epsilon is 1e-6 in verl and 1e-4 in TRL); exactly 0 in
     groups of equal rewards, or of one row (verl gives that row its raw reward). Without `scale` there is no division,
     which favours prompts of little spread (Dr. GRPO: Liu et al. 2025).
-
-    Raises:
-        ValueError: shapes that differ, ids that are not integers, a reward that is not finite, a negative epsilon.
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon is added to a deviation and must be at least 0; got {epsilon}")

@@ -42,12 +42,7 @@ def local_totals(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:
 def token_weights(
     mask_T: Tensor | None, lengths_B: Tensor, mode: str, totals: Tensor, fixed_length: int | None = None
 ) -> Tensor:
-    """Return each token's weight, float32 `[T]`. `totals` [2]: the sum of `local_totals` over the optimizer step.
-
-    Raises:
-        ValueError: unknown mode; `fixed_length` missing, below 1, or given to a mode that would ignore it; the
-            mask is not bool or does not fit the lengths.
-    """
+    """Return each token's weight, float32 `[T]`. `totals` [2]: the sum of `local_totals` over the optimizer step."""
     _check_mode(mode, fixed_length)
     mask_T = _checked_mask(mask_T, lengths_B)
     tokens, rows = totals.to(device=mask_T.device, dtype=torch.float64)

@@ -30,10 +30,8 @@ from workers.isolation.env_service import EnvClient, environments_for
 from workers.isolation.user_code import failure_streak_of
 from workers.roles import RoleEngines
 
-_REASONS, _ROWS = 8, 20
-"""Reasons of failure with an event in a step, and rows named in each event."""
-_PATIENCE = 3
-"""Steps in a row in which all trajectories may fail before the run ends."""
+_REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
+_PATIENCE = 3  # steps in a row in which all trajectories may fail before the run ends
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
@@ -82,8 +80,6 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
 
 
 class _Piece(NamedTuple):
-    """Tokens of a conversation that were sampled, or observed."""
-
     tokens: Tensor
     logprobs: Tensor
     versions: Tensor
@@ -113,8 +109,7 @@ class _ConversationLoop:
                  limits: tuple[int, int, int]):
         self.session, self.pool, self.engine, self.between = session, pool, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
-        self.idle = 0.0
-        """Seconds without anything to sample."""
+        self.idle = 0.0  # seconds without anything to sample
 
     def run(self, episodes: list[_Episode]) -> None:
         self.by_row = {episode.row.id: episode for episode in episodes}
@@ -149,7 +144,6 @@ class _ConversationLoop:
         self.pool.step(row.id, episode.columns, self._text(row))
 
     def _continue(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
-        """Continue an episode with the environment's answer, or end it."""
         row = episode.row
         if episode.saved:
             self._save(episode, answer)
@@ -207,7 +201,6 @@ def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
 
 
 def _report_failures(episodes: list[_Episode], environment: str) -> None:
-    """Report failed trajectories: one line in the output, and an event for each reason."""
     alike: dict[str, list[int]] = {}
     for episode in episodes:
         if episode.failure:

@@ -36,11 +36,9 @@ class Mismatch:
     """
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64)
-        """Tokens, and the sums of d, w and w**2."""
+        self.sums = torch.zeros(4, dtype=torch.float64)  # tokens, and the sums of d, w and w**2
 
     def add(self, logprobs_T: Tensor, rollout_T: Tensor) -> None:
-        """Add the trained tokens of a micro-batch, both `[T]`."""
         difference_T = (logprobs_T.detach() - rollout_T).double()
         weight_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         parts = (torch.ones_like(weight_T), difference_T, weight_T, weight_T.square())
@@ -59,7 +57,6 @@ class Mismatch:
 
 
 def report_staleness(engine: RoleEngines, versions: Ragged, mask: Ragged) -> None:
-    """Report the age of the trained tokens, in optimizer steps."""
     age_T = engine.version - versions.values[mask.values].long()
     current().mean_of("staleness/mean", age_T)
     current().maximum("staleness/max", age_T.max() if len(age_T) else 0)

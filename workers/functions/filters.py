@@ -13,8 +13,7 @@ from distflow.telemetry.metrics import current
 from workers.engines.sampling import key_of, uniform
 from workers.functions.rewards import all_equal
 
-_FILTERS = 1 << 32
-"""Random stream of filters, apart from those of roles that sample, which are numbered from 0."""
+_FILTERS = 1 << 32  # random stream of filters, apart from those of roles that sample, which are numbered from 0
 
 
 @node(writes="keep", keep_together="group", refills="max_draws")
@@ -54,7 +53,6 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveIn
 
 
 def _order(group: Tensor, *keys: Tensor) -> Tensor:
-    """Return the order of the rows by group, then by each of `keys`."""
     order = torch.arange(len(group))
     for key in (*reversed(keys), group):
         order = order[torch.argsort(key[order], stable=True)]
@@ -62,7 +60,6 @@ def _order(group: Tensor, *keys: Tensor) -> Tensor:
 
 
 def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's rank in its group, from 0, in that order; and the group's size."""
     _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
     rank = torch.empty_like(index)

@@ -28,11 +28,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(logprobs_T: Tensor, reference_T: Tensor, kind: str) -> Tensor:
-    """Return the estimate of each token [T], in nats; gradients flow to `logprobs_T` alone.
-
-    Raises:
-        ValueError: unknown kind, or shapes that differ.
-    """
+    """Return the estimate of each token [T], in nats; gradients flow to `logprobs_T` alone."""
     if kind not in KINDS:
         raise ValueError(f"unknown KL estimator `{kind}`. Estimators: {', '.join(KINDS)}")
     if logprobs_T.shape != reference_T.shape:

@@ -71,7 +71,6 @@ def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
 
 
 def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
-    """Return what is wrong with the value that a loss returned, and what to write instead."""
     if not isinstance(loss_T, Tensor):
         return f"{type(loss_T).__name__}, not a tensor", "It returns the loss of each token, a tensor like `logprobs`."
     if loss_T.shape != logprobs_T.shape:

@@ -133,16 +133,11 @@ def reward_update(engine: RoleEngines, prompts: Ragged, responses: Ragged, prefe
 
 
 def bradley_terry_loss(better_P: Tensor, worse_P: Tensor, centering: float = 0.0) -> Tensor:
-    """Return the negative log-likelihood [P] of the preferences, in nats, plus `centering` times the squared sums."""
     return -logsigmoid(better_P - worse_P) + centering * (better_P + worse_P).square()
 
 
 def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, Ragged]) -> tuple[Batch, int]:
-    """Return the rows of pairs, each better one before its worse one, and the number of pairs over all ranks.
-
-    Raises:
-        ValueError: a group has other than one better and one worse row.
-    """
+    """Return the rows of pairs, each better one before its worse one, and the number of pairs over all ranks."""
     marked = preference.nonzero().squeeze(1)
     marked = marked[torch.argsort(preference[marked], descending=True, stable=True)]
     marked = marked[torch.argsort(group[marked], stable=True)]

@@ -21,8 +21,7 @@ from workers.functions.aggregation import trained_mask
 from workers.functions.kl import kl_estimate
 from workers.isolation.scoring import Scorer, Scores, report
 
-_REASONS, _ROWS = 8, 32
-"""Reasons of failure with an event in a step, and rows named in each event."""
+_REASONS, _ROWS = 8, 32  # reasons of failure with an event in a step, and rows named in each event
 
 
 @node(writes=("rewards", "keep", "reward_parts"), default_for="reward")
@@ -62,7 +61,6 @@ def note_rewards(rewards: Tensor, group: Tensor | None) -> None:
 
 
 def all_equal(rewards: Tensor, group: Tensor) -> Tensor:
-    """Return for each group whether all its rewards are equal."""
     groups, index = torch.unique(group, return_inverse=True)
     lowest, highest = (rewards.new_zeros(len(groups)).scatter_reduce(0, index, rewards, how, include_self=False)
                        for how in ("amin", "amax"))
@@ -71,7 +69,6 @@ def all_equal(rewards: Tensor, group: Tensor) -> Tensor:
 
 @functools.cache
 def _scorer(scope: str, settings: str) -> Scorer:
-    """Return the scorer of a node, which counts the node's failures."""
     return Scorer(**json.loads(settings))
 
 
@@ -165,11 +162,9 @@ def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: Positive
 
 
 def _like(rewards: Tensor, shaped_B: Tensor) -> Tensor:
-    """Convert to the dtype of the rewards, or float32 if that is an integer one."""
     return shaped_B.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _trained_kl(rollout: Ragged, reference: Ragged, response_mask: Ragged | None, kind: str) -> Tensor:
-    """Return the KL estimate of each token, float64 `[T]`, 0 where it is not trained."""
     kl_T = kl_estimate(rollout.values.double(), reference.values.double(), kind)
     return torch.where(trained_mask(rollout, response_mask).values, kl_T, 0.0)

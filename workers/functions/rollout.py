@@ -51,7 +51,6 @@ def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged |
 
 
 def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:
-    """Report how many tokens prompts and responses have, and how many responses there are."""
     metrics = current()
     for name, lengths in (("prompt/length", prompts_P), ("response/length", responses_B)):
         metrics.mean_of(name, lengths)

@@ -31,7 +31,6 @@ def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
 
 
 def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
-    """Return `rows` with each token's weight in the loss as column `weights`, from totals over all ranks."""
     mask = rows["mask"]
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
@@ -103,14 +102,12 @@ class PolicyLoss:
         return total
 
     def end_step(self, engine: RoleEngines) -> None:
-        """Report the mismatch after the step's first optimizer step. Collective."""
         if self.mismatch:
             self.mismatch.report(engine)
             self.mismatch = None
 
 
-_ALWAYS = 4
-"""Rows that every step trains whatever their advantages, so that trainer and rollout are always compared."""
+_ALWAYS = 4  # rows that every step trains whatever their advantages, so that trainer and rollout are always compared
 
 
 @node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group",

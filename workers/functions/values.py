@@ -24,9 +24,6 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
 
     The pessimistic clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation details of
     PPO", number 9); without `clip` half the squared error.
-
-    Raises:
-        ValueError: shapes that differ, or a bound that is not above 0.
     """
     if not values_T.shape == old_T.shape == returns_T.shape:
         shapes = [tuple(x_T.shape) for x_T in (values_T, old_T, returns_T)]
@@ -116,7 +113,6 @@ def value_update(
 
 
 def _report_explained(engine: RoleEngines, returns_T: Tensor, values_T: Tensor) -> None:
-    """Report `value/explained`: the explained variance 1 - Var(R - V) / Var(R) over all ranks, 1 at best."""
     returns_T, errors_T = returns_T.double(), (returns_T - values_T).double()
     moments = [returns_T.sum(), returns_T.square().sum(), errors_T.sum(), errors_T.square().sum()]
     count, *sums = engine.total(torch.stack([torch.tensor(len(returns_T), dtype=torch.float64), *moments])).tolist()

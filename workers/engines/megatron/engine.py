@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.devices import is_half
-from workers.engines.trainer import LossOf, Trainer, is_placeholder, schedule
+from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.vocabulary import score_cut
 
 try:
@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from workers.engines.megatron.export import Exporter
 from workers.engines.megatron.layout import check, groups_of, layout_of
-from workers.engines.megatron.model import build_stage, config_of
+from workers.engines.megatron.model import Stage, build_stage, config_of
 from workers.engines.megatron.optimizer import Adam, distributed
 from workers.engines.megatron.packing import Packed, of_all, pack
 from workers.engines.megatron.weights import check_family, entries, stage_weights
@@ -43,29 +43,23 @@ class MegatronEngine(Trainer):
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
-        """`model` holds all weights on the CPU, equal on all ranks.
-
-        Raises:
-            EngineError: Megatron cannot train this model, or not in this layout.
-        """
+        """`model` holds all weights on the CPU, equal on all ranks."""
         _refuse(settings, head, bool(whole))
-        self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" \
-            else torch.device("cpu")
+        super().__init__(settings, mesh, pad_token, steps)
         self.layout = layout_of(mesh, ep)
         check_family(model.config)
         check(self.layout, model.config)
         self.groups = groups_of(mesh, self.layout)
         self.last = self.groups.pp.rank() == self.layout.pp - 1
-        self.dp_group, self.vocabulary, self.version = self.groups.dp, model.config.vocab_size, 0
+        self.dp_group, self.vocabulary = self.groups.dp, model.config.vocab_size
         half = is_half(settings, mesh.device_type)
         self.stage = self._build(model, torch.bfloat16 if half else torch.float32)
         self.model = distributed(self.stage, self.groups) if trained else self.stage.eval().requires_grad_(False)
-        self.optimizer = Adam(self.model, settings, self.groups, self.layout) if trained else None
+        self.adam = Adam(self.model, settings, self.groups, self.layout) if trained else None
         self.stages = P2PCommunicator(pp_group=self.groups.pp, config=self.stage.config)
         self.run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=None)
 
-    def _build(self, model: PreTrainedModel, dtype: torch.dtype) -> nn.Module:
+    def _build(self, model: PreTrainedModel, dtype: torch.dtype) -> Stage:
         weights = model.state_dict()
         placed = entries(model.config, weights, self.layout)
         biased, normed = (f"model.layers.0.self_attn.{name}" in weights for name in ("q_proj.bias", "q_norm.weight"))
@@ -100,21 +94,16 @@ class MegatronEngine(Trainer):
     def scores(self, prompts: Ragged, responses: Ragged) -> Tensor:
         raise EngineError(_NO_VALUES)
 
-    def update(self, batch: Batch, loss_of: LossOf, temperature: float, step: int,
-               together: bool = False) -> dict[str, float]:
-        if self.optimizer is None:
-            raise ValueError("this role is frozen")
+    def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         self.optimizer.zero()
-        micros = self._micro_batches(batch, together)
         found = self._passes(micros, temperature, loss_of)
         if not self.last:  # what a loss reports of its rows is to be known on every rank of the share
             for micro, outputs in zip(micros, found):
                 if not is_placeholder(micro):
-                    loss_of(*outputs, micro)
-        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
-        norm = self.optimizer.step(rate, f"step {step}")
-        self.version += 1
-        return {"grad_norm": norm, "learning_rate": rate}
+                    loss_of(outputs[0], outputs[1], micro)
+
+    def _step(self, rate: float) -> float:
+        return self.optimizer.step(rate)
 
     def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
         """Run all micro-batches through the pipeline, with a loss also backward; return log-probabilities and entropies
@@ -147,7 +136,6 @@ class MegatronEngine(Trainer):
         return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack([logprobs.detach(), entropies])
 
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
-        """Broadcast the last stage's results."""
         if self.layout.pp == 1:
             return found
         counts = [packed.count for packed in packs]
@@ -159,6 +147,12 @@ class MegatronEngine(Trainer):
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         return self.exporter.export(dtype, into)
 
+    @property
+    def optimizer(self) -> Adam:
+        if self.adam is None:
+            raise ValueError("this role is frozen")
+        return self.adam
+
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
@@ -169,11 +163,11 @@ class MegatronEngine(Trainer):
     def resident(self, weights: bool = True) -> Iterable[Tensor]:
         if weights:
             yield from (parameter.detach() for parameter in self.stage.parameters())
-        if self.optimizer is not None:
-            yield from self.optimizer.resident()
+        if self.adam is not None:
+            yield from self.adam.resident()
 
     def scratch(self) -> Iterable[Tensor]:
-        return () if self.optimizer is None else self.optimizer.gradients()
+        return () if self.adam is None else self.adam.gradients()
 
 
 _NO_VALUES = "the Megatron engine has no value head. Give this role  engine: fsdp"
@@ -185,10 +179,6 @@ def _summed(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> 
 
 
 def _refuse(settings: RoleRun, head: str, whole: bool) -> None:
-    """
-    Raises:
-        EngineError: what this engine does not do is asked of it.
-    """
     if head != "lm":
         raise EngineError(f"the Megatron engine has no  head: {head} . Give this role  engine: fsdp")
     if settings.lora is not None or whole:

@@ -78,7 +78,6 @@ class Exporter:
                                      entry.dim, self.shapes[name], into.get(name))
 
     def _joined(self, pieces: Tensor, dim: int, shape: torch.Size, place: Tensor | None) -> Tensor:
-        """Join [ways, …] into `shape`, without padding."""
         if len(pieces) == 1:
             return pieces[0]
         whole = pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, shape[dim])

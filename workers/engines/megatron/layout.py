@@ -6,7 +6,8 @@ role may have a layout of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,7 +24,8 @@ def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
     """Return the layout of a mesh; an unnamed mesh of one dimension is dp alone."""
     if not mesh.mesh_dim_names:
         return Layout(mesh.size(), ep=ep)
-    return Layout(**{name: dimension(mesh, name) for name in NAMES}, ep=ep)
+    sizes: dict[str, Any] = {name: dimension(mesh, name) for name in NAMES}
+    return Layout(**sizes, ep=ep)
 
 
 def in_words(layout: Layout) -> str:
@@ -31,10 +33,6 @@ def in_words(layout: Layout) -> str:
 
 
 def check(layout: Layout, config: PretrainedConfig) -> None:
-    """
-    Raises:
-        EngineError: the layout does not divide the model; says what would.
-    """
     experts = getattr(config, "num_experts", None) or 0
     _divides("tp", layout.tp, {"attention heads": config.num_attention_heads,
                                "key-value heads": config.num_key_value_heads,
@@ -66,10 +64,11 @@ def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
 
     def group(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
         rest = [axis for axis in range(ranks.ndim) if axis not in axes]
-        lists = ranks.permute(*rest, *axes).flatten(len(rest)).reshape(-1, _count(ranks, axes)).tolist()
+        size = math.prod(ranks.shape[axis] for axis in axes)
+        lists = ranks.permute(*rest, *axes).reshape(-1, size).tolist()
         key = tuple(map(tuple, lists))
         if key not in made:
-            made[key], _ = dist.new_subgroups_by_enumeration(lists)
+            made[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists)[0])
         return made[key]
 
     dp, pp, cp, tp = range(4)
@@ -84,10 +83,3 @@ def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
     groups.pos_embd = group(ranks[:, :1], pp)
     groups.intra_dp_cp, groups.intra_expt_dp = groups.dp_cp, groups.expt_dp
     return groups
-
-
-def _count(ranks: Tensor, axes: Sequence[int]) -> int:
-    count = 1
-    for axis in axes:
-        count *= ranks.shape[axis]
-    return count

@@ -47,9 +47,6 @@ def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bo
     Args:
         biased: queries, keys and values have biases.
         normed: queries and keys are normalised.
-
-    Raises:
-        EngineError: the model computes something that Megatron's layers do not.
     """
     if theirs.hidden_act != "silu":
         raise EngineError(f"the Megatron engine knows  hidden_act: silu  and this model has  hidden_act: "

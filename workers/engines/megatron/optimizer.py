@@ -37,8 +37,6 @@ def _is_flat(parameter: Tensor) -> bool:
 
 
 class Adam:
-    """AdamW over the shards of this rank."""
-
     def __init__(self, model: DistributedDataParallel, settings: RoleRun, groups: ProcessGroupCollection,
                  layout: Layout):
         self.model, self.settings = model, settings
@@ -56,7 +54,6 @@ class Adam:
         self.key = f"{in_words(layout)} rank={torch.distributed.get_rank()}"
 
     def _allocate(self) -> None:
-        """Allocate Adam's moments before the first step, so that a checkpoint can be loaded into them."""
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 for shard in group["params"]:
@@ -68,17 +65,12 @@ class Adam:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def step(self, rate: float, what: str) -> float:
-        """Take one step with the gradients in the buffers; return their norm before clipping, over all ranks.
-
-        Raises:
-            EngineError: the norm is not finite; the weights are left as they were.
-        """
+    def step(self, rate: float) -> float:
+        """Apply the gradients in the buffers if their norm over all ranks is finite; return it as before clipping."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise EngineError(f"the gradient norm of {what} is {norm}; the weights are left as they were. Look at "
-                              "the rewards and log-probabilities of this step, or lower learning_rate.")
+            return norm
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 group["lr"] = rate
@@ -115,10 +107,6 @@ class Adam:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            EngineError: the state is of another layout.
-        """
         if self.key not in state:
             raise EngineError(f"this checkpoint was written by `{', '.join(state)}` and is to be read by `{self.key}`. "
                               "Megatron's optimizer state cannot be divided anew: resume with the layout that wrote "

@@ -65,8 +65,6 @@ class PackedAttention(MegatronModule):
 
 @dataclass
 class Packed:
-    """Packed sequences of a micro-batch, or a context-parallel rank's part of them."""
-
     tokens: Tensor
     """[1, T / cp]"""
     sequences: Sequences
@@ -116,14 +114,12 @@ def _chunks(cp: int, rank: int) -> tuple[int, tuple[int, ...]]:
 
 
 def _held(length: int, start: int, cp: int, rank: int) -> Tensor:
-    """Return the tokens of a sequence that a rank holds."""
     count, held = _chunks(cp, rank)
     chunks = torch.arange(start, start + length).unflatten(0, (count, -1))
     return chunks[list(held)].flatten()
 
 
 def _pieces(lengths: list[int], cp: int, rank: int) -> list[tuple[int, int, int, int]]:
-    """See `Sequences.pieces`."""
     pieces, first, start = [], 0, 0
     count, held = _chunks(cp, rank)
     for length in lengths:

@@ -66,9 +66,6 @@ class WeightEntry:
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
     """Return the entries of a model. Another family that is built like these needs its type in FAMILIES; one
     that is built otherwise, entries of its own here and its settings in `model.config_of`.
-
-    Raises:
-        EngineError: the model has parameters that would go nowhere.
     """
     layers, last = config.num_hidden_layers, layout.pp - 1
     split: dict = {"split": "tp", "pads": True}
@@ -162,10 +159,6 @@ def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], la
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """
-    Raises:
-        EngineError: no model of this family was compared with transformers; says how to add one.
-    """
     if config.model_type not in FAMILIES:
         raise EngineError(f"the Megatron engine does not know models of type `{config.model_type}`. "
                           f"{listing(FAMILIES, 'It knows')} Train it with  engine: fsdp  or, if it is built like one "

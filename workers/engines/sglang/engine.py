@@ -35,21 +35,15 @@ from workers.engines.sampling import key_of
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.sglang.weights import Buckets
 
-_HEALTH_TIMEOUT = 60.0
-"""Seconds in which a healthy server samples a token."""
-_KEEPALIVE = 10.0
-"""Seconds between broadcasts while the server starts, so that no collective times out."""
+_HEALTH_TIMEOUT = 60.0  # seconds in which a healthy server samples a token
+_KEEPALIVE = 10.0  # seconds between broadcasts while the server starts, so that no collective times out
 _STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0
 """Seconds that a step waits for a turn to end, and for the first tokens of new rows."""
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
 class TPGroup:
-    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone.
-
-    Raises:
-        EngineError: the ranks are on several machines.
-    """
+    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone."""
 
     def __init__(self, mesh: DeviceMesh):
         self.size, self.device = dimension(mesh, "tp"), mesh.device_type
@@ -108,10 +102,8 @@ class PendingRequests(RequestSession):
 
     def __init__(self, engine: SGLangRollout, key: int, temperature: float):
         super().__init__(engine, key, temperature)
-        self.new: dict[str, SampledRow] = {}
-        """Turns that have yet to be sent to the server, by request."""
-        self.aborting: set[str] = set()
-        """Requests that are being aborted."""
+        self.new: dict[str, SampledRow] = {}  # turns that have yet to be sent to the server, by request
+        self.aborting: set[str] = set()  # requests that are being aborted
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.ends = set(engine.end_tokens.tolist())
         if engine.server:
@@ -222,8 +214,7 @@ class SGLangRollout(ExternalRollout):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         super().__init__(model, settings, mesh, seed, end_tokens)
         self.share = TPGroup(mesh)
-        self.server: SGLangServer | None = None
-        """The server, on the rank that owns it."""
+        self.server: SGLangServer | None = None  # the server, on the rank that owns it
         try:
             self.share.broadcast(lambda: self._start(model, seed))
             while not self.share.broadcast(lambda: self.own_server.wait(_KEEPALIVE)):

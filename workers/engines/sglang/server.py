@@ -17,18 +17,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from distflow.config.models import ROLLOUTS
 from distflow.errors import EngineError
 from workers.engines.external import torchrun_environment
 
-_TIMEOUT = 900.0
-"""Seconds for a server to start, and to answer any call but `/generate`."""
+_TIMEOUT = 900.0  # seconds for a server to start, and to answer any call but `/generate`
 _END_TIMEOUT = 10.0
 """Seconds for a server to end when it is closed, or after its connections broke off, which is often noticed first."""
-_LAST_LINES = 25
-"""Lines of the log in an error."""
+_LAST_LINES = 25  # lines of the log in an error
 _PROGRAM = """
 import contextlib, glob, json, os, runpy, shutil, signal, sys, threading
 sys.argv = ["sglang.launch_server", *json.loads(sys.stdin.buffer.readline())]
@@ -55,9 +53,6 @@ class SGLangServer:
 
     `DISTFLOW_SGLANG_PYTHON` names the Python of the environment that has SGLang (default: this one), and
     `DISTFLOW_SGLANG_FLAGS` has further flags for the server.
-
-    Raises:
-        EngineError: it cannot start; with the last lines of its log.
     """
 
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
@@ -74,8 +69,9 @@ class SGLangServer:
             self.process = subprocess.Popen(
                 [self.python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                 cwd=self.folder.name, env=self._environment(device, ranks), start_new_session=True)
-        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
-        self.process.stdin.flush()
+        self.pipe = cast(IO[bytes], self.process.stdin)  # the server ends when it is closed
+        self.pipe.write(json.dumps(arguments).encode() + b"\n")
+        self.pipe.flush()
 
     def _environment(self, device: str, ranks: int) -> dict[str, str]:
         ours = {name: os.environ[name] for name in os.environ.keys() - torchrun_environment()}
@@ -83,7 +79,7 @@ class SGLangServer:
         if device == "cpu":
             ours["SGLANG_USE_CPU_ENGINE"] = "1"
             if ranks > 1:  # by default SGLang requires a NUMA node for each
-                ours.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"0-{os.cpu_count() - 1}"] * ranks))
+                ours.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * ranks))
         return {"OMP_NUM_THREADS": "1", **ours}
 
     def _version(self) -> str:
@@ -113,7 +109,7 @@ class SGLangServer:
 
     def watch(self, patience: float = 0.0) -> None:
         """Raise EngineError if the server has died, or dies within `patience` seconds."""
-        if self.process.stdin.closed:
+        if self.pipe.closed:
             raise EngineError("this SGLang server was closed")
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise self.failure(f"has ended with {_describe_status(self.process.wait(patience))}")
@@ -179,9 +175,9 @@ class SGLangServer:
 
     def close(self) -> None:
         """End the server and its children."""
-        if self.process.stdin.closed:
+        if self.pipe.closed:
             return
-        self.process.stdin.close()
+        self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_TIMEOUT)
         with contextlib.suppress(ProcessLookupError):

@@ -95,6 +95,7 @@ class VLLMRollout(ExternalRollout):
     """A vLLM engine beside the trainer's model."""
 
     library, session_type = "vLLM", VLLMSession
+    sessions: weakref.WeakSet[VLLMSession]
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         super().__init__(model, settings, mesh, seed, end_tokens)

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from workers.engines.sampling import pick, uniform
 
-_CHUNK = 1 << 23
-"""Logits that are sampled from at a time: vLLM does not account for this memory."""
+_CHUNK = 1 << 23  # logits that are sampled from at a time: vLLM does not account for this memory
 MODE = "processed_logits"
 """Makes vLLM report the value at the chosen token after this processor, which is the log-probability."""
 
@@ -70,7 +69,8 @@ class Drawing(LogitsProcessor):
         for index, params, _, output in batch_update.added:
             self.slots.pop(index, None)
             if params.extra_args:
-                self.slots[index] = _Slot(_Choice(*params.extra_args["choice"]), *params.extra_args["row"], output)
+                id, first = params.extra_args["row"]
+                self.slots[index] = _Slot(_Choice(*params.extra_args["choice"]), id, first, output)
         for one, other, way in batch_update.moved:
             moved, replaced = self.slots.pop(one, None), self.slots.pop(other, None)
             if moved is not None:

@@ -23,18 +23,16 @@ from distflow.errors import EngineError
 from workers.engines.external import cache_on_cpu, torchrun_environment
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
          "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the V1 model runner
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-_CPU_BLOCK = 32
-"""Tokens of a cache block: prompts share whole blocks only, and vLLM's default is 128."""
+_CPU_BLOCK = 32  # tokens of a cache block: prompts share whole blocks only, and vLLM's default is 128
 _TURN_TIMEOUT, _KEEPALIVE, _POLL_INTERVAL = 240.0, 1.0, 0.05
 """Seconds to wait for other engines to start, between broadcasts meanwhile, and between two polls."""
-_open: set[int] = set()
-"""Engines of this process, which share process groups."""
+_open: set[int] = set()  # engines of this process, which share process groups
 
 
 @contextlib.contextmanager
@@ -57,7 +55,8 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     """Start an engine for the model's architecture, with undefined weights."""
     with _one_start_at_a_time(device, tp), translated("start"), _environment(generation, tp), \
             tempfile.TemporaryDirectory() as folder:
-        from vllm import EngineArgs, LLMEngine
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         from workers.engines.vllm.sampling import MODE, Drawing
 
@@ -141,14 +140,12 @@ def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
 
 
 def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype) -> dict[str, object]:
-    """Return vLLM's arguments for a CPU."""
     tokens, size = cache_on_cpu(config, generation, dtype, _CPU_BLOCK)
     return {"enforce_eager": True, "max_model_len": config.get_text_config().max_position_embeddings,
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
 def _on_gpu(generation: Generation) -> dict[str, object]:
-    """Return vLLM's arguments for a GPU; rows may be as long as memory and model allow."""
     return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
 
 
