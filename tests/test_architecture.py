@@ -215,8 +215,7 @@ def test_failures_are_contained_where_users_code_runs() -> None:
     """Elsewhere it would be a broad `except` by another name."""
     users = {module for module, text in sources(*OURS).items()
              if any(name == "workers.isolation.user_code.guarded" for name, _ in imports(ast.parse(text)))}
-    assert users == {"workers.isolation.rewards_worker", "workers.isolation.env_worker",
-                     "workers.isolation.fork_server"}
+    assert users == {"workers.isolation.rewards_worker", "workers.isolation.env_worker", "workers.isolation.child"}
 
 
 def test_every_module_has_a_floor() -> None:

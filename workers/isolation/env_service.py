@@ -68,7 +68,7 @@ class EnvService:
         """Numbers of the rows in the pool: clients of two nodes may have rows of one id."""
         self.owners: dict[int, tuple[EnvClient, int]] = {}
         """Client of each number, and the row's id there."""
-        self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.clients: set[EnvClient] = set()
         self.lock = threading.Lock()
         self.failure: DistflowError | None = None
@@ -83,7 +83,7 @@ class EnvService:
         """Return a client for one thread; the service's thread calls `wake` when answers have arrived."""
         return EnvClient(self, wake)
 
-    def submit(self, action: Callable[[], None]) -> None:
+    def submit(self, action: Callable[[], object]) -> None:
         """Run an action in the service's thread."""
         with self.lock:
             self.check()
@@ -185,7 +185,7 @@ class EnvClient:
         if None in found:
             self.service.check()
         self.open -= len(found)
-        return found
+        return [each for each in found if each is not None]
 
     def end(self, row: int) -> None:
         """Drop the row's environment."""

@@ -106,7 +106,7 @@ class Scorer:
                 results[call, row] = value
                 reported += own.means()
             elif marks.in_rank:
-                results[call, row] = FailedSample(value or "returned None, not a finite number")
+                results[call, row] = FailedSample(str(value or "returned None, not a finite number"))
             else:
                 rest.append(row)
         return rest

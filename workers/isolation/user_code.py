@@ -45,4 +45,4 @@ def guarded(failed: Callable[[BaseException], object], kind: type[BaseException]
     except kind as error:
         if isinstance(error, but):
             raise
-        failed(error.with_traceback(error.__traceback__.tb_next))  # hides this frame
+        failed(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))  # hides this frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from harness import ROOT
 
 from distflow.errors import EngineError
-from workers.isolation.rewards_pool import FailedSample, Job, RewardPool, RewardProcess, RewardResults
+from workers.isolation.rewards_pool import FailedSample, Job, RewardCall, RewardPool, RewardProcess, RewardResults
 from workers.isolation.sandbox.processes import descendants
 
 HOSTILE = '''
@@ -44,7 +45,7 @@ def hostile(completion, answer):
     if completion == "recurses":
         return hostile(completion, answer)
     if completion == "eats":
-        return len([bytearray(1 << 26) for _ in range(64)])
+        return len([bytes(1 << 26) for _ in range(64)])  # by calloc: refused before it is touched
     if completion == "forks":
         os.fork()
     if completion == "starts":
@@ -53,12 +54,15 @@ def hostile(completion, answer):
         program = f"import os, time\\nos.setsid()\\nif not os.fork(): time.sleep(600)  # {answer}"
         subprocess.run([sys.executable, "-c", program])
         time.sleep(600)
+    if completion == "kills its parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if completion == "closes":
         os.closerange(3, 4096)
     if completion.startswith("["):
         for number in range(3, 4096):
             try:
-                os.write(number, msgpack.packb(eval(completion)))
+                os.write(number, b"".join(map(msgpack.packb, eval(completion))))
             except OSError:
                 pass
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0],
@@ -147,7 +151,7 @@ BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "com
 
 
 def test_each_way_to_fail_is_named_and_the_others_go_on(run, monkeypatch):
-    monkeypatch.setattr("workers.isolation.rewards_pool._EXTRA_TIME", 20.0)  # how a process has ended may be known late
+    monkeypatch.setattr("workers.isolation.pool.EXIT_GRACE", 20.0)  # how a process has ended may be known late
     completions = [text for bad in BAD for text in ("good", bad)]
     results = run("hostile", completions)
     assert len(results.values) == len(completions)
@@ -270,8 +274,10 @@ def _processes_with(marker: str) -> list[str]:
 
 
 @pytest.mark.parametrize("message", [
-    "['value']", "['value', 1]", "['value', 1, 0, '1.0']", "['value', 1, 0, float('nan')]", "['value', 1, [0], 1.0]",
-    "['failed', 1, 0]", "['impossible', 1]", "[]", "[['value'], 1]", "['value', '1', 0, 1.0]"])
+    "['value']", "[[]]", "[['value'], 1]", "[{'call': 0}]", "[{'call': [0], 'values': [1.0], 'metrics': []}]",
+    "[{'call': 0, 'values': [1.0]}]", "[{'call': 0, 'values': ['1.0'], 'metrics': []}]",
+    "[{'call': 0, 'values': [float('nan')], 'metrics': []}]", "[{'call': 0, 'values': [1.0, 1.0], 'metrics': []}]",
+    "[{'call': 0, 'values': [['failed', 0]], 'metrics': []}]", "[{'call': 0, 'values': [1.0], 'metrics': [['x', 1]]}]"])
 def test_a_message_that_is_none_costs_the_sample_alone(run, message):
     results = run("hostile", [message, "good"])
     assert reason(results.values[0]).startswith("its process")
@@ -308,27 +314,32 @@ def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
 
 def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
     run("pid", ["x"] * 8)
-    for worker in pool.workers:
-        worker.process.kill()
-        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    for child in pool.children.children:
+        kill_and_wait(child.pid)
     assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
 
 
 def test_a_process_that_dies_before_it_has_its_job(run, monkeypatch):
-    """Its two pipes break at the same time, with most of the job still to be sent."""
-    start_job, killed = RewardProcess.start_job, []
+    """Most of the job is still to be sent."""
+    start, killed = RewardProcess.start, []
 
-    def start_and_kill(process: RewardProcess, job: Job) -> None:
-        start_job(process, job)
+    def start_and_kill(process: RewardProcess, call: RewardCall) -> None:
+        start(process, call)
         if len(killed) < 2:
-            assert process.unsent
-            process.process.kill()
-            os.waitid(os.P_PID, process.process.pid, os.WEXITED | os.WNOWAIT)
+            assert process.channel.unsent
+            kill_and_wait(process.pid)
             killed.append(process)
 
-    monkeypatch.setattr(RewardProcess, "start_job", start_and_kill)
+    monkeypatch.setattr(RewardProcess, "start", start_and_kill)
     assert set(run("hostile", ["good"] * 8, "x" * 1_000_000, retries=1).values.values()) == {1.0}
     assert len(killed) == 2
+
+
+def kill_and_wait(process: int) -> None:
+    watched = os.pidfd_open(process)
+    os.kill(process, signal.SIGKILL)
+    assert select.select([watched], [], [], 20.0)[0]
+    os.close(watched)
 
 
 def test_async_calls_wait_together(run):
@@ -376,6 +387,13 @@ def test_a_module_that_ends_the_process_ends_the_run(pool, tmp_path, monkeypatch
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(EngineError, match="`x` cannot be computed: its process ended with code 7, and so 3 times"):
         pool.run([Job("x", "deadly", [["a", "b"]] * 9, list(range(9)))], 60.0)
+
+
+def test_a_call_that_kills_the_fork_server_fails_alone(run):
+    results = run("hostile", ["good", "good", "kills its parent", "good"] * 4)
+    assert [results.values[row] for row in range(16) if row % 4 != 2] == [1.0] * 12
+    assert {reason(results.values[row]) for row in range(2, 16, 4)} == {
+        "its process was killed together with the one that had started it"}
 
 
 def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):

@@ -171,7 +171,7 @@ def last_sentence(text: str) -> str:
 def _inside(text: str) -> str:
     """Return what is between the first brace and its partner, or the first word; "" if the brace is never closed."""
     if not text.startswith("{"):
-        return re.match(r"\w*", text)[0]
+        return "".join(re.findall(r"\A\w+", text))
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -315,7 +315,7 @@ def length(response: list[int], *, cap: int | None = None, margin: int = 0, targ
         raise InvalidInput(f"reward `length` {wrong}")
     if target is not None:
         return -min(1.0, abs(len(response) - target) / target)
-    over = len(response) - (cap - margin)
+    over = len(response) - ((cap or 0) - margin)
     return -min(1.0, max(0.0, over / margin)) if margin else -float(over > 0)
 
 

@@ -57,17 +57,18 @@ class SharedMemoryUse:
 
 
 class PollSchedule:
-    """Pause between polls, which keeps polling below 5% of the time."""
+    """Time of the next poll, which keeps polling below 5% of the time."""
 
     def __init__(self) -> None:
-        self.pause = _INTERVAL
+        self.next = 0.0
 
     @contextlib.contextmanager
     def poll(self) -> Iterator[None]:
-        """Time one poll and set the next pause by it."""
+        """Time one poll and schedule the next by it."""
         began = time.monotonic()
         yield
-        self.pause = max(_INTERVAL, _RATIO * (time.monotonic() - began))
+        now = time.monotonic()
+        self.next = now + max(_INTERVAL, _RATIO * (now - began))
 
 
 def _family(process: int) -> Iterator[int]:

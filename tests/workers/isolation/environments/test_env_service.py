@@ -112,8 +112,8 @@ def test_everybody_learns_that_the_host_is_lost(open_service, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         said = pool.map(talk, range(4))
         asked.wait()
-        service.pool.fork_server.kill()
-        service.pool.fork_server.wait()
+        service.pool.children.server.kill()
+        service.pool.children.server.wait()
         with service.client() as client:
             client.step(0, {"question": "q"}, "hello")
             with pytest.raises(EngineError, match="has ended, with code -9"):

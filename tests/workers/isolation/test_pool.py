@@ -1,0 +1,132 @@
+"""What a child leaves behind ends with it, whatever happens at the same moment, and its end is named."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers.isolation.pool import Call, Child, ChildPool, ForkServerLost
+
+HANDLER = '''
+import os, signal, sys, time
+
+class Handler:
+    """Starts a process that hides, and ends as it is told."""
+    def answer(self, call, send):
+        if call["hides"] and os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                send.__self__.process = os.getpid()
+                send({"call": call["call"], "hidden": os.getpid()})
+                time.sleep(3600)
+            os._exit(0)
+        if call["hides"]:
+            os.wait()
+        exec(call["end"])
+        return {}
+
+    def forget(self, key):
+        pass
+'''
+
+
+class Echo(Child):
+    def read(self, message: dict) -> dict:
+        return message
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildPool[Echo]]:
+    (tmp_path / "my_handler.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = ChildPool(Echo, "tests", "my_handler:Handler", {}, memory_gib=0.25)
+    made.start()
+    yield made
+    made.close()
+
+
+def ask(child: Echo, end: str, hides: bool = True) -> None:
+    child.ask(Call(seconds=60.0), {"key": 0, "hides": hides, "end": end})
+
+
+def next_of(pool: ChildPool[Echo]) -> tuple[list[dict], str]:
+    ((_, messages, wrong),) = pool.receive(time.monotonic() + 60)
+    return messages, wrong
+
+
+def hidden_of(pool: ChildPool[Echo]) -> int:
+    """A pidfd of the process that hides."""
+    ((message,), wrong) = next_of(pool)
+    assert wrong == ""
+    return os.pidfd_open(message["hidden"])
+
+
+def gone(process: int) -> bool:
+    """Within 30 seconds."""
+    waiting = select.poll()
+    waiting.register(process)
+    found = bool(waiting.poll(30_000))
+    os.close(process)
+    return found
+
+
+@pytest.mark.parametrize(("end", "reason"), [
+    ("sys.exit(3)", "ended with code 1"), ("os._exit(3)", "ended with code 3"), ("os._exit(0)", "ended with code 0"),
+    ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
+    ("os.kill(os.getpid(), 15)", "was killed by SIGTERM")])
+def test_nothing_is_left_of_a_child_that_ends(pool, end, reason):
+    """Though the hidden process keeps the child's socket open, and the rank does nothing but wait."""
+    child, other = pool.fork(), pool.fork()
+    ask(child, end)
+    hidden = hidden_of(pool)
+    assert next_of(pool) == ([], f"its process {reason}")
+    assert gone(hidden)
+    pool.end(child)
+    ask(other, "pass", hides=False)
+    assert next_of(pool) == ([{"call": 0}], "")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_is_left_whatever_interrupts_the_end(pool, closed):
+    ask(pool.fork(), "time.sleep(3600)")
+    hidden = hidden_of(pool)
+    if closed:
+        pool.connection.shutdown(socket.SHUT_RDWR)
+    while pool.server.poll() is None:
+        pool.server.terminate()
+    assert gone(hidden)
+    with pytest.raises(ForkServerLost, match="the process that starts tests has ended, with code"):
+        pool.fork()
+
+
+def test_nothing_is_left_when_a_call_kills_the_fork_server(pool):
+    ask(pool.fork(), "time.sleep(1); os.kill(os.getppid(), 9); time.sleep(3600)")
+    hidden = hidden_of(pool)
+    with pytest.raises(ForkServerLost, match="with code -9"):
+        next_of(pool)
+    pool.stop()
+    assert gone(hidden)
+
+
+def test_a_stopped_fork_server_ends_all_the_same(pool):
+    ask(pool.fork(), "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3600)")
+    hidden = hidden_of(pool)
+    pool.stop()
+    assert gone(hidden)
+
+
+def test_shared_memory_is_measured_while_children_come_and_go(pool):
+    child = pool.fork()
+    ask(child, "file = os.memfd_create('x')\nwhile True: os.write(file, bytes(1 << 20))", hides=False)
+    deadline = time.monotonic() + 60
+    while not (found := list(pool.receive(0.0))):
+        pool.end(pool.fork())
+        pool.kill_ended()
+        assert time.monotonic() < deadline
+    assert found == [(child, [], "its process was killed by SIGKILL (out of memory?)")]

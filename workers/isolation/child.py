@@ -1,0 +1,281 @@
+"""What runs in the processes of a pool (`workers.isolation.pool`), and the messages between both ends.
+
+    rank ── fork server ── child ── whatever its calls start
+
+    main       the fork server: imports what all children need, forks them, measures their memory and kills them
+    CallLoop   a child's loop: one call after the other, coroutines together
+    Channel    messages on a socket, in msgpack: numbers and texts alone, so that neither side unpickles anything
+
+A fork takes a millisecond where a new interpreter takes hundreds. Each child adopts its orphans, and the fork server
+those of a child that has ended: nothing that users' code starts escapes, and the kernel tells both when the rank ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+
+from workers.isolation.sandbox import kernel
+from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
+from workers.isolation.sandbox.processes import end_with, kill_descendants
+from workers.isolation.user_code import guarded
+
+Message = dict[str, Any]
+Answer = Message | Coroutine[Any, Any, Message]
+_MAX_TEXT = 30_000
+"""Characters of a traceback that are sent, counted from its end."""
+
+
+class Channel:
+    """One end of a socket with messages. Nothing blocks: `unsent` waits for `flush`."""
+
+    def __init__(self, connection: socket.socket, max_bytes: int = 0):
+        connection.setblocking(False)
+        self.connection, self.unsent = connection, bytearray()
+        self.unpacker = msgpack.Unpacker(unicode_errors="surrogatepass", max_buffer_size=max_bytes)
+
+    def send(self, message: Message) -> None:
+        self.unsent += packed(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes."""
+        # `receive` notices a lost connection
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self.unsent:
+                del self.unsent[: self.connection.send(self.unsent)]
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that have arrived.
+
+        Raises:
+            EOFError: the other end is closed.
+            ValueError, UnpackException: what has arrived are no messages.
+        """
+        try:
+            data = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError
+        self.unpacker.feed(data)
+        yield from self.unpacker
+
+
+def packed(message: Any) -> bytes:
+    return msgpack.Packer(unicode_errors="surrogatepass").pack(message)
+
+
+class Handler(Protocol):
+    """What the children of a pool do."""
+
+    def answer(self, call: Message, send: Callable[[Message], None]) -> Answer:
+        """Return the answer of a call, or a coroutine that does."""
+        ...
+
+    def forget(self, key: Any) -> None:
+        """Drop what is kept for a key."""
+        ...
+
+
+class CallLoop:
+    """Answers the calls of a channel until it is closed."""
+
+    def __init__(self, connection: socket.socket, handler: Handler):
+        self.channel, self.handler, self.process = Channel(connection), handler, os.getpid()
+        self.calls: deque[Message] = deque()
+        self.tasks: set[asyncio.Task] = set()
+        self.loop = asyncio.new_event_loop()
+
+    def run(self) -> None:
+        self.loop.add_reader(self.channel.connection, self.loop.stop)
+        with contextlib.suppress(EOFError):
+            while True:
+                self._receive()
+                while self.calls:
+                    self._begin(self.calls.popleft())
+                    self._receive()
+                self.loop.run_forever()
+
+    def _receive(self) -> None:
+        for message in self.channel.receive():
+            if "forget" in message:
+                self.calls = deque(call for call in self.calls if call["key"] != message["forget"])
+                self.handler.forget(message["forget"])
+            else:
+                self.calls.append(message)
+
+    def _begin(self, call: Message) -> None:
+        """Run a call, outside the event loop: a plain function may have one of its own."""
+        answer = self.handler.answer(call, self._send)
+        if isinstance(answer, dict):
+            self._send({"call": call["call"], **answer})
+        else:
+            task = self.loop.create_task(self._finish(call, answer))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _finish(self, call: Message, answer: Coroutine[Any, Any, Message]) -> None:
+        self._send({"call": call["call"], **await answer})
+
+    def _send(self, message: Message) -> None:
+        if os.getpid() != self.process:
+            os._exit(0)  # a copy of this process that users' code has forked
+        self.channel.send(message)
+        if self.channel.unsent:
+            self.loop.add_writer(self.channel.connection, self._flush)
+
+    def _flush(self) -> None:
+        self.channel.flush()
+        if not self.channel.unsent:
+            self.loop.remove_writer(self.channel.connection)
+
+
+def main() -> None:
+    """Prepare the handler and report success, then serve; run as `python -c … FD JOB`."""
+    connection, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    connection.set_inheritable(False)
+    end_with(job["rank"])
+    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+    def failed(_: BaseException) -> None:
+        connection.sendall(packed({"failed": traceback.format_exc()[-_MAX_TEXT:]}))
+        sys.exit()
+
+    with guarded(failed, BaseException):
+        module, _, name = job["handler"].partition(":")
+        handler = getattr(importlib.import_module(module), name)(**job["arguments"])
+    connection.sendall(packed({}))
+    gc.freeze()
+    # No user code runs here any more, so there is time to clean up. A SIGTERM from the rank's death only closes the
+    # connection, since an exception could be raised in the midst of the cleanup.
+    signal.signal(signal.SIGTERM, lambda *_: connection.shutdown(socket.SHUT_RD))
+    end_with(job["rank"], signal.SIGTERM)
+    _ForkServer(connection, handler, job["memory"]).serve()
+
+
+class _ForkServer:
+    def __init__(self, connection: socket.socket, handler: Handler, memory: int):
+        self.connection, self.handler, self.limit = connection, handler, memory
+        self.children: dict[int, SharedMemoryUse] = {}
+        self.exit_codes: dict[int, int] = {}
+        """Of children that have ended and that the rank has not asked to kill."""
+
+    def serve(self) -> None:
+        """Serve requests until the rank ends, in whatever way; then kill all children."""
+        requests, schedule = select.poll(), PollSchedule()
+        requests.register(self.connection, select.POLLIN)
+        try:
+            while True:
+                pause = max(0.0, schedule.next - time.monotonic()) if self.children else None
+                if requests.poll(pause and 1000 * pause) and not self._serve_one():
+                    return
+                if self.children and time.monotonic() >= schedule.next:
+                    with schedule.poll():
+                        self._check_children()
+        finally:
+            self._kill([*self.children])
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.wait()
+
+    def _serve_one(self) -> bool:
+        """Serve one request; return False at the end of the connection.
+
+        `fork` with a socket answers the child's id, `exit_code` with a child and seconds to wait answers the code or
+        None, `kill` with children answers nothing.
+        """
+        packet, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
+        if not packet:
+            return False
+        request, *arguments = msgpack.unpackb(packet)
+        if request == "fork":
+            self.connection.sendall(packed(self._fork(files[0])))
+        elif request == "exit_code":
+            self.connection.sendall(packed(self._exit_code(*arguments)))
+        else:
+            self._kill(arguments)
+        return True
+
+    def _fork(self, file: int) -> int:
+        server, child = os.getpid(), os.fork()
+        if child:
+            os.close(file)
+            self.children[child] = SharedMemoryUse(child, self.limit)
+            return child
+        code = 1
+        try:
+            self._set_up_child(server)
+            CallLoop(socket.socket(fileno=file), self.handler).run()
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+
+    def _set_up_child(self, server: int) -> None:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with(server)
+        kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+        self.connection.close()
+        resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes this process first
+
+    def _exit_code(self, child: int, seconds: float) -> int | None:
+        if child in self.children:
+            ended = os.pidfd_open(child)
+            select.select([ended], [], [], seconds)
+            os.close(ended)
+            self._reap()
+        return self.exit_codes.get(child)
+
+    def _check_children(self) -> None:
+        """Kill children with too much shared memory, and what ended children have left behind."""
+        for child, memory in self.children.items():
+            if memory.exceeded():
+                print(f"process {child} and its descendants have more shared memory than {self.limit / 2**30:g} GiB, "
+                      "and are ended", file=sys.stderr, flush=True)
+                os.kill(child, signal.SIGKILL)
+        if self._reap():
+            kill_descendants(os.getpid(), self.children)
+
+    def _kill(self, ended: list[int]) -> None:
+        """Kill these children and everything that does not descend from a living child, orphans among it."""
+        for child in ended:
+            self.children.pop(child, None)
+            self.exit_codes.pop(child, None)
+        kill_descendants(os.getpid(), self.children)
+        self._reap()
+
+    def _reap(self) -> bool:
+        """Reap what has ended; return whether a child is among it."""
+        found = False
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if self.children.pop(ended[0], None):
+                    found, self.exit_codes[ended[0]] = True, os.waitstatus_to_exitcode(ended[1])
+        return found

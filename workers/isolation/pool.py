@@ -1,0 +1,305 @@
+"""Pool of child processes for users' code, which may raise, hang, crash, eat memory or leave processes behind.
+
+    ChildPool   starts a fork server (`workers.isolation.child`), forks children, waits for their messages, kills them
+    Child       the rank's end of one child with the calls that it was sent
+    Call        one question to a child, with its time limit
+
+A child answers one call after the other, or if it is `concurrent` all of them together. The clock of a call starts when
+its turn comes: a call whose clock runs is to blame if its child dies or it takes too long; the others start elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgpack
+
+from distflow.errors import EngineError
+from workers.isolation.child import Channel, Message, packed
+from workers.isolation.sandbox.processes import kill_descendants, kill_marked
+from workers.isolation.sandbox.variables import without_secrets
+
+LOAD_TIMEOUT = 120.0
+"""Seconds to import a module of users' code."""
+EXIT_GRACE = 1.0
+"""Seconds from the end of a child's connection to its own end."""
+_END_TIMEOUT = 10.0
+"""Seconds for a fork server to kill its children and to end."""
+_KILL_AT = 64
+"""Idle children that have been ended before the fork server is asked to kill them."""
+MALFORMED = (msgpack.UnpackException, ValueError, LookupError, TypeError)
+"""What reading a message raises that users' code has written, or that is damaged."""
+_MARK = "DISTFLOW_CHILD_POOL"
+_ROOT = str(Path(__file__).resolve().parents[2])
+_LAUNCH = ("import json, sys; sys.path[:] = json.loads(sys.argv[2])['path']; "
+           "from workers.isolation.child import main; main()")
+
+
+class ForkServerLost(EngineError):
+    """The process that forks children has ended."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One question to a child."""
+
+    number: int = -1
+    seconds: float = 0.0
+    """Time limit."""
+    deadline: float = math.inf
+    """Infinite until the clock starts."""
+
+
+class Child:
+    """Rank's end of one child. A subclass checks and reads its messages."""
+
+    concurrent = False
+    max_bytes = 1 << 20
+    """Most bytes of a message."""
+
+    def __init__(self, pid: int, connection: socket.socket, selector: selectors.BaseSelector):
+        self.pid, self.channel, self.selector = pid, Channel(connection, self.max_bytes), selector
+        self.pending: dict[int, Any] = {}
+        """Calls without an answer by number, in the order in which they were sent."""
+        self.numbers = itertools.count()
+        selector.register(connection, selectors.EVENT_READ, self)
+
+    def ask(self, call: Call, message: Message) -> None:
+        call.number, call.deadline = next(self.numbers), math.inf
+        self.pending[call.number] = call
+        self.send({"call": call.number, **message})
+        self.start_clocks()
+
+    def send(self, message: Message) -> None:
+        self.channel.send(message)
+        self._watch()
+
+    def flush(self) -> None:
+        self.channel.flush()
+        self._watch()
+
+    def _watch(self) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.unsent else 0)
+        if self.selector.get_key(self.channel.connection).events != events:
+            self.selector.modify(self.channel.connection, events, self)
+
+    def answered(self, call: Call) -> None:
+        del self.pending[call.number]
+        self.start_clocks()
+
+    def start_clocks(self) -> None:
+        """Start the clocks of the calls whose turn it is."""
+        for call in self.pending.values():
+            if call.deadline == math.inf:
+                call.deadline = time.monotonic() + call.seconds
+            if not self.concurrent:
+                break
+
+    @property
+    def deadline(self) -> float:
+        return min((call.deadline for call in self.pending.values()), default=math.inf)
+
+    def due(self, until: float) -> list[Any]:
+        """Return the calls whose clock runs and ends by `until`."""
+        return [call for call in self.pending.values() if call.deadline <= until and call.deadline < math.inf]
+
+    def close(self) -> None:
+        self.selector.unregister(self.channel.connection)
+        self.channel.connection.close()
+
+    def drain(self) -> list[Any]:
+        """Return what the child had sent before it was killed."""
+        found: list[Any] = []
+        self.channel.connection.settimeout(EXIT_GRACE)
+        with contextlib.suppress(EOFError, TimeoutError, *MALFORMED):
+            while True:
+                found += map(self.read, self.channel.receive())
+        return found
+
+    def read(self, message: Any) -> Any:
+        """Check a message and return what it says, or raise one of `MALFORMED`."""
+        raise NotImplementedError
+
+
+C = TypeVar("C", bound=Child)
+
+
+class ChildPool(Generic[C]):
+    """Children that one fork server has forked. Not thread-safe, except for `wake`.
+
+    Args:
+        what: what the children run, as messages name it.
+        handler: `module:name` of what makes their `Handler`, in the fork server, from `arguments`.
+        memory_gib: limit of a child and its descendants for shared memory, and of each for its private memory.
+        secrets: environment variables that look like secrets, and are passed on all the same.
+    """
+
+    def __init__(self, kind: type[C], what: str, handler: str, arguments: Message, memory_gib: float,
+                 secrets: dict[str, str] | None = None):
+        self.kind, self.what, self.secrets = kind, what, secrets or {}
+        self.job = {"handler": handler, "arguments": arguments, "memory": int(memory_gib * 2**30), "rank": os.getpid()}
+        self.server: subprocess.Popen | None = None
+        self.forked: dict[int, C] = {}
+        self.to_kill: list[int] = []
+        self.woken = False
+        self.selector = selectors.DefaultSelector()
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self.wakeup, selectors.EVENT_READ)
+
+    @property
+    def children(self) -> list[C]:
+        return [*self.forked.values()]
+
+    def start(self) -> None:
+        """Start the fork server.
+
+        Raises:
+            EngineError: the handler could not be made.
+        """
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.mark = uuid.uuid4().hex
+        job = {**self.job, "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
+        environment = {"OMP_NUM_THREADS": "1", **without_secrets(), **self.secrets, _MARK: self.mark}
+        with theirs:
+            self.server = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
+                                           env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                                           stdout=2, start_new_session=True)
+        self.connection.settimeout(LOAD_TIMEOUT)
+        try:
+            reply = msgpack.unpackb(self.connection.recv(1 << 18) or packed({"failed": "its process ended"}))
+        except TimeoutError:
+            reply = {"failed": f"importing it takes longer than {LOAD_TIMEOUT:.0f} s"}
+        self.selector.register(self.connection, selectors.EVENT_READ, self)
+        if "failed" in reply:
+            self.server.kill()
+            self.stop()
+            raise EngineError(f"{self.what} could not be loaded: {reply['failed']}")
+
+    def fork(self) -> C:
+        """Return a new child.
+
+        Raises:
+            ForkServerLost: the fork server has ended.
+        """
+        if self.server is None:
+            self.start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = self._request(["fork"], theirs.fileno())
+        self.forked[pid] = self.kind(pid, ours, self.selector)
+        return self.forked[pid]
+
+    def receive(self, until: float) -> Iterator[tuple[C, list[Any], str]]:
+        """Wait until `until` or `wake` for messages; yield each child that has sent some, what these say, and what is
+        wrong with the child ("" if nothing is).
+
+        Raises:
+            ForkServerLost: the fork server has ended, and so do its children.
+        """
+        self.woken = False
+        for key, events in self.selector.select(max(0.0, until - time.monotonic())):
+            child = key.data
+            if child is None:
+                self.woken = bool(os.eventfd_read(self.wakeup))
+            elif child is self:  # an answer to no request: the end of the connection
+                raise self._lost()
+            elif child.pid in self.forked:  # it may have been ended a moment ago
+                if events & selectors.EVENT_WRITE:
+                    child.flush()
+                if events & selectors.EVENT_READ:
+                    yield child, *self._read(child)
+
+    def wake(self) -> None:
+        """Make a waiting `receive`, or the next one, return at once. Thread-safe."""
+        os.eventfd_write(self.wakeup, 1)
+
+    def _read(self, child: C) -> tuple[list[Any], str]:
+        found: list[Any] = []
+        try:
+            for message in child.channel.receive():
+                found.append(child.read(message))
+        except EOFError:
+            return found, self._exit_reason(child)
+        except MALFORMED as error:
+            return found, f"its process sent what is no answer: {type(error).__name__}: {error}"[:300]
+        return found, ""
+
+    def _exit_reason(self, child: C) -> str:
+        code = self._request(["exit_code", child.pid, EXIT_GRACE])
+        if code is None:
+            return "its process no longer answers"
+        if code >= 0:
+            return f"its process ended with code {code}"
+        return f"its process was killed by {signal.Signals(-code).name}" + \
+            (" (out of memory?)" if code == -signal.SIGKILL else "")
+
+    def end(self, child: C) -> None:
+        """Kill a child and all that its calls have started: at once if it is busy, else with others."""
+        del self.forked[child.pid]
+        child.close()
+        self.to_kill.append(child.pid)
+        if child.pending or len(self.to_kill) >= _KILL_AT:
+            self.kill_ended()
+
+    def kill_ended(self) -> None:
+        if self.to_kill:
+            self._request(["kill", *self.to_kill], answers=False)
+            self.to_kill.clear()
+
+    def _request(self, request: list[Any], *files: int, answers: bool = True) -> Any:
+        try:
+            socket.send_fds(self.connection, [packed(request)], files)
+            reply = self.connection.recv(64) if answers else packed(None)
+        except OSError:
+            reply = b""
+        if not reply:
+            raise self._lost()
+        return msgpack.unpackb(reply)
+
+    def _lost(self) -> ForkServerLost:
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its connection may close a moment before it ends
+            code = self.server and self.server.wait(EXIT_GRACE)
+        return ForkServerLost(f"the process that starts {self.what} has ended, with code {code}. One of them may have "
+                              "killed it, or memory ran out.")
+
+    def stop(self) -> None:
+        """End all children and their descendants; a `fork` starts again."""
+        if self.server is None:
+            return
+        for child in self.forked.values():
+            child.close()
+        self.selector.unregister(self.connection)
+        self.connection.close()
+        self.server.send_signal(signal.SIGCONT)  # a stopped one would not notice
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.server.wait(_END_TIMEOUT)
+        if self.server.poll() is None:
+            kill_descendants(self.server.pid)
+            self.server.kill()
+            self.server.wait()
+        kill_marked(_MARK, self.mark)
+        self.server = None
+        self.forked.clear()
+        self.to_kill.clear()
+
+    def close(self) -> None:
+        """End all children for good."""
+        self.stop()
+        self.selector.close()
+        os.close(self.wakeup)
