@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import Turn
-from workers.isolation.pool import Call, Child, ChildPool
+from workers.isolation.pool import Call, ChildPool, ChildProcess
 from workers.isolation.sandbox.variables import named_secrets
 
 _MAX_PENDING = 64
@@ -69,7 +69,7 @@ class Episode(Call):
     """Attempts at the newest step."""
 
 
-class EnvProcess(Child):
+class EnvProcess(ChildProcess):
     """A child with its environments, and the steps that wait for it."""
 
     config: EnvSettings

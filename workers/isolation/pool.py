@@ -1,8 +1,8 @@
 """Pool of child processes for users' code, which may raise, hang, crash, eat memory or leave processes behind.
 
-    ChildPool   starts a fork server (`workers.isolation.child`), forks children, waits for their messages, kills them
-    Child       the rank's end of one child with the calls that it was sent
-    Call        one question to a child, with its time limit
+    ChildPool      starts a fork server (`workers.isolation.child`), forks children, waits for their messages, kills them
+    ChildProcess   the rank's end of one child with the calls that it was sent
+    Call           one question to a child, with its time limit
 
 A child answers one call after the other, or if it is `concurrent` all of them together. The clock of a call starts when
 its turn comes: a call whose clock runs is to blame if its child dies or it takes too long; the others start elsewhere.
@@ -65,7 +65,7 @@ class Call:
     """Infinite until the clock starts."""
 
 
-class Child:
+class ChildProcess:
     """Rank's end of one child. A subclass checks and reads its messages."""
 
     concurrent = False
@@ -136,7 +136,7 @@ class Child:
         raise NotImplementedError
 
 
-C = TypeVar("C", bound=Child)
+C = TypeVar("C", bound=ChildProcess)
 
 
 class ChildPool(Generic[C]):

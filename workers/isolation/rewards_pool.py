@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.errors import EngineError
 from workers.isolation.child import Message
-from workers.isolation.pool import LOAD_TIMEOUT, Call, Child, ChildPool, ForkServerLost
+from workers.isolation.pool import LOAD_TIMEOUT, Call, ChildPool, ChildProcess, ForkServerLost
 from workers.isolation.sandbox.variables import named_secrets
 
 _EXTRA_TIME = 1.0
@@ -89,7 +89,7 @@ class RewardResults:
     """[name, sum, count] of values that calls have reported by `metric`."""
 
 
-class RewardProcess(Child):
+class RewardProcess(ChildProcess):
     """A child that computes rewards, of one job at a time."""
 
     max_bytes = 1 << 26

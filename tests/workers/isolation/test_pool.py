@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.isolation.pool import Call, Child, ChildPool, ForkServerLost
+from workers.isolation.pool import Call, ChildPool, ChildProcess, ForkServerLost
 
 HANDLER = '''
 import os, signal, sys, time
@@ -36,7 +36,7 @@ class Handler:
 '''
 
 
-class Echo(Child):
+class Echo(ChildProcess):
     def read(self, message: dict) -> dict:
         return message
 
