@@ -28,7 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
@@ -39,8 +39,7 @@ from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
 Answer = Message | Coroutine[Any, Any, Message]
-_MAX_TEXT = 30_000
-"""Characters of a traceback that are sent, counted from its end."""
+_MAX_TEXT = 30_000  # characters of a traceback that are sent, counted from its end
 
 
 class Channel:
@@ -85,16 +84,15 @@ def packed(message: Any) -> bytes:
     return msgpack.Packer(unicode_errors="surrogatepass").pack(message)
 
 
-class Handler(Protocol):
+class Handler:
     """What the children of a pool do."""
 
     def answer(self, call: Message, send: Callable[[Message], None]) -> Answer:
-        """Return the answer of a call, or a coroutine that does."""
-        ...
+        """Return the answer of a call, or a coroutine that does; `send` sends a message before it."""
+        raise NotImplementedError
 
     def forget(self, key: Any) -> None:
         """Drop what is kept for a key."""
-        ...
 
 
 class CallLoop:
@@ -180,8 +178,7 @@ class _ForkServer:
     def __init__(self, connection: socket.socket, handler: Handler, memory: int):
         self.connection, self.handler, self.limit = connection, handler, memory
         self.children: dict[int, SharedMemoryUse] = {}
-        self.exit_codes: dict[int, int] = {}
-        """Of children that have ended and that the rank has not asked to kill."""
+        self.exit_codes: dict[int, int] = {}  # of children that have ended and that the rank has not asked to kill
 
     def serve(self) -> None:
         """Serve requests until the rank ends, in whatever way; then kill all children."""

@@ -18,12 +18,9 @@ from distflow.contracts.decorators import Turn
 from workers.isolation.pool import Call, ChildPool, ChildProcess
 from workers.isolation.sandbox.variables import named_secrets
 
-_MAX_PENDING = 64
-"""Steps sent to a child ahead of their answers; the child runs them one after the other."""
-_MAX_WAIT = 0.25
-"""Seconds that steps wait behind a slow one before they move to another child."""
-_MAX_PROCESSES = 512
-"""Children at a time beyond which steps stay behind slow ones."""
+_MAX_PENDING = 64  # steps sent to a child ahead of their answers; the child runs them one after the other
+_MAX_WAIT = 0.25  # seconds that steps wait behind a slow one before they move to another child
+_MAX_PROCESSES = 512  # children at a time beyond which steps stay behind slow ones
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class EnvFailure:
     timeout: bool = False
 
 
-Answered = list[tuple[int, Turn | EnvFailure]]
-"""Row and answer of each environment that has answered."""
+Answered = list[tuple[int, Turn | EnvFailure]]  # row and answer of each environment that has answered
 
 
 @dataclass(frozen=True)
@@ -46,14 +42,10 @@ class EnvSettings:
     settings: dict[str, Any]
     safe: bool
     coroutine: bool
-    processes: int = 2
-    """Shared by safe environments; slow and unsafe environments get a process each."""
-    seconds: float = 10.0
-    """Limit of a step."""
-    memory_gib: float = 4.0
-    """Limit of each process."""
-    together: int = 64
-    """Steps under way in a process at a time, if `step` is a coroutine."""
+    processes: int = 2  # shared by safe environments; slow and unsafe environments get a process each
+    seconds: float = 10.0  # limit of a step
+    memory_gib: float = 4.0  # limit of each process
+    together: int = 64  # steps under way in a process at a time, if `step` is a coroutine
 
 
 @dataclass(eq=False)
@@ -62,11 +54,9 @@ class Episode(Call):
 
     row: int
     columns: dict[str, str]
-    texts: list[str] = field(default_factory=list)
-    """Turns of the model, oldest first."""
+    texts: list[str] = field(default_factory=list)  # turns of the model, oldest first
     process: EnvProcess | None = None
-    attempts: int = 0
-    """Attempts at the newest step."""
+    attempts: int = 0  # attempts at the newest step
 
 
 class EnvProcess(ChildProcess):
@@ -77,8 +67,7 @@ class EnvProcess(ChildProcess):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.queued: deque[Episode] = deque()
-        self.rows: set[int] = set()
-        """Rows whose environment lives here."""
+        self.rows: set[int] = set()  # rows whose environment lives here
 
     @property
     def steps(self) -> list[Episode]:

@@ -66,8 +66,7 @@ class EnvService:
     def __init__(self, config: EnvSettings):
         self.numbers = itertools.count()
         """Numbers of the rows in the pool: clients of two nodes may have rows of one id."""
-        self.owners: dict[int, tuple[EnvClient, int]] = {}
-        """Client of each number, and the row's id there."""
+        self.owners: dict[int, tuple[EnvClient, int]] = {}  # client of each number, and the row's id there
         self.actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.clients: set[EnvClient] = set()
         self.lock = threading.Lock()
@@ -138,12 +137,9 @@ class EnvClient:
     def __init__(self, service: EnvService, wake: Callable[[], None]):
         self.service, self.wake = service, wake
         self.answers: queue.SimpleQueue[tuple[int, Turn | EnvFailure] | None] = queue.SimpleQueue()
-        self.numbers: dict[int, int] = {}
-        """Number in the pool, by row."""
-        self.requests: list[Callable[[], None]] = []
-        """Calls of the pool that are submitted with the next `turns`."""
-        self.open = 0
-        """Steps without an answer."""
+        self.numbers: dict[int, int] = {}  # number in the pool, by row
+        self.requests: list[Callable[[], None]] = []  # calls of the pool that are submitted with the next `turns`
+        self.open = 0  # steps without an answer
 
     def __enter__(self) -> EnvClient:
         with self.service.lock:

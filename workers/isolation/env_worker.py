@@ -14,11 +14,11 @@ from typing import Any
 
 from distflow.contracts.decorators import Turn
 from distflow.contracts.environments import load_environment
-from workers.isolation.child import Answer, Message
+from workers.isolation.child import Answer, Handler, Message
 from workers.isolation.user_code import guarded
 
 
-class EnvironmentHandler:
+class EnvironmentHandler(Handler):
     """Environments of one kind, by row."""
 
     def __init__(self, kind: str, settings: dict[str, Any]):

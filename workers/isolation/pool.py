@@ -1,6 +1,6 @@
 """Pool of child processes for users' code, which may raise, hang, crash, eat memory or leave processes behind.
 
-    ChildPool      starts a fork server (`workers.isolation.child`), forks children, waits for their messages, kills them
+    ChildPool      starts a fork server (`workers.isolation.child`), forks children, waits for their messages
     ChildProcess   the rank's end of one child with the calls that it was sent
     Call           one question to a child, with its time limit
 
@@ -34,14 +34,10 @@ from workers.isolation.child import Channel, Message, packed
 from workers.isolation.sandbox.processes import kill_descendants, kill_marked
 from workers.isolation.sandbox.variables import without_secrets
 
-LOAD_TIMEOUT = 120.0
-"""Seconds to import a module of users' code."""
-EXIT_GRACE = 1.0
-"""Seconds from the end of a child's connection to its own end."""
-_END_TIMEOUT = 10.0
-"""Seconds for a fork server to kill its children and to end."""
-_KILL_AT = 64
-"""Idle children that have been ended before the fork server is asked to kill them."""
+LOAD_TIMEOUT = 120.0  # seconds to import a module of users' code
+EXIT_GRACE = 1.0  # seconds from the end of a child's connection to its own end
+_END_TIMEOUT = 10.0  # seconds for a fork server to kill its children and to end
+_KILL_AT = 64  # idle children that have been ended before the fork server is asked to kill them
 MALFORMED = (msgpack.UnpackException, ValueError, LookupError, TypeError)
 """What reading a message raises that users' code has written, or that is damaged."""
 _MARK = "DISTFLOW_CHILD_POOL"
@@ -59,23 +55,19 @@ class Call:
     """One question to a child."""
 
     number: int = -1
-    seconds: float = 0.0
-    """Time limit."""
-    deadline: float = math.inf
-    """Infinite until the clock starts."""
+    seconds: float = 0.0  # time limit
+    deadline: float = math.inf  # infinite until the clock starts
 
 
 class ChildProcess:
     """Rank's end of one child. A subclass checks and reads its messages."""
 
     concurrent = False
-    max_bytes = 1 << 20
-    """Most bytes of a message."""
+    max_bytes = 1 << 20  # most bytes of a message
 
     def __init__(self, pid: int, connection: socket.socket, selector: selectors.BaseSelector):
         self.pid, self.channel, self.selector = pid, Channel(connection, self.max_bytes), selector
-        self.pending: dict[int, Any] = {}
-        """Calls without an answer by number, in the order in which they were sent."""
+        self.pending: dict[int, Any] = {}  # calls without an answer by number, in the order in which they were sent
         self.numbers = itertools.count()
         selector.register(connection, selectors.EVENT_READ, self)
 
@@ -86,14 +78,11 @@ class ChildProcess:
         self.start_clocks()
 
     def send(self, message: Message) -> None:
-        self.channel.send(message)
-        self._watch()
+        self.channel.unsent += packed(message)
+        self.flush()
 
     def flush(self) -> None:
         self.channel.flush()
-        self._watch()
-
-    def _watch(self) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.unsent else 0)
         if self.selector.get_key(self.channel.connection).events != events:
             self.selector.modify(self.channel.connection, events, self)

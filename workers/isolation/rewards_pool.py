@@ -15,12 +15,9 @@ from workers.isolation.child import Message
 from workers.isolation.pool import LOAD_TIMEOUT, Call, ChildPool, ChildProcess, ForkServerLost
 from workers.isolation.sandbox.variables import named_secrets
 
-_EXTRA_TIME = 1.0
-"""Seconds added to the timeout of async functions, which the child itself cancels in time."""
-_SENT_AHEAD = 4
-"""Calls that a child has at a time; it runs them one after the other."""
-_MAX_START_FAILURES = 3
-"""Children that may end while they import a module, in one run."""
+_EXTRA_TIME = 1.0  # seconds added to the timeout of async functions, which the child itself cancels in time
+_SENT_AHEAD = 4  # calls that a child has at a time; it runs them one after the other
+_MAX_START_FAILURES = 3  # children that may end while they import a module, in one run
 
 
 @dataclass
@@ -30,8 +27,7 @@ class Job:
     name: str
     module: str
     rows: list[list[Any]]
-    keys: list[int]
-    """The caller's key of each sample."""
+    keys: list[int]  # the caller's key of each sample
     settings: dict[str, Any] = field(default_factory=dict)
     timeout: float = 10.0
     retries: int = 1
@@ -56,8 +52,7 @@ class RewardCall(Call):
     keys: list[int]
     row: list[Any]
     attempt: int = 0
-    alone: bool = False
-    """Whether no other call may run beside it, in any child."""
+    alone: bool = False  # whether no other call may run beside it, in any child
 
     def again(self, index: int) -> RewardCall:
         """Return another attempt for one of its samples."""
@@ -97,8 +92,7 @@ class RewardProcess(ChildProcess):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.job: Job | None = None
-        self.modules: set[str] = set()
-        """Those that it has imported."""
+        self.modules: set[str] = set()  # those that it has imported
 
     def takes(self, call: RewardCall) -> bool:
         """Return whether a call may be sent now. What failed before runs alone in its child."""

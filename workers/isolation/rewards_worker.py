@@ -20,14 +20,12 @@ from typing import Any
 from distflow.contracts.decorators import REWARDS, load_module
 from distflow.errors import DistflowError
 from distflow.telemetry.metrics import Metrics, recording
-from workers.isolation.child import Answer, Message
+from workers.isolation.child import Answer, Handler, Message
 from workers.isolation.sandbox.processes import descendants, kill_descendants
 from workers.isolation.user_code import guarded
 
-_TRACE = 4000
-"""Characters of a traceback that are sent, counted from its end."""
-_LARGEST = 3.4028234663852886e38
-"""The largest float32, the type of rewards."""
+_TRACE = 4000  # characters of a traceback that are sent, counted from its end
+_LARGEST = 3.4028234663852886e38  # the largest float32, the type of rewards
 Function = Callable[..., Any]
 
 
@@ -35,16 +33,14 @@ class CallFailure(Exception):
     """A call that returned no finite number."""
 
 
-class RewardHandler:
+class RewardHandler(Handler):
     """Calls reward functions, of one job at a time."""
 
     def __init__(self) -> None:
         self.loaded: dict[tuple[str, str], Function] = {}
         self.secrets: dict[str, str] = {}
-        self.kept: set[int] = set()
-        """Processes that modules have started while being imported, which may stay."""
-        self.waiting = 0
-        """Coroutines under way."""
+        self.kept: set[int] = set()  # processes that modules have started while being imported, which may stay
+        self.waiting = 0  # coroutines under way
 
     def answer(self, call: Message, send: Callable[[Message], None]) -> Answer:
         for name in self.secrets.keys() - call["secrets"].keys():
@@ -64,9 +60,6 @@ class RewardHandler:
                                   "while the module is imported")
             answer["values"] = _values(value, call["samples"])
         return answer
-
-    def forget(self, key: Any) -> None:
-        """Nothing is kept."""
 
     async def _wait(self, function: Function, call: Message) -> Message:
         self.waiting += 1

@@ -19,12 +19,9 @@ from workers.isolation.rewards_worker import call_in_rank
 from workers.isolation.user_code import FailureStreak
 
 Columns = dict[str, Sequence[Any]]
-CallResults = dict[tuple[int, int], float | FailedSample]
-"""Result by (call, row)."""
-Reported = Sequence[Any]
-"""[name, sum, count]."""
-_pools: dict[float, RewardPool] = {}
-"""Pools by memory limit; nodes and validation share them."""
+CallResults = dict[tuple[int, int], float | FailedSample]  # result by (call, row)
+Reported = Sequence[Any]  # [name, sum, count]
+_pools: dict[float, RewardPool] = {}  # pools by memory limit; nodes and validation share them
 
 
 @dataclass
@@ -35,15 +32,12 @@ class Scores:
     keep: list[bool]
     of_term: dict[str, list[float]] = field(default_factory=dict)
     """Unweighted rewards by name, of the rows that have them."""
-    parts: list[dict[str, float]] = field(default_factory=list)
-    """[B] unweighted rewards of each row by name."""
-    failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)
-    """(reward, row, reason)."""
+    parts: list[dict[str, float]] = field(default_factory=list)  # [B] unweighted rewards of each row by name
+    failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)  # (reward, row, reason)
     retried: int = 0
     timeouts: int = 0
     seconds: float = 0.0
-    metrics: list[Reported] = field(default_factory=list)
-    """Values that rewards have reported by `metric`."""
+    metrics: list[Reported] = field(default_factory=list)  # values that rewards have reported by `metric`
 
 
 class Scorer:

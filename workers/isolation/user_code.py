@@ -6,8 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-_MAX_STEPS = 64
-"""Newest steps whose number of rows is kept."""
+_MAX_STEPS = 64  # newest steps whose number of rows is kept
 _streaks: dict[str, FailureStreak] = {}
 
 
@@ -21,8 +20,7 @@ class FailureStreak:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failed, self.largest = 0, 1
-        self.rows: dict[int, int] = {}
-        """Rows by step; the parts of a step may arrive interleaved with other steps."""
+        self.rows: dict[int, int] = {}  # rows by step; the parts of a step may arrive interleaved with other steps
 
     def count(self, step: int, rows: int, failed: int) -> float:
         """Count `rows` of a step as done; return how many steps' worth of rows in a row have failed."""

@@ -7,8 +7,7 @@ import re
 from distflow import Turn, environment
 
 _SUM = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=?\s*$")
-_MAX_LENGTH = 100
-"""Characters of an expression: products of long numbers take long."""
+_MAX_LENGTH = 100  # characters of an expression: products of long numbers take long
 
 
 @environment(safe=True)

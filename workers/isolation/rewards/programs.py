@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -25,20 +25,7 @@ except SystemExit:
     pass
 exec(compile(_tests, "tests.py", "exec"), _names)
 sys.__stdout__.write("\\n" + _token)
-"""
-"""The token comes by standard input, so that a program that exits early or prints much does not pass."""
-
-
-@dataclass(frozen=True)
-class _Sandbox:
-    seconds: float
-    memory_mib: int
-    network: Literal["deny", "allow"]
-    files: Literal["deny", "allow"]
-
-    def run(self, source: str, stdin: str) -> Outcome:
-        return run_python(source, stdin, seconds=self.seconds, memory_mib=self.memory_mib, network=self.network,
-                          files=self.files)
+"""  # the token comes by standard input, so that a program that exits early or prints much does not pass
 
 
 @reward(timeout=120.0)
@@ -66,9 +53,9 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
         ValueError: there are no tests, or JSON of another form. The sample is left out.
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
-    sandbox, program = _Sandbox(seconds, memory_mib, network, files), program_of(completion)
+    run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
     passed = total = 0
-    for right in _run_tests(program, tests, sandbox):
+    for right in _run_tests(program_of(completion), tests, run):
         passed, total = passed + right, total + 1
         if not (right or partial):
             return 0.0
@@ -81,15 +68,15 @@ def program_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def _run_tests(program: str, tests: str, sandbox: _Sandbox) -> Iterator[bool]:
+def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome]) -> Iterator[bool]:
     cases = _cases(tests)
     if cases is None:
         token = secrets.token_hex(16)
-        outcome = sandbox.run(_HARNESS.format(program=program, tests=tests), f"{token}\n")
+        outcome = run(_HARNESS.format(program=program, tests=tests), f"{token}\n")
         yield outcome.ok and outcome.stdout.splitlines()[-1:] == [token]
         return
     for case in cases:
-        outcome = sandbox.run(program, case["input"])
+        outcome = run(program, case["input"])
         yield outcome.ok and _lines(outcome.stdout) == _lines(case["output"])
 
 

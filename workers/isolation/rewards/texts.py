@@ -13,8 +13,7 @@ from distflow.errors import InvalidInput
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
-_LONGEST = 1000
-"""Characters of a number; Python turns no more than 4,300 digits into one."""
+_LONGEST = 1000  # characters of a number; Python turns no more than 4,300 digits into one
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]+)"
 _VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
           rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
@@ -41,8 +40,7 @@ _LEADS = frozenset([
     "took", "eat", "eats", "ate", "read", "reads", "walk", "walks", "walked", "run", "runs", "ran", "use", "uses",
     "used", "want", "wants", "about", "approximately", "roughly", "around", "exactly", "only", "just", "another",
     "precisely", "altogether", "s", "us", "usd", "eur", "gbp", "inr", "rs", "cad", "aud", "dollars", "therefore",
-    "thus", "hence", "so"])
-"""Words that may stand right before a number."""
+    "thus", "hence", "so"])  # words that may stand right before a number
 _NOT_BEFORE = frozenset([
     "or", "not", "no", "nor", "never", "neither", "nothing", "none", "without", "but", "except", "than", "least",
     "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
@@ -89,8 +87,7 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\\approx", "≈"),
     (r"\\%", "%"),
     (r"\\\$|\\[()\[\],;: ]|\\quad|[$*_`~\"“”\u00a0\u2009\u202f]", " "),
-))
-"""Markup without a meaning for the value: patterns and replacements, applied in this order."""
+))  # markup without a meaning for the value: patterns and replacements, applied in this order
 
 
 @dataclass(frozen=True)
@@ -227,8 +224,7 @@ def _value(text: str) -> Fraction:
     return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
 
 
-_LONG = re.compile(r"[-+]?[0-9.,]{1000,}")
-"""A number of so many digits is compared as text."""
+_LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
 def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:

@@ -23,12 +23,10 @@ from workers.isolation.sandbox.processes import kill_descendants
 
 _NEW_ROOT = "/proc"
 """Mount point of the program's root: a folder that exists everywhere and holds nothing the program needs."""
-_FIRST_USER = 1_000_000_000
-"""A caller that is root gives each program a user id of its own: this plus the process id."""
+_FIRST_USER = 1_000_000_000  # A caller that is root gives each program a user id of its own: this plus the process id
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_OWN_PROCESSES = 3
-"""Processes of the sandbox itself, which count towards the program's limit."""
+_OWN_PROCESSES = 3  # processes of the sandbox itself, which count towards the program's limit
 
 Job = dict[str, Any]
 

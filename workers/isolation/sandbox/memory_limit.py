@@ -25,8 +25,7 @@ class SharedMemoryUse:
 
     def __init__(self, process: int, limit: int):
         self.process, self.limit = process, limit
-        self.left: dict[str, Inode] = {}
-        """Files of /dev/shm that the processes have opened for writing."""
+        self.left: dict[str, Inode] = {}  # files of /dev/shm that the processes have opened for writing
 
     def exceeded(self) -> bool:
         """Return whether the shared memory is above the limit."""

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from workers.isolation.sandbox import kernel
 
-AGENT = "DISTFLOW_AGENT"
-"""Environment variable with torchrun's process id, if `distflow` has started it."""
+AGENT = "DISTFLOW_AGENT"  # environment variable with torchrun's process id, if `distflow` has started it
 
 
 def descendants(root: int, but: Collection[int] = ()) -> set[int]:

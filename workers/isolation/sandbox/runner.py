@@ -51,10 +51,8 @@ from typing import IO, Any, Literal
 from distflow.errors import EngineError
 
 KINDS = ("namespaces", "filters")
-_END_TIMEOUT = 5.0
-"""Seconds for the launcher to end everything before it is killed itself."""
-_START_TIMEOUT = 10.0
-"""Seconds for the program to start on a busy machine; not part of its own time."""
+_END_TIMEOUT = 5.0  # seconds for the launcher to end everything before it is killed itself
+_START_TIMEOUT = 10.0  # seconds for the program to start on a busy machine; not part of its own time
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _PREFIX = "distflow-sandbox-"
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -87,8 +85,7 @@ class Limits:
 
     seconds: float = 10.0
     memory_mib: int = 512
-    processes: int = 16
-    """Processes and threads."""
+    processes: int = 16  # processes and threads
     disk_mib: int = 32
     output_kib: int = 256
 

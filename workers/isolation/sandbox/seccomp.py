@@ -11,10 +11,8 @@ from workers.isolation.sandbox import kernel
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _INDEX = {"x86_64": 0, "aarch64": 1}
-_X32 = 0x40000000
-"""Bit of call numbers in x86_64's x32 table, which would bypass the filter."""
-Numbers = dict[str, tuple[int | None, int | None]]
-"""Call numbers on x86_64 and aarch64."""
+_X32 = 0x40000000  # bit of call numbers in x86_64's x32 table, which would bypass the filter
+Numbers = dict[str, tuple[int | None, int | None]]  # call numbers on x86_64 and aarch64
 _ALWAYS: Numbers = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "unshare": (272, 97),
@@ -50,8 +48,7 @@ _ONE_SELF = {"x86_64": {234: True, 302: False}, "aarch64": {131: True, 261: Fals
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
-_NEW_NAMESPACES = 0x7E020000
-"""CLONE_NEW*: cgroup, uts, ipc, user, pid, net and mount."""
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, uts, ipc, user, pid, net and mount
 
 Instruction = tuple[int, int, int, int]
 

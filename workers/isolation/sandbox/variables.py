@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-PASSED = "DISTFLOW_PASS_ENV"
-"""Comma-separated names of variables that are passed on regardless."""
+PASSED = "DISTFLOW_PASS_ENV"  # comma-separated names of variables that are passed on regardless
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRETS?|PASSWORD|PASSWD|PASS|API_?KEY|KEY|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
 
 
