@@ -25,8 +25,7 @@ from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
 from distflow.rpc.pool import ConnectionPool
 
-_COMMITS_KEPT = 256
-"""Last commits that are remembered, to repeat them to an index that was restored from an older snapshot."""
+_COMMITS_KEPT = 256  # last commits, to repeat them to an index that was restored from an older snapshot
 _log = logging.getLogger("distflow.dock")
 
 
@@ -100,11 +99,8 @@ class DockClient:
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
         dealt. Asking again for a step that is not committed returns the same rows, also to a restarted group.
 
-        Args:
-            wait: seconds to wait for rows.
-
-        Raises:
-            TimedOut: not enough rows came in time; names the missing columns and the consumers that write them.
+        Raises `TimedOut` if not enough rows came in `wait` seconds; it names the missing columns and the consumers that
+        write them.
         """
         request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
                    "wait": wait, "step": step, "share": share, "shares": shares,
@@ -124,10 +120,7 @@ class DockClient:
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
         """Fetch columns of leased rows (by default those that the consumer reads), or of rows by id, in their order.
-
-        Raises:
-            ColumnError: a row or a column is not there; names it.
-        """
+        Raises `ColumnError`, which names a row or a column that is not there."""
         if isinstance(rows, Lease):
             columns = self.layout.consumer(rows.consumer).reads if columns is None else columns
             if not len(rows) and len(rows.all_ids):  # an empty share has columns too; only rows show their form
@@ -149,9 +142,7 @@ class DockClient:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
 
         Safe to repeat, by any rank: only the first returns True. Train, commit, and only then publish or save weights.
-
-        Raises:
-            LeaseLost: others were, or may have been, given the rows and train on them. Nothing was committed.
+        Raises `LeaseLost` if others were, or may have been, given the rows and train on them; nothing was committed.
         """
         request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
                    "ids": lease.all_ids.numpy().tobytes()}
@@ -160,11 +151,8 @@ class DockClient:
         return reply["new"]
 
     def rollback(self, consumer: str, step: int) -> int:
-        """Undo the commits from this step on; return how many rows are ready again.
-
-        Raises:
-            DockError: rows of such a step have left, or the consumer is not `can_roll_back`. Nothing was rolled back.
-        """
+        """Undo the commits from this step on; return how many rows are ready again. Raises `DockError` if rows of such
+        a step have left, or the consumer is not `can_roll_back`; nothing was rolled back."""
         reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
         for each in list(self.commits):
             if each["consumer"] == consumer and each["step"] is not None and each["step"] >= step:

@@ -1,10 +1,10 @@
 """Errors of the dock, and how a client rebuilds the one that a reply reports.
 
 DistflowError
-└── DockError         the dock cannot do what was asked
-    ├── Full          the shard has no room, and none came within the wait
-    ├── TimedOut      rows did not come in time; names the missing columns and the consumers that write them
-    └── LeaseLost     the lease ran out and its rows were given to another
+└── DockError
+    ├── Full
+    ├── TimedOut
+    └── LeaseLost
 
 A connection that breaks is no `DockError`: see `distflow.rpc.errors`.
 """

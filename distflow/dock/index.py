@@ -1,12 +1,7 @@
 """Index of one consumer: which rows are ready, which are leased to whom, and which are committed.
 
-    learn      metadata of rows arrives from the shards      → ready, once all columns of `reads` are there
-    lease      rows are handed out                           → held; back to ready when the lease expires or is released
-    commit     rows are consumed for good                    → done; retained if the consumer `can_roll_back`
-    rollback   commits from a step on are undone             → ready
-
 Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `shard.py` holds its
-lock around every call. MindSpeed RL §"Distributed Transfer Dock Strategy"; leases, commits and rollbacks are ours.
+lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL's.
 """
 
 from __future__ import annotations
@@ -27,8 +22,7 @@ class Intervals:
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()):
         self.starts: list[int] = []
-        self.ends: list[int] = []
-        """Exclusive."""
+        self.ends: list[int] = []  # exclusive
         for start, end in ranges:
             self.starts.append(start)
             self.ends.append(end)
@@ -102,10 +96,8 @@ class Lease:
         return len(self.ids)
 
 
-SHOWN = 8
-"""Ids of a long list that a message names."""
-_EXPIRED_KEPT = 512
-"""Expired leases that are remembered, to say who has their rows now."""
+SHOWN = 8  # ids of a long list that a message names
+_EXPIRED_KEPT = 512  # expired leases that are remembered, to say who has their rows now
 
 
 @dataclass
@@ -118,10 +110,8 @@ class GrantedLease:
     since: float
     expires: float
     request: int
-    holders: set[str] = field(default_factory=set)
-    """Sessions that have asked for a share."""
-    last: str = ""
-    """Session that asked last, for messages."""
+    holders: set[str] = field(default_factory=set)  # sessions that have asked for a share
+    last: str = ""  # session that asked last, for messages
 
     @property
     def rows(self) -> list[RowState]:
@@ -139,14 +129,10 @@ class ConsumerIndex:
     def __init__(self, consumer: Consumer, epoch: int = 1, epochs: Iterable[int] = ()):
         self.consumer = consumer
         self.reads = set(consumer.reads)
-        self.rows: dict[int, RowState] = {}
-        """Known and not committed."""
-        self.ready: dict[int, RowState] = {}
-        """Can be leased, in the order in which they became ready."""
-        self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()
-        """Committed rows, leases and steps."""
-        self.retained: dict[int, list[RowState]] = {}
-        """Rows by step, of commits that can still be rolled back: they stay in their shards."""
+        self.rows: dict[int, RowState] = {}  # known and not committed
+        self.ready: dict[int, RowState] = {}  # can be leased, in the order in which they became ready
+        self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()  # committed rows, leases and steps
+        self.retained: dict[int, list[RowState]] = {}  # by step; can still be rolled back, so stay in their shards
         self.first_retained = 0
         self.leases: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
@@ -169,14 +155,11 @@ class ConsumerIndex:
         return committed
 
     def relearn(self, listed: Mapping[int, Iterable[str]], shard: int, shards: int,
-                replaced: bool = True) -> list[int]:
-        """Forget the rows that a shard does not list any more, ahead of `learn`; return their ids.
-
-        Committed rows whose results were lost with a shard become ready again, but only if the shard was `replaced`:
-        a listing that was long on its way may lack results that have come since.
-        """
-        lost = [number for number in self.rows if number % shards == shard and number not in listed]
-        for number in lost:
+                replaced: bool = True) -> None:
+        """Forget the rows that a shard does not list any more, ahead of `learn`. Committed rows whose results were lost
+        with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way may
+        lack results that have come since."""
+        for number in [each for each in self.rows if each % shards == shard and each not in listed]:
             self.ready.pop(number, None)
             self.rows.pop(number)
         for number, names in listed.items():
@@ -186,7 +169,6 @@ class ConsumerIndex:
                 self.rows[number].columns = set(names)
                 if not self.reads <= set(names):
                     self.ready.pop(number, None)
-        return lost
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None,
               share: int = 0, shares: int = 1, request: int = 0) -> GrantedLease | None:
@@ -206,10 +188,8 @@ class ConsumerIndex:
             groups = choose(self.ready.values(), self.consumer, count, step)
             if not groups or sum(map(len, groups)) < least:
                 return None
-            whole = [row for group in groups for row in group]
-            dealt = deal(groups, shares) if shares > 1 else [whole]
             self.number += 1
-            granted = GrantedLease(self.number, dealt, step, now, now, request)
+            granted = GrantedLease(self.number, deal(groups, shares), step, now, now, request)
             self.leases[granted.number] = granted
             self._hold(granted)
         if len(granted.shares) != shares:
@@ -361,7 +341,7 @@ class ConsumerIndex:
         return [row for row in rows if row not in retained]
 
     def final_ranges(self) -> list[tuple[int, int]]:
-        """Return all committed rows that are not retained, as `Intervals.ranges`."""
+        """Return all of them, as `Intervals.ranges`."""
         result = Intervals(self.done.ranges)
         for rows in self.retained.values():
             for row in rows:

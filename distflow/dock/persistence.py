@@ -31,11 +31,8 @@ _END = {"end": True}
 
 
 class Journal:
-    """Commits that a process of the dock, or one that it replaces, has answered.
-
-    Raises:
-        CheckpointError: the file cannot be opened.
-    """
+    """Commits that a process of the dock, or one that it replaces, has answered. Raises `CheckpointError` if the file
+    cannot be opened."""
 
     def __init__(self, path: Path):
         self.path, self.size = path, 0
@@ -89,11 +86,8 @@ class Journal:
 
 
 def write_snapshot(messages: Iterable[Message], path: Path) -> int:
-    """Write a snapshot, under its name only when all of it is on disk; return the bytes.
-
-    Raises:
-        CheckpointError: the disk cannot store it; an earlier file is untouched.
-    """
+    """Write a snapshot, under its name only when all of it is on disk; return the bytes. Raises `CheckpointError` if
+    the disk cannot store it; an earlier file is untouched."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -110,11 +104,8 @@ def write_snapshot(messages: Iterable[Message], path: Path) -> int:
 
 
 def read_snapshot(path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield the messages of a snapshot: header and payload, [bytes] uint8.
-
-    Raises:
-        CheckpointError: the file is not there, or torn; maybe after some messages.
-    """
+    """Yield header and payload ([bytes] uint8) of each message of a snapshot. Raises `CheckpointError` if the file is
+    not there, or torn; maybe after some messages."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

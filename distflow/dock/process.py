@@ -45,14 +45,9 @@ class DockProcess(NamedTuple):
 
 def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, snapshot: Path | None = None,
           journal: Path | None = None, layout: DockLayout | None = None, number: int = 0) -> DockProcess:
-    """Start a shard server; the arguments are those of `StorageShardServer`.
-
-    Args:
-        layout, number: of a dock in which the process replaces one that has ended, with no rows.
-
-    Raises:
-        DockError: it did not come up; its own message stands on standard error.
-    """
+    """Start a shard server; the arguments are those of `StorageShardServer`. `layout` and `number` are of a dock in
+    which it replaces a process that has ended, with no rows. Raises `DockError` if it does not come up; its own
+    message stands on standard error."""
     settings = {"token": token.hex(), "host": host, "port": port, "snapshot": snapshot and str(snapshot),
                 "journal": journal and str(journal), "layout": layout and layout.to_plain(), "number": number}
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

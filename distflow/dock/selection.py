@@ -14,8 +14,7 @@ from distflow.dock.errors import DockError
 from distflow.errors import did_you_mean
 from distflow.rpc.connection import Address
 
-Ids = numpy.ndarray
-"""[rows] int64."""
+Ids = numpy.ndarray  # [rows] int64
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class DockLayout:
-    """Addresses of the shards by number, and the consumers. Row `i` lives in shard `i` modulo their count.
+    """Addresses of the shards by number, and the consumers.
 
-    Row ids must be unique in the run and are best dense (step · rows + row): then shards fill evenly, and the
-    consumed rows are a few ranges (MindSpeed RL: warehouses split the batch by sample index).
+    Row `i` lives in shard `i` modulo their count (MindSpeed RL: warehouses split the batch by sample index). Ids are
+    unique in the run and best dense (step · rows + row): shards fill evenly, and consumed rows are a few ranges.
     """
 
     addresses: tuple[Address, ...]
@@ -101,14 +100,10 @@ class RowState:
     id: int
     columns: set[str]
     tokens: int = 0
-    version: int = 0
-    """Of the weights that made it."""
-    group: int = -1
-    """Id shared by the samples of a prompt; -1: a group of its own."""
-    turn: int = -1
-    """Last saved turn, if the row is not finished."""
-    lease: int = 0
-    """Last lease that had the row; 0: none."""
+    version: int = 0  # of the weights that made it
+    group: int = -1  # id shared by the samples of a prompt; -1: a group of its own
+    turn: int = -1  # last saved turn, if the row is not finished
+    lease: int = 0  # last lease that had the row; 0: none
     held: bool = False
 
 
@@ -117,11 +112,7 @@ RowGroup = list[RowState]
 
 def choose(rows: Iterable[RowState], consumer: Consumer, count: int, step: int | None) -> list[RowGroup]:
     """Return the groups to lease, in the order in which they became ready: all before the first that does not fit into
-    `count` rows. Rows after that are not looked at.
-
-    Raises:
-        DockError: the consumer takes rows by step, and was asked without one.
-    """
+    `count` rows. Rows after that are not looked at. Raises `DockError` if the consumer's step is missing."""
     chosen: list[RowGroup] = []
     for group in _groups(rows, consumer, step):
         if len(group) > count:
@@ -148,6 +139,8 @@ def _groups(rows: Iterable[RowState], consumer: Consumer, step: int | None) -> I
 
 def deal(groups: list[RowGroup], shares: int) -> list[RowGroup]:
     """Share groups between the ranks that work on one step, about as many tokens to each; return each share's rows."""
+    if shares == 1:
+        return [[row for group in groups for row in group]]
     weights = torch.tensor([sum(max(row.tokens, 1) for row in group) for group in groups], dtype=torch.int64)
     result: list[RowGroup] = [[] for _ in range(shares)]
     for group, share in zip(groups, assign(weights, shares).tolist()):

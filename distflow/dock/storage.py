@@ -4,9 +4,8 @@
     StoredRow      metadata of a row; its columns lie at positions: the base of a batch plus the row's index there
     StorageShard   batches, positions and metadata; empty batches are dropped, half-empty large ones are copied
 
-A batch is received, stored and sent again without being rebuilt, and without pickle: the bytes that arrive can only
-become columns. A column's schema, in the message's header, is `[name, levels of raggedness, dtype, shape of an element,
-elements]`. No sockets, threads or clocks: `shard.py` has those and holds its lock around every call.
+A batch is received, stored and sent again without being rebuilt: the bytes that arrive can only become columns. A
+column's schema, in the message's header, is `[name, levels of raggedness, dtype, shape of an element, elements]`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LiveRows = dict[int, tuple[int, list[str]]]
 
 
 class StoredColumn:
-    """Column as raw buffers, each with its element size and row bounds; a ragged one's first has the rows' lengths."""
+    """Column as raw buffers with element sizes and row bounds; a ragged one's first has the rows' lengths."""
 
     def __init__(self, column: ColumnData):
         self.form = form_of(column)
@@ -177,7 +176,7 @@ def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch
 
 
 def order_of(wanted: Ids, there: Ids) -> Ids:
-    """Return the positions in `there` of those of `wanted` that it has, in the order of `wanted`."""
+    """Return the positions in `there` of those of `wanted` that it has."""
     sorter = numpy.argsort(there)
     positions = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
     found = sorter[positions] if len(there) else positions[:0]

@@ -12,7 +12,7 @@ from distflow.errors import DistflowError
 
 
 class RpcError(DistflowError):
-    """A connection cannot be used as asked. The message says what to change."""
+    """A connection cannot be used as asked."""
 
 
 class Refused(RpcError):

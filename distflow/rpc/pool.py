@@ -25,14 +25,14 @@ Reply = tuple[Header, Tensor]
 
 
 class RetryPolicy:
-    """Retry policy of one request: a broken connection is tried again until `patience` seconds have passed."""
+    """Patience with broken connections: they are tried again until `patience` seconds have passed."""
 
     def __init__(self, patience: float):
         self.patience = patience
         self.since: float | None = None
 
     def pause_or_raise(self, address: Address, error: Exception) -> None:
-        """Pause before the next attempt; raise `Unreachable` if attempts have failed for long enough."""
+        """Pause before the next attempt; raise `Unreachable` if there is none."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
         if isinstance(error, TimeoutError) or now - self.since >= self.patience:
@@ -50,7 +50,6 @@ class ConnectionPool:
         who: name of this process, sent in the first message of a connection.
         on_replaced: called with an address whose process was replaced since the last connection, unless the new one
             has forgotten all commits on purpose.
-        error_from: makes the exception of a reply that reports an error.
     """
 
     def __init__(self, token: bytes, who: str, patience: float, on_replaced: Callable[[Address], None],
@@ -68,12 +67,8 @@ class ConnectionPool:
     def ask_all(self, requests: Iterable[Request], wait: float = 0.0) -> list[Reply]:
         """Send requests to several processes at once; return the replies in their order.
 
-        Args:
-            wait: seconds that the other side may wait by itself before it replies.
-
-        Raises:
-            Exception: what `error_from` makes of the first reply that reports an error.
-            Unreachable: no reply within the patience.
+        Raises `Unreachable` if one does not reply within the patience, and `wait` seconds that it may wait by itself
+        before it replies; else what `error_from` makes of the first reply that reports an error.
         """
         requests = list(requests)
         replies: dict[int, Reply] = {}

@@ -14,10 +14,8 @@ from typing import Any
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, accept_client, check_token
 from distflow.rpc.errors import Refused, RpcError
 
-MOST = 256
-"""Connections in their handshake; each costs a thread."""
-GRACE = 0.5
-"""Seconds that a handshake has even when `MOST` are pending: it needs some milliseconds."""
+MOST = 256  # connections in their handshake; each costs a thread
+GRACE = 0.5  # seconds that a handshake has even when `MOST` are pending: it needs some milliseconds
 _ABORT = struct.pack("ii", 1, 0)
 
 
@@ -26,8 +24,7 @@ class HandshakeLimiter:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.pending: dict[socket.socket, float] = {}
-        """Start of each, oldest first."""
+        self.pending: dict[socket.socket, float] = {}  # start of each, oldest first
 
     def admit(self, sock: socket.socket) -> None:
         """Add a connection; wait at most `GRACE` for others to finish."""
@@ -65,13 +62,9 @@ _PAUSE = 0.5
 class Server:
     """Listening socket from `start` to `close`.
 
-    Args:
-        serve: called with each authenticated connection and its first message; the connection is closed when it
-            returns.
-        log: receives a warning for each refused peer.
-
-    Raises:
-        RpcError: the port is taken, or the token is too short.
+    `serve` is called with each authenticated connection and its first message; the connection is closed when it
+    returns. `log` gets a warning for each refused peer. Raises `RpcError` if the port is taken, or the token is too
+    short.
     """
 
     def __init__(self, token: bytes, host: str, port: int, serve: Callable[[Connection, dict[str, Any]], None],
@@ -88,13 +81,11 @@ class Server:
         self.address: Address = (host, self.socket.getsockname()[1])
 
     def start(self) -> Address:
-        """Serve in threads of this process; return the address."""
         self.thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self.thread.start()
         return self.address
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
         self.over = True
         with contextlib.suppress(OSError):  # closing alone leaves a thread in `accept`, and with it the port
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -125,7 +116,6 @@ class Server:
                 sock.close()
 
     def _handle(self, sock: socket.socket, peer: str) -> None:
-        """Authenticate one connection, then serve it."""
         try:
             connection, hello = accept_client(sock, peer, self.token)
         except (OSError, ValueError, Refused, ConnectionEnded) as error:

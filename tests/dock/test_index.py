@@ -205,7 +205,7 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     scored = reward.lease(6, 0.0, "a")
     reward.commit(scored.number, None, ids(scored), 0.0)
     listed = {1: ["tokens"], 5: ["tokens", "rewards"]}
-    assert update.relearn(listed, 1, 2) == [3]
+    update.relearn(listed, 1, 2)
     assert sorted(update.ready) == [0, 2, 4, 5]
     reward.relearn(listed, 1, 2)
     reward.learn(table([1]), ["tokens"])
