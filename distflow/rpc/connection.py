@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 _NONCE, _PROOF = 32, 32
 _SEGMENTS = 1024  # buffers in one sendmsg, at most (IOV_MAX of Linux)
+_BLOCK = 256 << 10  # bytes received at once where each block is used at once
 _SMALL = 16 << 10  # buffers that are smaller on average are joined first: a copy costs less than a segment
 _MIN_TOKEN = 16
 HANDSHAKE_LIMIT = 5.0  # seconds for all of it, however slowly the peer sends
@@ -93,9 +94,10 @@ class Connection:
         self.take(result.numpy().data)
         return result
 
-    def take(self, buffer: memoryview) -> None:
-        """Receive a payload into `buffer`; it must not be in shared memory."""
-        self._into(buffer)
+    def take(self, buffer: memoryview, moved: Callable[[int], None] | None = None) -> None:
+        """Receive a payload, which must not be in shared memory, into `buffer`. `moved`: called with the bytes of each
+        block, while they are in the core's own cache."""
+        self._into(buffer, False, moved)
 
     def skip(self, size: int) -> None:
         self.received += self.in_shared_memory
@@ -119,14 +121,14 @@ class Connection:
         self._into(memoryview(data), closing)
         return data
 
-    def _into(self, view: memoryview, closing: bool = False) -> None:
+    def _into(self, view: memoryview, closing: bool = False, moved: Callable[[int], None] | None = None) -> None:
         self.received += len(view)
         filled = 0
         while filled < len(view):
             if self.deadline is not None:
                 self.sock.settimeout(_time_left(self.deadline))
             try:
-                count = self.sock.recv_into(view[filled:])
+                count = self.sock.recv_into(view[filled : filled + _BLOCK] if moved else view[filled:])
             except BlockingIOError:  # SO_RCVTIMEO
                 if closing and not filled:  # silence between two messages is no stall
                     continue
@@ -136,6 +138,8 @@ class Connection:
                     raise ConnectionEnded
                 raise ConnectionResetError("the connection ended within a message")
             filled += count
+            if moved:
+                moved(count)
 
 
 def connect(address: Address, token: bytes, limit: float) -> Connection:

@@ -105,8 +105,7 @@ class SourceClient:
         self.connection = connect(entry.address, token, deadline)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
-            self.connection.send({"who": me})
-            self.theirs = self.connection.receive()[0]["offers"]
+            self.theirs = self.connection.ask({"who": me})["offers"]
             failed.pop_all()
 
     def use_for(self, entry: SourceEntry, head: PublishedVersion) -> None:
@@ -213,9 +212,7 @@ class SourceClient:
             self.have[number][index] = False
 
     def _ask(self, header: Header) -> Any:
-        self.connection.send(header)
-        reply, size = self.connection.receive()
-        self.connection.skip(size)
+        reply = self.connection.ask(header)
         if "error" in reply:
             raise SourceGone(reply["error"])
         return reply

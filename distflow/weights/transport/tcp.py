@@ -9,9 +9,6 @@ import numpy
 from distflow.rpc.connection import Connection
 from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
-_BLOCK = 256 << 10
-"""Bytes received at once: still in the core's own cache when their checksum is made."""
-
 
 class Tcp:
     name = "tcp"
@@ -36,11 +33,4 @@ class TcpPuller(PullerEnd):
              moved: Moved) -> None:
         if size != len(into):
             raise ConnectionError(f"{connection.peer} sent {size} bytes for chunks of {len(into)}")
-        connection.received += size
-        view, filled = into.data, 0
-        while filled < size:
-            count = connection.sock.recv_into(view[filled : filled + _BLOCK])
-            if not count:
-                raise ConnectionResetError("the connection ended within a chunk")
-            filled += count
-            moved(count)
+        connection.take(into.data, moved)
