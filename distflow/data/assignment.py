@@ -67,8 +67,8 @@ def _greedy(sizes: np.ndarray, order: np.ndarray, shares: int, fixed: np.ndarray
 
 
 def _deal(sizes: np.ndarray, order: np.ndarray, shares: int) -> np.ndarray | None:
-    """Deal many units out forth and back, like cards, without a loop; assign only the lightest one by one. None if
-    there are too few units, or if a share becomes heavier than one of even shares may be."""
+    """Deal units out forth and back, like cards, and only the lightest one by one. None if there are too few units, or
+    a share becomes too heavy."""
     many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
     if many <= 0:
         return None
@@ -89,10 +89,8 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
     heaviest share that `assign` reaches; the rest goes to the lightest share of all. If that ends heavier, `assign`
     decides.
 
-    Args:
-        machines: [shares]: the machine of each share.
-        at: [units]: the machine of each unit; -1 if it does not matter.
-        parts: [shares]: the work that each share is to have, in proportion, if shares differ.
+    machines: [shares]; at: [units], -1 if it does not matter; parts: [shares], the work that each is to have, in
+    proportion, if shares differ.
     """
     if parts:
         return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
@@ -166,9 +164,8 @@ def imbalance(weights: Tensor, shares_of: Tensor, shares: int, parts: Sequence[i
 
 def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: np.ndarray, parts: np.ndarray) -> \
         np.ndarray:
-    """Assign units to unlike shares, as `assign_near`: each to the share that then finishes its load first (Gonzalez,
-    Ibarra and Sahni 1977), preferring one on the unit's machine that finishes before the last one anyway. Many free
-    units on a single machine are dealt out."""
+    """Assign units to unlike shares: each to the one that then finishes its load first (Gonzalez, Ibarra and Sahni
+    1977), preferring one on the unit's machine that finishes before the last one anyway."""
     on_one_machine, by_size = (machines == machines[0]).all(), _heaviest_first(sizes)
     dealt = _deal_uneven(sizes, by_size, parts) if on_one_machine and not (near >= 0).any() else None
     if dealt is not None:
@@ -187,7 +184,7 @@ def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: 
 
 
 def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
-    """Deal to as many hands as there are parts, of which each share has its own; None if a share becomes too heavy."""
+    """Deal to as many hands as there are parts; None if a share becomes too heavy."""
     dealt = _deal(sizes, order, int(parts.sum()))
     if dealt is None:
         return None
@@ -198,8 +195,7 @@ def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.
 
 def _soonest(sizes: np.ndarray, units: np.ndarray, result: np.ndarray, parts: np.ndarray,
              limit: float = np.inf) -> float:
-    """Assign `units` in `result`, except those that no share can finish by `limit`; return when the last share
-    finishes. Shares without a part get none."""
+    """Assign `units` in `result`, but those that no share can finish by `limit`; return when the last finishes."""
     some = np.flatnonzero(parts)
     loads, due = _loads(sizes[result >= 0], result[result >= 0], len(parts))[some].astype(float), parts[some]
     for unit in units:
@@ -231,7 +227,6 @@ class ShardAssignment(NamedTuple):
         return lambda ids: self.of_finer(ids, times)
 
     def joined(self, later: ShardAssignment) -> ShardAssignment:
-        """Return this assignment extended by one of units with larger ids."""
         return ShardAssignment(np.concatenate([self.units, later.units]), np.concatenate([self.shares, later.shares]))
 
     def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,11 +18,7 @@ end. To train on a few questions again and again is a way to try things."""
 
 
 def check_data(spec: Spec) -> list[str]:
-    """Read the data of a run, and return notes on what is no mistake but probably not meant.
-
-    Raises:
-        InvalidInput: a record cannot be used, or the batch is far beyond the records.
-    """
+    """Read the data of a run, and return notes on what is no mistake but probably not meant. Raises `InvalidInput`."""
     notes, held_out = [], spec.run.validation
     sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
             *((data, validation_fields(spec), branches(spec, validation=True))
@@ -45,10 +41,6 @@ def check_data(spec: Spec) -> list[str]:
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:
-    """
-    Raises:
-        InvalidInput: a step would ask more than `_ROWS` questions, and each of them more than `_PASSES` times.
-    """
     batch = spec.run.data.batch
     if batch <= records:
         return []

@@ -59,7 +59,6 @@ class Databuffer:
         self.kept = KeptRows(_NOTHING.ids, ())
         """Rows that remained, on all ranks and in all draws, after the last task that dropped rows."""
         self.earlier: _Draw | None = None
-        """State of the step's draws before this one."""
         self.draws = 0
 
     def start(self, batch: Batch, drawn: range | None = None) -> None:
@@ -70,7 +69,6 @@ class Databuffer:
         self._begin(batch, drawn)
 
     def draw_again(self, batch: Batch, drawn: range | None = None) -> None:
-        """Continue the step with further rows of the dataset, until `put` of a task that draws joins them."""
         self.earlier = self.step_columns, self.assignments, self.kept
         self._begin(batch, drawn)
 

@@ -25,10 +25,8 @@ Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
 
 class WithoutEmpty:
-    """Records in which each one with an empty field is replaced by the next one without.
-
-    No index of them is made, so that opening stays quick and each rank finds the same ones.
-    """
+    """Records in which each one with an empty field is replaced by the next one without. Without an index, so that
+    opening stays quick and each rank finds the same ones."""
 
     def __init__(self, records: Records, fields: Fields):
         self.records, self.fields = records, fields
@@ -45,10 +43,6 @@ class WithoutEmpty:
                 for index, record in zip(indices, self.records.get(indices))]
 
     def _instead(self, index: int) -> Record:
-        """
-        Raises:
-            InvalidInput: there is no record that says something.
-        """
         for number in range(index, index + len(self.records)):
             record = self.records.get([number % len(self.records)])[0]
             if not self.fields.empty(record):
@@ -58,7 +52,6 @@ class WithoutEmpty:
                                       self.records.where(index)))
 
     def _record_skipped(self, index: int, record: Record) -> None:
-        """Count the record in the metrics each time, and record its location in events.jsonl once."""
         current().add("data/records_skipped", 1)
         if index not in self.known:
             self.known.add(index)
@@ -90,7 +83,6 @@ class Dataloader:
         return Batch(ids, {**columns, "group": ids})
 
     def take_results(self) -> tuple[()]:
-        """Return what other groups computed on the last draw's prompts: nothing."""
         return ()
 
     def finish(self) -> None:

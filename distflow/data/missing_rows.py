@@ -19,13 +19,8 @@ _SHOWN, _RANKS_SHOWN = 5, 4
 def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
                  drawn: range | None, rank: int, missing: Sequence[int]) -> str:
     """Describe which rows of `producer` the ranks `missing` owe; if none is known to be missing, those of all others.
-
-    Args:
-        origin: the layout in which the producer wrote its rows.
-        assignment: of that layout; None if it is the dataset's own, or if no rows have come to it.
-        drawn: the rows of the dataset in this step, of all shares; None if this rank does not know them.
-        rank: the one that waits.
-    """
+    assignment: of the layout `origin` in which the producer wrote them, None for the dataset's own. drawn: the rows of
+    the dataset in this step, of all shares. rank: the one that waits."""
     owners = [other for other in range(origin.first, origin.last + 1) if origin.leads(other) and other != rank]
     asked = list(missing) or owners
     expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other)

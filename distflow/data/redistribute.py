@@ -78,7 +78,7 @@ class RowMemory:
         return PoolNotice(tuple(self.pool.spare), tuple(self.reads))
 
     def add(self, size: int) -> None:
-        """Add a spare buffer of at least `size` bytes; the largest one, which is too small, is given up."""
+        """Add a spare buffer; the largest one, which is too small, is given up."""
         if self.pool.spare:
             self.pool.spare.pop(max(self.pool.spare, key=lambda address: address.size))
         self.pool.add(int(size * _SLACK))
@@ -88,7 +88,7 @@ class RowMemory:
         return self.pool.spare[address] if address in self.pool.spare else self.mapped.open(address)
 
     def lease(self, address: MemoryAddress, size: int) -> Tensor:
-        """Return the beginning of a buffer, [size] uint8; it is not used again before the last view of it is gone."""
+        """Return the beginning of a buffer, [size] uint8, which is not used again before its last view is gone."""
         if address in self.pool.spare:
             return torch.from_numpy(self.pool.lease(address, size))
         self.reads.add(address)
@@ -177,9 +177,6 @@ class Route:
 
     holder, position, ids: [pairs]: the rank that has the row, its index in that batch, its id. `bounds` [shares + 1]:
     share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`. `totals` [shares]: bytes of a share's memory.
-
-    Raises:
-        ColumnError: a share would get a row twice.
     """
 
     def __init__(self, notices: Sequence[RowNotice], forms: dict[str, ColumnForm], destinations: Destinations,
@@ -259,12 +256,9 @@ class Destination(NamedTuple):
 
 
 class Redistributor:
-    """One rank's part in moving rows between the ranks of a group."""
-
     def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
         self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
         self.moved = 0
-        """Bytes of rows that left or reached this rank in this step."""
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
@@ -381,8 +375,7 @@ class Redistributor:
 
 def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
         Iterator[tuple[BufferPart, ColumnBuffer, np.ndarray, RowRuns]]:
-    """Yield for each buffer of the rows that go from this rank to a share: its part, the buffer, its pairs, their runs.
-    """
+    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, pairs, their runs."""
     pairs = route.pairs(share, holder)
     if len(pairs):
         runs = runs_of(route.position[pairs], pairs)

@@ -39,11 +39,8 @@ class MemoryAddress(NamedTuple):
 
 
 def machine_name() -> str:
-    """Return a name that is equal for two processes if they can share memory; empty where that is not possible.
-
-    Each agent of torchrun counts as a machine. `DISTFLOW_MACHINE` overrides the name, and so does, with an
-    empty value, the use of shared memory.
-    """
+    """Return a name that is equal for two processes if they can share memory; empty where that is not possible. Each
+    agent of torchrun counts as a machine; `DISTFLOW_MACHINE` overrides the name, or, empty, forbids shared memory."""
     if "DISTFLOW_MACHINE" in os.environ:
         return os.environ["DISTFLOW_MACHINE"]
     if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
@@ -73,12 +70,8 @@ def create_memory(name: str, size: int) -> MemoryAddress:
 
 
 def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
-    """Open another process' memory that was made under this name; return a descriptor (`mode`: os.O_RDONLY or O_RDWR).
-
-    Raises:
-        ConnectionError: it is something else, of another size, or could shrink.
-        OSError: it is not there any more, or may not be opened.
-    """
+    """Open another process' memory that was made under this name; return a descriptor. Raises `ConnectionError` if it
+    is something else, smaller or could shrink, `OSError` if it is not there any more or may not be opened."""
     file = open_proven(address.process, address.descriptor, address.inode, f"/memfd:{name} (deleted)", mode)
     if os.fstat(file).st_size < address.size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         os.close(file)
@@ -88,10 +81,7 @@ def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
 
 def open_proven(process: int, descriptor: int, inode: int, name: str, mode: int) -> int:
     """Open what another process of this user has open, if /proc gives it this name and inode; raises as `open_memory`.
-
-    What is looked at is a handle that opens nothing, and the file is opened through that handle: opening something
-    else, such as a pipe or a terminal, could have consequences, and a descriptor may change its meaning in between.
-    """
+    It is looked at through a handle that opens nothing, since to open something else could have consequences."""
     handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
         path, facts = f"/proc/self/fd/{handle}", os.fstat(handle)
@@ -106,13 +96,8 @@ class SharedMemoryPool:
     """Buffers of this process that others can open; private memory on a machine that shares none.
 
     Fresh pages cost six times what warm ones do, so buffers are used again; but not while another process has one
-    locked (`flock`), even if this process no longer uses it. The kernel drops the lock of a process that dies, and the
-    memory itself with the last process that has it.
-
-    Args:
-        name: of `memory_name`.
-        least: bytes of the smallest buffer.
-        keep: how many spare buffers are kept, even if fewer are in use.
+    locked (`flock`). The kernel drops the lock of a process that dies, and memory with the last process that has it.
+    least: bytes of the smallest buffer. keep: how many spare buffers are kept, even if fewer are in use.
     """
 
     def __init__(self, name: str, least: int = mmap.PAGESIZE, keep: int = 0):
@@ -120,8 +105,7 @@ class SharedMemoryPool:
         self.spare: dict[MemoryAddress, numpy.ndarray] = {}
         """In the order in which they were given back."""
         self.used: dict[int, MemoryAddress] = {}
-        """By the memory address at which it begins, all memory in use here that others can open, mapped memory of
-        others included."""
+        """Memory in use here that others can open, mapped memory of others included, by where it begins."""
         self.lock = threading.Lock()
 
     def take(self, size: int, whole: bool = False) -> numpy.ndarray:
@@ -135,7 +119,6 @@ class SharedMemoryPool:
         return part
 
     def add(self, size: int) -> MemoryAddress:
-        """Add a spare buffer of at least `size` bytes."""
         size = max(size, self.least)
         if not machine_name():
             address, memory = MemoryAddress(os.getpid(), -1, next(_private), size), mmap.mmap(-1, size)
@@ -147,14 +130,12 @@ class SharedMemoryPool:
         return address
 
     def lease(self, address: MemoryAddress, size: int) -> numpy.ndarray:
-        """Return the beginning of a spare buffer, [size] uint8; it is spare again when the last view of that is gone.
-        """
+        """Return the beginning of a spare buffer, [size] uint8, as `take`."""
         whole = self.spare.pop(address)
         self.used[whole.ctypes.data] = address
         return view_of(whole, size, self._give_back, address, whole)
 
     def address_of(self, memory: numpy.ndarray) -> MemoryAddress:
-        """Return the address at which other processes find a buffer in use."""
         return self.used[memory.ctypes.data]
 
     def _fitting(self, size: int) -> list[MemoryAddress]:
@@ -162,18 +143,14 @@ class SharedMemoryPool:
         return sorted(found, key=lambda address: address.size)
 
     def _give_back(self, address: MemoryAddress, whole: numpy.ndarray) -> None:
-        """Make a buffer spare. Runs during garbage collection, in the middle of anything: it must not wait for a lock.
-        """
+        """Make a buffer spare: during garbage collection, in the middle of anything, so it must not wait for a lock."""
         self.used.pop(whole.ctypes.data, None)
         self.spare[address] = whole
 
 
 class MappedMemory:
-    """Mapped memory of other processes. To map pages costs as much as to copy them, so a mapping is kept as long as
-    the process that owns the file has it.
-
-    Without `writable`, whoever writes into it writes into a copy of its own.
-    """
+    """Mapped memory of other processes; without `writable`, who writes into it writes into a copy of its own. To map
+    pages costs as much as to copy them, so a mapping is kept as long as the process that owns the file has it."""
 
     def __init__(self, name: str, writable: bool):
         self.name, self.writable = name, writable
@@ -192,7 +169,6 @@ class MappedMemory:
             os.close(file)
 
     def map(self, address: MemoryAddress, file: int) -> numpy.ndarray:
-        """Return all memory of a file that was opened at this address."""
         if address.inode not in self.mapped or len(self.mapped[address.inode][1]) < address.size:
             self.mapped = {inode: pair for inode, pair in self.mapped.items() if _is_there(pair[0])}
             memory = mmap.mmap(file, address.size, access=mmap.ACCESS_WRITE if self.writable else mmap.ACCESS_COPY)
@@ -211,8 +187,7 @@ _private = itertools.count(-1, -1)
 
 
 def _is_free(address: MemoryAddress) -> bool:
-    """Return whether no other process has the buffer locked. One that locks it later checks afterwards that it is still
-    the same, and learns that it is not: so the lock need not be kept."""
+    """Return whether no other process has the buffer locked. One that locks it later finds that it is another then."""
     if address.descriptor < 0:
         return True
     try:

@@ -33,11 +33,9 @@ class Segments:
     def __init__(self, token: bytes) -> None:
         self.pool = SharedMemoryPool(_name(token), _SMALLEST, _SPARE)
         self.largest = 0
-        """Bytes of the next reply, as those before let expect."""
         self.sent = self.offered = numpy.empty(0, numpy.uint8)
 
     def offer(self) -> Header | None:
-        """Return what the first message offers the server; None where memory cannot be shared."""
         machine = machine_name()
         return {"machine": machine, "address": self.pool.add(_SMALLEST)} if machine else None
 
@@ -105,7 +103,6 @@ class MappedSegments:
         return size
 
     def payload(self, size: int) -> Tensor:
-        """Return a copy of the payload, [size] uint8: the client reuses its memory."""
         result = torch.empty(size, dtype=torch.uint8)
         result.numpy()[:] = self.payload_bytes
         return result

@@ -38,7 +38,7 @@ class ChunkStore:
         self.packed: dict[int, bytes] = {}
         self.memory: dict[int, numpy.ndarray] = {}
         self.mapped: set[int] = set()
-        """Parts that lie in a source's memory, which this process does not write to."""
+        """Parts in a source's memory, which this process does not write to."""
         self.have: dict[int, numpy.ndarray] = {}
         self.wanted: dict[int, numpy.ndarray] = {}
         self.claimed: dict[int, numpy.ndarray] = {}
@@ -47,7 +47,6 @@ class ChunkStore:
         self.complete = True
 
     def add(self, number: int, part: RankManifest, packed: bytes, memory: numpy.ndarray | None = None) -> None:
-        """Add a part's manifest, and its memory if all of it is there."""
         full = memory is not None
         with self.changed:
             self.parts[number], self.packed[number] = part, packed
@@ -92,7 +91,6 @@ class ChunkStore:
         return True
 
     def unclaimed(self, offered: ChunkMasks) -> ChunkMasks:
-        """Return the chunks that are wanted, offered and not being fetched, of the parts that have such chunks."""
         with self.changed:
             masks = {number: self.wanted[number] & ~self.have[number] & ~self.claimed[number] & mask
                      for number, mask in offered.items()}
@@ -110,7 +108,6 @@ class ChunkStore:
         return None
 
     def unclaim(self, run: Run) -> None:
-        """Let others fetch those of the chunks that have not come."""
         number, first, count = run
         with self.changed:
             self.claimed[number][first : first + count] = False
@@ -164,9 +161,7 @@ class ChunkStore:
 
 class IncomingChunks:
     """Run of chunks that is being received; each is verified when its last byte is there, still in the CPU's cache.
-
-    good: number of chunks that were right. bad: called with each chunk that was not.
-    """
+    good: number of chunks that were right. bad: called with each chunk that was not."""
 
     def __init__(self, chunks: ChunkStore, run: Run, bad: Callable[[Chunk], None]):
         self.chunks, self.bad, self.good = chunks, bad, 0
@@ -236,16 +231,9 @@ class Weights:
         return self.wanted.get(name, ShardSlice.whole(name, first.shape, first.dtype))
 
     def tensors(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor by name, on the CPU; those that lie in one piece are views of staging memory, which other
-        processes may use too, and must not be changed.
-
-        Args:
-            into: tensors of the right shapes, of any device or dtype, such as an engine's parameters: a tensor named
-                there is written there, without a copy in between.
-
-        Raises:
-            WeightsError: slices do not cover a tensor, or `into` has another shape for it.
-        """
+        """Yield each tensor by name, on the CPU, perhaps a view of memory that other processes use: it must not be
+        changed. A tensor that `into` names is written there instead, of whatever device or dtype that is. Raises
+        `WeightsError` if slices do not cover a tensor, or `into` has another shape for it."""
         for name in self.names():
             yield name, self._one(name, (into or {}).get(name))
 

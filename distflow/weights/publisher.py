@@ -68,13 +68,8 @@ class PullerConnection:
 class SourceServer:
     """Server of the chunk stores in `stores`, from `start` to `close`.
 
-    Args:
-        transports: the transports that pullers may choose from.
-        patience: seconds without a request after which a lease may go to another puller.
-        on_lease: called with the name of the puller that has the lease, or an empty one, whenever that changes.
-
-    Raises:
-        RpcError: the port is taken, or the token is too short.
+    transports: those that pullers may choose from. patience: seconds without a request after which a lease may go to
+    another puller. on_lease: called with the name of the puller that has the lease, or "", whenever that changes.
     """
 
     def __init__(self, token: bytes, who: str, host: str, transports: dict[str, Transport], patience: float,
@@ -98,7 +93,6 @@ class SourceServer:
         self.stores = {}
 
     def offer(self, chunks: ChunkStore) -> None:
-        """Serve this version too; it may still be filling."""
         self.stores = {**self.stores, chunks.key: chunks}
 
     def withdraw(self, key: str, patience: float = 0.0) -> None:
@@ -213,19 +207,13 @@ _LOOK = 0.02
 
 class Publisher:
     """One trainer rank's part of publishing. The constructor waits for the trainer's other ranks, which make theirs.
-
     A trainer that restarts makes new ones: what an earlier attempt left half published never becomes visible.
 
     Args:
-        token: of the run, at least 16 bytes.
         host: the address at which pullers reach this process.
         transport: what pullers may choose from: `auto` offers all that this process can use.
         patience: seconds for which a puller may delay a new version while it pulls the one before the last.
-        meeting: seconds within which all ranks must have come.
-
-    Raises:
-        WeightsLate: a rank of the trainer did not come.
-        NoTransport: the transport cannot be used here.
+        meeting: seconds within which all ranks must have come, or `WeightsLate` is raised.
     """
 
     def __init__(self, store: Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
@@ -247,12 +235,8 @@ class Publisher:
         """Copy and serve this rank's part of a version; when all ranks have done so, it is the newest.
 
         Args:
-            shards: this rank's tensors by name, in the model's order: DTensors or whole ones. They may change as soon
-                as this returns.
+            shards: tensors by name, in the model's order: DTensors or whole ones. They may change afterwards.
             dtype: in which floating-point tensors travel; None: each in its own.
-
-        Raises:
-            WeightsError: a shard is no slice, or this version is not newer than the last one.
         """
         if self.held and version <= self.held[-1].version:
             raise WeightsError(f"version {version} was to be published after version {self.held[-1].version}; versions "
@@ -270,11 +254,9 @@ class Publisher:
 
     @property
     def sent(self) -> int:
-        """Bytes of chunks that pullers got from this rank."""
         return self.source.sent
 
     def close(self) -> None:
-        """Stop serving; pullers continue from relays."""
         self.directory.close()
         self.source.close()
 

@@ -47,13 +47,8 @@ often a holder may refuse our token: it may just have ended, and another run hav
 
 
 class ChunkPuller:
-    """Fills a chunk store.
-
-    Args:
-        old: another version, complete: chunks that it has too need not be transferred.
-        allocate: returns memory of this process, of so many bytes.
-        deadline: seconds without a byte after which a source is left. until: when to give up (monotonic).
-    """
+    """Fills a chunk store. old: another version, complete, whose chunks need not be transferred. deadline: seconds
+    without a byte after which a source is left. until: when to give up (monotonic)."""
 
     def __init__(self, directory: Directory, head: PublishedVersion, chunks: ChunkStore, old: ChunkStore | None,
                  allocate: Callable[[int], numpy.ndarray], connections: SourceConnections, deadline: float,
@@ -65,17 +60,13 @@ class ChunkPuller:
         """By name, the heartbeat of sources that failed: they are not asked before the next one."""
         self.corrupt: Counter[Chunk] = Counter()
         self.corrupt_sources: set[str] = set()
-        """Sources of corrupt chunks, to be asked last."""
         self.refusals: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        """Bytes by source."""
         self.transports: set[str] = set()
         self.progressed_at = time.monotonic()
-        """When the last chunk was received."""
         self.last_error = "none failed"
 
     def fetch_manifests(self, add: Callable[[int, bytes], None]) -> None:
-        """Call `add` with each part's manifest that is not here. Raises `WeightsLost` if no living process has them."""
         while missing := [number for number in range(len(self.head.shares)) if number not in self.chunks.parts]:
             for entry in self._candidates(missing):
                 if wanted := [number for number in missing if number not in self.chunks.parts]:
@@ -84,13 +75,8 @@ class ChunkPuller:
                 self._wait_for_sources(missing)
 
     def fetch_chunks(self) -> None:
-        """Fetch until all wanted chunks are here.
-
-        Raises:
-            WeightsLost: no living process has the missing chunks.
-            WeightsLate: the time is over.
-            WeightsError: a chunk was received corrupt again and again, or all sources refuse our token.
-        """
+        """Fetch until all wanted chunks are here. Raises `WeightsLost` if no living process has them, `WeightsLate` if
+        the time is over, `WeightsError` if a chunk comes corrupt again and again, or all sources refuse our token."""
         while self.chunks.is_missing():
             clients = self._leased()
             if not clients:
@@ -247,7 +233,6 @@ class ChunkPuller:
                why=str(error) or type(error).__name__, have=self.chunks.count)
 
     def _wait_for_sources(self, missing: list[int]) -> None:
-        """Wait while no source is free; raise if none ever can be."""
         self.directory.update(source="")
         if time.monotonic() > self.until:
             raise WeightsLate(f"version {self.head.version} has not come in time: {self.chunks.count} of "
@@ -270,14 +255,10 @@ class Puller:
     """Pulls weights, and relays them from the first chunk on. One thread calls its methods.
 
     Args:
-        token: of the run.
         who: the process's name; no two living processes of a run have the same.
         host: the address at which other rollouts reach this process.
-        transport: `auto`, or the one that must be used.
+        transport: `auto`, or the one that must be used: `NoTransport` is raised if it cannot be.
         deadline: seconds without a byte after which a source is left for the next.
-
-    Raises:
-        NoTransport: the transport cannot be used here.
     """
 
     def __init__(self, store: Store, token: bytes, who: str, *, host: str = "127.0.0.1", transport: str = "auto",
@@ -304,7 +285,7 @@ class Puller:
         return self.directory.newest()
 
     def wait(self, version: int, seconds: float) -> int:
-        """Wait until a version at least as new as this is published; return it. Raises `WeightsLate`."""
+        """Return the newest version once it is at least as new as this. Raises `WeightsLate`."""
         deadline = time.monotonic() + seconds
         while (newest := self.newest()) < version:
             if time.monotonic() > deadline:
@@ -346,11 +327,9 @@ class Puller:
 
     @property
     def sent(self) -> int:
-        """Bytes of chunks that others got from here."""
         return self.source.sent
 
     def close(self) -> None:
-        """Stop serving. Pulled weights stay in memory."""
         self.connections.close()
         self.directory.close()
         self.source.close()

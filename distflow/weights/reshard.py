@@ -36,9 +36,6 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
         dtype: in which they travel and are yielded; None: each in its own.
         into: whole, contiguous tensors of the same names, of `dtype`, that are filled in place where that saves a copy.
         bucket_bytes: how much is gathered at a time, but at least one tensor.
-
-    Raises:
-        EngineError: a tensor is placed in a way that cannot be gathered, or `into` has another shape for it.
     """
     bucket: dict[str, tuple[DTensor, Tensor]] = {}
     key, size = None, 0

@@ -55,7 +55,7 @@ def _holders(entries: Mapping[str, SourceEntry], key: str) -> list[tuple[SourceE
 
 
 def is_supplied(entry: SourceEntry, key: str, me: str, entries: Mapping[str, SourceEntry]) -> bool:
-    """Return whether a holder has all its chunks, or gets them from one of which this is true, and not from us."""
+    """Return whether a holder has all its chunks, or gets them from one that has, and not from us."""
     served = {other.serving: other for other in entries.values() if other.serving}
     passed = {me}
     while entry.who not in passed:
@@ -86,15 +86,8 @@ class SourceGone(Exception):
 
 
 class SourceClient:
-    """Client of one source; agrees with it on a transport when it gets the lease.
-
-    Args:
-        transports: those that may be used, best first. requested: the setting that chose them.
-        deadline: seconds without a byte after which a source counts as lost.
-
-    Raises:
-        OSError, RpcError: the source does not answer.
-    """
+    """Client of one source; agrees with it on one of `transports`, best first, when it gets the lease. requested: the
+    setting that chose these. deadline: seconds without a byte after which a source counts as lost."""
 
     def __init__(self, entry: SourceEntry, head: PublishedVersion, me: str, token: bytes,
                  transports: dict[str, Transport], requested: str, deadline: float):
@@ -118,8 +111,8 @@ class SourceClient:
         """Chunks received corrupt from this source, to be fetched elsewhere."""
 
     def lease(self) -> str:
-        """Take the lease and return ""; if another puller has it, return its name. Raises `NoTransport` if none of the
-        transports can be used with this source."""
+        """Take the lease and return "", or the name of the puller that has it. Raises `NoTransport` if there is none
+        in common."""
         reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]
@@ -155,16 +148,11 @@ class SourceClient:
         return self.puller_end.run
 
     def ask(self, run: Run) -> None:
-        """Request chunks; `take` them later, in the order of the requests."""
         self.connection.send({"op": "chunks", "key": self.key, "run": run})
 
     def take(self, part: int, span: slice, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """Receive requested chunks, the bytes `span` of a part, and the source's current chunk masks with them.
-
-        Raises:
-            SourceGone: the chunks are not there any more, or the lease is not ours.
-            OSError: the source is lost.
-        """
+        """Receive requested chunks, the bytes `span` of a part, in the order of the requests, and with them the
+        source's chunk masks. Raises `SourceGone` if they are not there any more, or the lease is not ours."""
         header, size = self.connection.receive()
         if "gone" in header or "error" in header:
             raise SourceGone(f"{self.who} does not have it any more")
@@ -184,7 +172,6 @@ class SourceClient:
         return not select.select([self.connection.sock], [], [], 0)[0]
 
     def close(self) -> None:
-        """Close the connection; that ends the lease."""
         self.puller_end.close()
         self.connection.close()
 
@@ -226,7 +213,6 @@ class SourceConnections:
         self.idle: dict[str, SourceClient] = {}
 
     def take(self, entry: SourceEntry, head: PublishedVersion) -> SourceClient:
-        """Return a connection to this holder; raises what `SourceClient` raises."""
         kept = self.idle.pop(entry.who, None)
         if kept is not None and kept.entry.address == entry.address and kept.is_usable():
             kept.use_for(entry, head)

@@ -40,8 +40,7 @@ class Transport(Protocol):
 
 
 def transports(requested: str, buffers: SharedMemoryPool, host: str = "127.0.0.1") -> dict[str, Transport]:
-    """Return the transports that this process can use, best first. `host`: the address at which others reach it. Raises
-    `NoTransport` if `requested` is none of them, or cannot be used here."""
+    """Return the transports that this process can use, best first. `host`: the address at which others reach it."""
     made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers),
                                                 "ucx": lambda: Ucx(host, wished=requested == "ucx"), "tcp": Tcp}
     if requested != "auto" and requested not in made:

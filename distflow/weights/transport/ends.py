@@ -20,8 +20,7 @@ class SourceEnd:
     reply: Header = {}
 
     def send(self, connection: Connection, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
-        """Answer a request, with this header. `moved`: called with the bytes that the puller has taken, where that
-        takes long."""
+        """Answer a request, with this header. `moved`: called with the bytes that the puller has taken."""
         raise NotImplementedError
 
     def describe(self, memory: Mapping[int, numpy.ndarray]) -> Header:
@@ -43,11 +42,7 @@ class PullerEnd:
         ...
 
     def on_reply(self, answer: Header) -> None:
-        """Handle an answer about a version.
-
-        Raises:
-            OSError: what the source announced before is no longer true.
-        """
+        """Handle an answer about a version. Raises `OSError` if what was announced before is no longer true."""
 
     def map(self, part: int) -> numpy.ndarray | None:
         """Return the source's own memory of a part, which stays unchanged until the last view of it is gone, and in
@@ -57,13 +52,11 @@ class PullerEnd:
 
     def take(self, connection: Connection, size: int, part: int, span: slice, into: numpy.ndarray,
              moved: Moved) -> None:
-        """Write the bytes `span` of a part, as requested, into `into`; `size` of them are on the connection. Raises
-        `OSError` if the connection broke, or moved no byte within its limit."""
+        """Write the bytes `span` of a part, as requested, into `into`; `size` of them are on the connection."""
         raise NotImplementedError
 
     def pause(self) -> None:
         """Release what only requests need; there will be none for a while."""
 
     def close(self) -> None:
-        """Stop receiving."""
         self.pause()
