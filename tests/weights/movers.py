@@ -8,13 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import struct
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from distflow.rpc.messages import frame
 
 MIB = 1 << 20
 _LIMIT = 60.0
@@ -122,9 +121,8 @@ class Serving:
         def serve(client: Any, header: Any) -> None:
             chunks, (part, first, count) = self.source.stores[header["key"]], header["run"]
             if left[0] < count:
-                head = msgpack.packb(self.source._have(client, chunks))
                 data, chunk = chunks.view((part, first, count)), chunks.parts[part].chunk
-                client.connection.sock.sendall(struct.pack("<4sIQ", b"DFD1", len(head), len(data)) + head)
+                client.connection.sock.sendall(frame(self.source._have(client, chunks), len(data)))
                 client.connection.sock.sendall(memoryview(data)[: left[0] * chunk + chunk // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= count
