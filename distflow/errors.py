@@ -24,7 +24,7 @@ _LISTED = 30
 
 
 class DistflowError(Exception):
-    """Base of everything that distflow raises on purpose."""
+    """Base of all."""
 
     passing = True
     """Whether a restarted worker may not meet the error again."""
@@ -110,8 +110,7 @@ class Disagreement(DistflowError):
 
 
 class StepFailed(DistflowError):
-    """A detector refuses a step, and its setting `restart` asks for the step to be repeated. If that ends the run, look
-    at the step's rows, or take the setting out."""
+    """A detector refuses a step, and its setting `restart` has it repeated. Look at the step's rows, or unset it."""
 
 
 class RewardsFailed(DistflowError):
@@ -121,10 +120,7 @@ class RewardsFailed(DistflowError):
 
 
 class RankMissing(DistflowError):
-    """A rank ended, or did not come within the wait limit, while others waited for it. Its own output says why.
-
-    `ranks` are those that are missing, empty where that is not known.
-    """
+    """A rank ended, or did not come within the wait limit. Its own output says why. `ranks`: empty if not known."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()):
         super().__init__(message)

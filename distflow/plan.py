@@ -35,10 +35,9 @@ class Layout:
     """Assignment of rows to ranks, and how the ranks split a model between them.
 
     Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on. These split each layer's
-    matrices `tp` ways (tensor parallelism; neighbours), each row's tokens `cp` ways (context parallelism) and the
-    layers `pp` ways (pipeline parallelism; furthest apart). `ep` cuts the experts of a layer across ranks that are
-    there anyway: those of `dp` and `cp`. `rows` says how many rows each share has, in proportion; empty: all alike.
-    `early`: rows are dealt to the shares as they come, so that they have others than in a layout of the whole step.
+    matrices `tp` ways (neighbours), each row's tokens `cp` ways and the layers `pp` ways (furthest apart). `ep` cuts
+    the experts of a layer across the ranks of `dp` and `cp`. `rows` is how many rows each share has, in proportion;
+    empty: all alike. `early`: rows are dealt to the shares as they come.
     """
 
     dp: int
@@ -52,12 +51,10 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Number of ranks that split one model between them."""
         return self.tp * self.cp * self.pp
 
     @property
     def split(self) -> dict[str, int]:
-        """Sizes of the model's split by name: all but `dp`."""
         return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
 
     def share(self, rank: int) -> int | None:
@@ -66,7 +63,6 @@ class Layout:
         return index if 0 <= index < self.dp else None
 
     def part(self, share: int) -> Fraction:
-        """Return the fraction of all rows that a share has."""
         return Fraction(self.rows[share], sum(self.rows)) if self.rows else Fraction(1, self.dp)
 
     def cut(self, count: int, share: int) -> range:
@@ -76,7 +72,6 @@ class Layout:
 
     @property
     def last(self) -> int:
-        """Last rank that holds rows."""
         return self.first + self.dp * self.width - 1
 
     def leads(self, rank: int) -> bool:
@@ -99,9 +94,7 @@ class Transfer:
     """Columns that a task gets from one producer: an edge of the DAG.
 
     kind: "local" (same layout, handed over by reference), "all_to_all" (layouts differ) or "dock" (another group ran
-    the producer). `bytes_per_step` is an estimate over all rows at the run's longest, and
-    `bytes_of_busiest_rank` of what leaves and reaches the rank that moves most. Ids and lengths are not counted;
-    local transfers move nothing.
+    the producer). Bytes are estimates with all rows at the run's longest, without ids and lengths.
     """
 
     producer: str
@@ -125,21 +118,15 @@ class Task:
     layout: Layout
     transfers: tuple[Transfer, ...] = ()
     repeats: int = 1
-    """Rows written for each row read."""
     fan: tuple[str, ...] = ()
-    """Lineage of the rows that it reads."""
+    """Lineage of the rows that it reads; `out_fan`, of those that it writes."""
     out_fan: tuple[str, ...] = ()
-    """Lineage of the rows that it writes."""
     keep_together: bool = False
-    """Whether all rows that stem from one prompt must be on the same rank."""
     draws: int = 1
-    """Most draws of prompts in a step, until as many as a batch has are left after this task. This task and all before
-    it run once for each draw."""
+    """Most draws of prompts in a step, for each of which this task and all before it run."""
     samples: bool = False
-    """Whether its role's engine must be ready to sample."""
     arrives: bool = False
-    """Whether the step begins with its columns: another group ran it and they come through the dock, or this group ran
-    it ahead of the step (`Plan.early`)."""
+    """Whether the step begins with its columns, from the dock or from `Plan.early`."""
 
 
 @dataclass(frozen=True)
@@ -165,29 +152,21 @@ class Plan:
     added: tuple[tuple[str, str], ...] = ()
     """Dependencies (earlier, later) that the planner added between nodes of equal depth."""
     memory: tuple[MemoryItem, ...] = ()
-    """Memory of one rank; all ranks of a group are alike."""
+    """Of one rank; all ranks of a group are alike."""
     notes: tuple[str, ...] = ()
     inputs: str = ""
-    """Digest of the DAG and the run (learning rates, seeds, lengths, …), by which ranks with other settings are
-    found."""
+    """Digest of the DAG and the run, by which ranks with other settings are found."""
     dock: tuple[Transfer, ...] = ()
-    """Transfers from the rollout group to the trainer through the dock, by producer."""
+    """Transfers from the rollout group to the trainer, by producer."""
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
     """Layouts, by role, of the models with which the trainer samples or validates."""
     groups: tuple[Group, ...] = ()
-    """Empty in sync mode, where all ranks run one chain together. Else this plan only describes the whole, and each
-    rank runs the plan of its group."""
+    """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
 
     def chain(self, rank: int) -> tuple[Task, ...]:
-        """Return the ordered tasks of one rank: one for each node of its group.
-
-        A rank outside a task's layout has it for the rows that it sends.
-
-        Raises:
-            ValueError: the plan has no such rank.
-        """
+        """Return the ordered tasks of a rank; those of whose layout it is no part, for the rows that it sends."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} of a plan for {self.ranks} ranks")
         group, _ = self.group_of(rank)
@@ -238,7 +217,6 @@ class Group:
 
     @property
     def ranks(self) -> range:
-        """Ranks of the run that belong to the group."""
         return range(self.first, self.last + 1)
 
 
@@ -262,7 +240,6 @@ class RowLineage:
         self.source = source
 
     def of(self, producer: str) -> Lineage:
-        """Return the nodes that repeated the rows of a producer, outermost first."""
         return () if producer == SOURCE else self.tasks[producer].out_fan
 
     def times(self, lineage: Iterable[str]) -> int:
@@ -270,10 +247,7 @@ class RowLineage:
         return math.prod(self.tasks[node].repeats for node in lineage)
 
     def unit(self, layout: Layout) -> Lineage:
-        """Return the lineage of the rows that `layout` keeps together: the longest that its tasks share.
-
-        It is empty if all rows of a prompt must be on one rank.
-        """
+        """Return the lineage of the rows that `layout` keeps together; empty if a prompt's rows must be on one rank."""
         tasks = [task for task in self.tasks.values() if task.layout == layout]
         if layout == self.source or any(task.keep_together for task in tasks):
             return ()

@@ -26,19 +26,15 @@ from distflow.errors import Diagnostic, InvalidInput
 
 
 class Digests(Document):
-    """Digests of the DAG, the cluster and the amount of work that a plan was made for."""
+    """What a plan was made for; `work`: models, rows, lengths and mode."""
 
     dag: str
     cluster: str
     work: str
-    """Models, rows, lengths and mode."""
 
 
 class PlacedGroup(Document):
-    """Tasks that take turns on the same devices.
-
-    `devices` counts them by kind of machine; `ranks` number them through the machines in the order of the cluster file.
-    """
+    """Tasks that take turns on the same devices, counted by kind of machine, numbered in the cluster file's order."""
 
     tasks: list[str] = Field(min_length=1)
     devices: dict[str, PositiveInt]
@@ -54,10 +50,7 @@ class PlacedShares(Document):
 
 
 class PlacedTask(Document):
-    """Layout of a task, and the seconds that the cost model predicts for it.
-
-    `swap_seconds`: to load its state from host memory and back where it shares devices.
-    """
+    """Layout of a task, and the seconds that the cost model predicts for it and for swaps with host memory."""
 
     dp: PositiveInt
     tp: PositiveInt = 1
@@ -111,11 +104,7 @@ def read_plan_file(source: YamlSource, expected: Digests) -> PlacedPlan:
 
 @dataclass
 class NodeTiming:
-    """Wall-clock seconds and sizes of a node on one rank in one step.
-
-    Tokens: `prompt` over all rows, `read` counts a prompt that rows share once, `response` over all rows, `longest`
-    response.
-    """
+    """Wall-clock seconds and tokens of a node on one rank in one step; `read` counts a prompt that rows share once."""
 
     seconds: float = 0.0
     rows: int = 0
@@ -125,7 +114,6 @@ class NodeTiming:
     longest: int = 0
 
     def add(self, other: NodeTiming) -> None:
-        """Add a further draw of the same step."""
         self.seconds += other.seconds
         self.rows += other.rows
         self.prompt += other.prompt
@@ -201,7 +189,6 @@ def _foldable(one: range, other: range, devices: Sequence[DeviceProbe], zones: M
 
 
 def _runs(items: Sequence[Any], belongs: Callable[[Any, Any], bool]) -> list[list[Any]]:
-    """Split items into runs, in each of which all belong to the first."""
     runs: list[list[Any]] = []
     for item in items:
         if runs and belongs(runs[-1][0], item):
@@ -212,7 +199,6 @@ def _runs(items: Sequence[Any], belongs: Callable[[Any, Any], bool]) -> list[lis
 
 
 def _types(devices: Sequence[DeviceProbe]) -> dict[str, list[DeviceProbe]]:
-    """Return the devices of each type, by a name made from the devices' own."""
     types: dict[str, list[DeviceProbe]] = {}
     for device in devices:
         same = next((members for members in types.values() if members[0].alike(device)), None)
@@ -236,7 +222,7 @@ def _device(members: Sequence[DeviceProbe]) -> dict[str, Any]:
 
 def _pairs(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> \
         dict[Ends, list[LinkProbe]]:
-    """Return the links between the machines of two blocks, or within the machine of both, by their first ranks."""
+    """Return the links between the machines of two blocks, by the blocks' first ranks."""
     pairs = {}
     for index, one in enumerate(blocks):
         for other in blocks[index + 1:]:
@@ -251,10 +237,7 @@ def _between_machines(ends: Ends, devices: Sequence[DeviceProbe]) -> bool:
 
 
 def _zones(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[int, str]:
-    """Return the zone of each block, by its first rank: blocks that good links join are in one zone.
-
-    A link is good if its bandwidth over all devices is near to the best one's, or its bandwidth for each device is.
-    """
+    """Return the zone of each block, by its first rank: blocks are in one that links near to the best one join."""
     pairs = _pairs(blocks, devices, links)
     speeds = {ends: (sum(link.gb_s for link in measured), median(link.gb_s for link in measured))
               for ends, measured in pairs.items() if _between_machines(ends, devices)}

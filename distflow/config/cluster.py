@@ -19,14 +19,14 @@ ZONE, REGION = "zone", "region"
 
 
 class Link(Document):
-    """Link between two devices, machines or zones: `latency_us`, then `gb_s` in each direction."""
+    """Link between two devices, machines or zones; `gb_s` in each direction."""
 
     gb_s: PositiveFloat
     latency_us: NonNegativeFloat = 0.0
 
 
 class Device(Document):
-    """Type of accelerator: peak TFLOP/s by dtype without sparsity, memory, and memory bandwidth."""
+    """Type of accelerator: peak rates by dtype without sparsity, memory and its bandwidth."""
 
     tflops: dict[Literal["bfloat16", "float32"], PositiveFloat] = Field(min_length=1)
     memory_gib: PositiveFloat
@@ -49,19 +49,12 @@ class MachineGroup(Document):
 
 
 class Links(Document):
-    """Default links by distance; those that no pair of machines needs may be left out.
-
-    Bandwidths between machines are of a pair of machines, over all their devices.
-    """
+    """Default links by distance, where needed. Between machines: of a pair, over all their devices."""
 
     inside: Link | None = None
-    """Between the devices of a machine whose group has no `inside`."""
     zone: Link | None = None
-    """Between the machines of a zone."""
     region: Link | None = None
-    """Between the zones of a region."""
     world: Link | None = None
-    """Between regions."""
 
 
 class Path(Link):
@@ -89,14 +82,12 @@ class Cluster(Document):
 
     @property
     def size(self) -> int | None:
-        """Number of ranks; None if the file does not say."""
         return self.ranks or sum(kind.count * kind.devices for kind in self.machines.values()) or None
 
     def region(self, zone: str) -> str:
         return self.zones.get(zone, REGION)
 
     def inside(self, name: str) -> Link | None:
-        """Return the link between the devices of a machine of group `name`."""
         return self.machines[name].inside or self.links.inside
 
     def between(self, one: str, other: str) -> Link | None:

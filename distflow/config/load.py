@@ -31,7 +31,7 @@ DEFAULT_RUN = "embedded"
 
 @dataclass(frozen=True)
 class _Kind:
-    """Kind of file: its own top-level keys, and the option of the command line that takes it."""
+    """Kind of file: its own top-level keys, and its option on the command line."""
 
     own: frozenset[str]
     option: str
@@ -90,16 +90,13 @@ class Spec:
         return roles
 
     def model_of(self, role: str) -> Model | None:
-        """Return the role's model: its own, or that of the role it copies."""
         settings = (self.run.roles[name] for name in self.lineage(role) if name in self.run.roles)
         return next((own.model for own in settings if own.model), None)
 
     def settings_of(self, role: str) -> RoleRun | None:
-        """Return the role's part of the run file, or that of the role it copies."""
         return next((self.run.roles[name] for name in self.lineage(role) if name in self.run.roles), None)
 
     def shape_of(self, role: str) -> Shape | None:
-        """Return the sizes of the role's model, or of that of the role it copies."""
         return next((self.shapes[name] for name in self.lineage(role) if name in self.shapes), None)
 
     def resolved(self) -> dict[str, Any]:
@@ -160,7 +157,6 @@ def default_run(dag: str) -> str:
 
 
 def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
-    """Return the result of `act`; add its mistakes and return None if it raises InvalidInput."""
     try:
         return act()
     except InvalidInput as error:
@@ -234,8 +230,7 @@ def _check_models(spec: Spec) -> None:
 
 
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
-    """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, both "" if nothing
-    is."""
+    """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, else "" and ""."""
     folder = find(path, "models", spec.folder)
     remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
               "nothing is downloaded.")

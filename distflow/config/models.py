@@ -30,13 +30,11 @@ class Engine:
     """Library behind one of the interfaces of `workers.engines`."""
 
     home: str
-    """Its class, as module:class."""
     packages: tuple[str, ...] = ()
-    """Distributions, any of which provides it; none if distflow itself depends on it."""
+    """Distributions, any of which provides it; none if distflow depends on it."""
     tested: tuple[str, ...] = ()
     """Prefixes of the versions that distflow was tested with."""
     extra: str = ""
-    """The extra of setup.cfg that installs it."""
     cannot: dict[str, str] = field(default_factory=dict)
     """Missing feature → reason. A feature is a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
     elsewhere: str = ""
@@ -46,7 +44,6 @@ class Engine:
 
     @property
     def pip(self) -> str:
-        """Command that installs it."""
         return self.remedy or pip_line(self.extra)
 
 
@@ -113,7 +110,6 @@ def _conflicting_batch_invariance(spec: Spec) -> list[Diagnostic]:
 
 
 def untested(spec: Spec) -> Iterator[str]:
-    """Yield a note for each engine in use whose version distflow was not tested with."""
     for role, _, name, engine in _engines_in_use(spec):
         present = installed(engine)
         if present and not any(present.startswith(known) for known in engine.tested):
@@ -135,7 +131,7 @@ def _features(spec: Spec, role: str) -> list[str]:
 
 
 def _engines_in_use(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
-    """Yield (role, key of the run file, name, engine) for each engine that the run's roles name."""
+    """Yield (role, key of the run file, name, engine)."""
     for role, settings in spec.run.roles.items():
         if role in spec.dag.roles:
             yield role, "engine", settings.engine, TRAINERS[settings.engine]
@@ -153,7 +149,6 @@ def elsewhere(engine: Engine) -> str:
 
 
 def installed(engine: Engine) -> str | None:
-    """Return the version of the first of an engine's packages that is installed; None if none is."""
     for package in engine.packages:
         try:
             return version(package)
@@ -246,13 +241,11 @@ def parameters(lora: Lora, linears: Linears) -> int:
 
 
 def matched(targets: list[str], linears: Linears) -> list[str]:
-    """Return the layers that `targets` name."""
     return [name for name in linears
             if ALL_LINEAR in targets or any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 def linears_of(spec: Spec, model: Model | None) -> Linears:
-    """Return the inner linear layers of a model; none if it has no safetensors files."""
     if model is None:
         return {}
     if model.path is None:
@@ -293,10 +286,8 @@ def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a safetensors file from its header: 8 bytes of length, then JSON.
-
-    Returns {} for a truncated file, which loading the model reports.
-    """
+    """Return the shape of each tensor of a safetensors file from its header (8 bytes of length, then JSON); {} for a
+    truncated one, which loading the model reports."""
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
     try:
@@ -370,7 +361,6 @@ class Shape:
         return self.parameters - int(idle * self.expert_parameters)
 
     def with_value_head(self) -> Shape:
-        """Return the shape with an output layer of one number for each token."""
         return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
                        labels=1)
 
@@ -420,7 +410,6 @@ def _experts(config: dict[str, Any]) -> int:
 
 
 def _feed_forward(config: dict[str, Any], hidden: int) -> int:
-    """Return the parameters of a layer's feed-forward part: dense, or experts and router."""
     experts = _experts(config)
     if not experts:
         return 3 * hidden * config["intermediate_size"]
@@ -439,7 +428,7 @@ def _vision_parameters(vision: dict[str, Any], hidden: int) -> int:
 
 
 def _labels(config: dict[str, Any]) -> int | None:
-    """Return a classifier's outputs for each token: its labels, by Hugging Face's default 2."""
+    """Return the number of a classifier's labels; Hugging Face's default is 2."""
     kinds = ("ForSequenceClassification", "ForTokenClassification")
     if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
         return None
@@ -447,7 +436,6 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def shape_of_embedded(model: Model) -> Shape:
-    """Return the sizes of a model that is made at start from an `architecture`."""
     text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
@@ -456,10 +444,7 @@ def shape_of_embedded(model: Model) -> Shape:
 
 
 def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the configuration keys of a tiny architecture's experts.
-
-    The experts of a token together have the width of a dense feed-forward part.
-    """
+    """Return the configuration keys of a tiny architecture's experts, those of a token as wide as a dense layer."""
     if not mixture:
         return {}
     experts, each = mixture
@@ -468,10 +453,7 @@ def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
 
 
 def embedded_vision(hidden: int) -> dict[str, Any]:
-    """Return the image encoder's configuration of a tiny architecture: two layers as wide as the text's.
-
-    A token is a square of 16 × 16 pixels.
-    """
+    """Return the image encoder's configuration of a tiny architecture; a token is a square of 16 × 16 pixels."""
     return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
             "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}

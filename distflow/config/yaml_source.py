@@ -45,7 +45,7 @@ class YamlSource:
     """Paths whose value is a guess, since the one in the file is wrong; later checks should not report them."""
 
     def location(self, path: tuple, key: bool = False) -> Location:
-        """Return the location of `path`; that of the nearest enclosing key if the file lacks it."""
+        """Return the location of `path`, or of the nearest enclosing key."""
         if not key and path in self.values:
             return self.values[path]
         for end in range(len(path), 0, -1):
@@ -71,11 +71,7 @@ class YamlSource:
 
 
 def parse_value(text: str, shown: str) -> Any:
-    """Return one YAML value, as written after the `=` of `--set`; `shown` names it in messages.
-
-    Raises:
-        InvalidInput: the text is not YAML.
-    """
+    """Return one YAML value, as written after the `=` of `--set`; `shown` names it in messages."""
     try:
         source = parse(text, shown)
         mistakes = source.mistakes
@@ -104,11 +100,7 @@ def read(path: Path, shown: str | None = None) -> YamlSource:
 
 
 def parse(text: str, file: str) -> YamlSource:
-    """Parse a text; `file` names it in messages.
-
-    Raises:
-        InvalidInput: the text is not YAML.
-    """
+    """Parse a text; `file` names it in messages. Raises InvalidInput if it is not YAML."""
     source = YamlSource(file, lines=text.splitlines())
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -328,7 +320,6 @@ def _expected(item: Any) -> str:
 
 
 def _fields_at(kind: Any, path: tuple) -> list[str]:
-    """Return the keys allowed at `path` below `kind`."""
     kind = _kind_at(kind, path)
     return [field.alias or name for name, field in kind.model_fields.items()] if _is_document(kind) else []
 

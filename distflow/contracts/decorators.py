@@ -38,35 +38,31 @@ class NodeMarks:
     """Arguments of `@node`: what a contract needs beyond the signature."""
 
     writes: tuple[str, ...] = ()
-    """Columns that it returns, in order; `{role}` is replaced by the node's role."""
+    """Columns that it returns, in order; `{role}` stands for the node's."""
     type: str = "COMPUTE"
     """MODEL_INFERENCE, MODEL_TRAIN or COMPUTE."""
     keep_together: str | None = None
-    """Column whose equal values must not be split between ranks."""
+    """Column whose equal values stay on one rank."""
     repeats: str | None = None
     """Setting with the number of rows that it returns for each row that it gets."""
     refills: str | None = None
-    """For a function that writes `keep`: setting with the most draws of prompts in a step, the first one included,
-    until as many as its batch has are kept."""
+    """For a function that writes `keep`: setting with the most draws of prompts until a batch of them is kept."""
     default_for: tuple[str, ...] = ()
     """Roles whose nodes of this type run it when they name no function."""
     requires: dict[str, str] = field(default_factory=dict)
     """Setting → optional column that must be there when the setting is not zero."""
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    """Setting → (another setting, its value): it must be given with that value and with no other, as
-    `{"fixed_length": ("aggregate", "fixed_length_sum")}`."""
+    """Setting → (another setting, the value with which it must be given, and with no other)."""
     only_with: dict[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
-    """Setting → (another setting, its values): it may be given with those and with no other, as
-    `{"clip": ("loss", ("ppo", "gspo"))}`."""
+    """Setting → (another setting, the values with which alone it may be given)."""
     refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
     """Setting → value that its annotation leaves out → why, and what to write instead."""
     head: str | None = "lm"
-    """For a model function, the head that its role must have: "lm" or "value"; None if it works with any."""
+    """Head that the role of a model function must have: "lm" or "value"; None for any."""
     samples: bool | None = None
-    """For a model function, whether its role's engine must be ready to sample; default: if it repeats rows."""
+    """Whether the engine of a model function must be ready to sample; default: if it repeats rows."""
     row_wise: bool = False
-    """For a model function: what it returns for a row depends on that row alone, so that it may be called on some of a
-    step's prompts while others are still sampled."""
+    """A model function's result for a row depends on that row alone, so that it may run while others are sampled."""
 
     def __post_init__(self) -> None:
         for name in ("writes", "default_for"):
@@ -93,11 +89,8 @@ def node(
     """Make a function usable as `function:` of a node; its signature is its contract.
 
     Positional parameters are the columns that it reads (optional if they have a default), keyword-only ones the
-    settings of `with:`. A model function's first parameter is its role's engine.
-
-    Args: those of `NodeMarks`, a single name standing for a tuple of one.
-
-    All of them are written as plain values, so that they are known without importing the module.
+    settings of `with:`. A model function's first parameter is its role's engine. The arguments are those of
+    `NodeMarks`, as plain values, so that they are known without importing the module.
     """
     marks = NodeMarks(_tuple(writes), type, keep_together, repeats, refills, _tuple(default_for), requires or {},
                       belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)
@@ -146,20 +139,18 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
     names a column of the dataset (`data.columns`) or of a node upstream. Keyword-only parameters are settings, given
     as `reward: {NAME: {SETTING: VALUE}}`. It may be `async`.
 
-    It runs in a process of its own beside the rank. A call that raises, takes too long, ends its process or returns
-    anything but finite numbers is repeated, and then its sample leaves the step and is counted. A DistflowError that it
-    raises says that no call can succeed, and ends the run.
+    It runs in a process of its own. A call that raises, takes too long, ends its process or returns anything but finite
+    numbers is repeated, and then its sample leaves the step. A DistflowError says that no call can succeed, and ends
+    the run.
 
     Args:
         timeout: seconds for one call; for a function of lists, for all its samples.
         retries: further calls for a sample whose call has failed.
         concurrency: calls of an async function that wait at the same time, in one process.
-        in_rank: call it in the rank itself, and once: only for what cannot hang, whatever it is given. A function of
-            lists and an async one run in a process all the same.
-        shortcut: called first, in the rank, with the same arguments; what it returns is the reward unless it is None.
-            It too must not be able to hang.
-        check: called with the settings that a recipe gives, when the run is validated; says what is wrong with them,
-            else "". The module is imported for it.
+        in_rank: call it once, in the rank itself: only for what cannot hang. Not for lists and async functions.
+        shortcut: called first, in the rank; what it returns is the reward unless it is None. It must not hang either.
+        check: called with the settings of a recipe when the run is validated; says what is wrong, else "". The module
+            is imported for it.
     """
     marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
 
@@ -181,9 +172,8 @@ def loss(function: F) -> F:
         lengths         [rows] int64: how many of these tokens each row has, one row after the other
 
     `logprobs` is needed, the others may be left out. Keyword-only parameters are settings, from `loss_settings:`. It
-    returns the loss of each token, a tensor of the shape of `logprobs`, and averages nothing: `aggregate:` says how
-    tokens count, so that the result does not depend on micro-batches and ranks. For the same reason a token's loss may
-    depend on the other tokens of its row, but not on other rows.
+    returns the loss of each token, in the shape of `logprobs`, which may depend on the other tokens of its row, but not
+    on other rows: `aggregate:` says how tokens count, and nothing depends on micro-batches and ranks.
     """
     function.__distflow_loss__ = True
     return function
@@ -213,14 +203,14 @@ def environment(kind: C | None = None, *, safe: bool = False, together: int = 51
     """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
 
     `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
-    keyword-only ones the settings of `environment_settings:`. `step(text)`, a function or a coroutine, gets what the
-    model said in its turn and returns a `Turn`. All of it runs in a process of its own.
+    keyword-only ones the settings of `environment_settings:`. `step(text)`, which may be `async`, gets what the model
+    said in its turn and returns a `Turn`. All of it runs in a process of its own.
 
     Args:
-        safe: doing the same steps again in a new instance gives the same and changes nothing elsewhere. A step that
-            failed because its process ended is then tried again; else the trajectory is left out.
-        together: steps that a process of safe ones has under way at a time, if `step` is a coroutine. Others wait for
-            them: give fewer where a step computes, for the time that it may take runs from its beginning.
+        safe: the same steps give the same in a new instance, and change nothing elsewhere: a step whose process ended
+            is tried again. Else the trajectory is left out.
+        together: steps of safe ones that a process has under way at a time, if `step` is a coroutine. Give fewer where
+            a step computes, for its time limit runs from its beginning.
     """
     def register(kind: C) -> C:
         kind.__distflow_safe__, kind.__distflow_together__ = safe, together
@@ -230,7 +220,6 @@ def environment(kind: C | None = None, *, safe: bool = False, together: int = 51
 
 
 def _register(registry: dict[str, Any], function: F) -> F:
-    """Add a function to a registry. Raises InvalidInput if another module has registered one of the same name."""
     other = registry.get(function.__name__)
     if other is not None and other.__module__ != function.__module__:
         raise InvalidInput(f"`{function.__name__}` of module `{function.__module__}` has the name of a function of "

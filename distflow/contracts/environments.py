@@ -35,8 +35,7 @@ _OF_DATA = {"question": "questions", "answer": "answers"}
 
 @dataclass(frozen=True)
 class EnvironmentContract(Signature):
-    """Contract of an environment's class: what `__init__` takes. `steps`: it has a method `step`; `coroutine`: that is
-    one."""
+    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one."""
 
     steps: bool = True
     safe: bool = False
@@ -44,7 +43,6 @@ class EnvironmentContract(Signature):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column of each positional parameter."""
         return {read.name: _OF_DATA.get(read.name, read.name) for read in self.reads}
 
 
@@ -84,11 +82,7 @@ def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -
 
 
 def load_environment(name: str) -> type:
-    """Return the class of an environment: `module:Name`, or the name of one that is shipped or registered.
-
-    Raises:
-        InvalidInput: there is none, or its module fails when it is imported.
-    """
+    """Return the class of an environment: `module:Name`, or the name of one that is shipped or registered."""
     module, separator, own = name.rpartition(":")
     if not separator and own not in decorators.ENVIRONMENTS:
         module = next((each for each in shipped_modules() if own in {kind.name for kind in environments_in(each)}), "")
@@ -100,7 +94,6 @@ def load_environment(name: str) -> type:
 
 
 def environment_contract(environment: type) -> EnvironmentContract:
-    """Return the contract of an imported class."""
     step = getattr(environment, "step", None)
     return EnvironmentContract(**vars(live_signature(environment)), steps=step is not None,
                                safe=getattr(environment, "__distflow_safe__", False),

@@ -196,7 +196,6 @@ def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Con
 
 
 def shipped_rewards() -> dict[str, RewardContract]:
-    """Return the contracts of the shipped rewards, by name."""
     return {each.name: each for module in SHIPPED for each in map(_of_definition, definitions(module, "reward"))}
 
 
@@ -221,7 +220,6 @@ def validation_fields(spec: CheckedSpec) -> list[str]:
 
 
 def reward_contract(function: Any) -> RewardContract:
-    """Return the contract of a registered function, by its live signature."""
     return _contract(live_signature(function))
 
 
@@ -271,7 +269,6 @@ def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
 
 
 def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
-    """Run the reward's own `check` on its settings."""
     if contract.checked:
         decorators.load_module(contract.module)
         if wrong := decorators.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
@@ -290,8 +287,7 @@ def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -
 
 
 def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
-    """Return the contracts of all rewards that can be named; import modules only if sources do not show those
-    wanted."""
+    """Return the contracts of all rewards that can be named; modules are imported only if one wanted is missing."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
     found: dict[str, RewardContract] = {}
     for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
@@ -312,7 +308,6 @@ def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) 
 
 
 def _of_definition(definition: Definition) -> RewardContract:
-    """Return the contract of a reward from its source. Raises InvalidInput if it cannot be one."""
     contract = replace(_contract(read_signature(definition)), checked="check" in definition.arguments)
     if contract.batched and contract.result in ("float", "int", "bool"):
         raise InvalidInput(Diagnostic(f"reward `{contract.name}` takes all samples and returns one {contract.result}",
@@ -321,11 +316,7 @@ def _of_definition(definition: Definition) -> RewardContract:
 
 
 def _contract(plain: Signature) -> RewardContract:
-    """Return the contract of a reward from that of its function.
-
-    Raises:
-        InvalidInput: it mixes parameters for one sample and for all, or has a reserved name.
-    """
+    """Return the contract of a reward. Raises InvalidInput if its parameters or its name cannot be those of one."""
     names = [read.name for read in plain.reads]
     batched = any(name in _PER_SAMPLE.values() for name in names)
     if mixed := [name for name in names if name in _PER_SAMPLE] if batched else []:
@@ -348,11 +339,7 @@ def _contract(plain: Signature) -> RewardContract:
 
 
 def _check_sample_form(plain: Signature, name: str, form: str) -> None:
-    """Check that a parameter of one sample is annotated as such, and one of all samples as a list.
-
-    Raises:
-        InvalidInput: the parameter's name says one thing and its annotation the other.
-    """
+    """Raise InvalidInput if a parameter is of one sample by its name and of all by its annotation, or vice versa."""
     one = next((one for one, column in _PER_SAMPLE.items() if name in (one, column)), None)
     if one is None or form not in (_BATCH_FORMS if name == one else _SAMPLE_FORMS) or form == "list[int]":
         return

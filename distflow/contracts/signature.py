@@ -77,7 +77,6 @@ class Signature:
 
     @property
     def key(self) -> str:
-        """Name by which a worker loads it: `module:function`."""
         return f"{self.module}:{self.name.rpartition(':')[2]}"
 
 
@@ -87,7 +86,7 @@ class Contract(Signature):
 
     marks: decorators.NodeMarks = decorators.NodeMarks()
     returns: tuple[str, ...] = ()
-    """Form of each column that it writes; empty if it has no annotation."""
+    """Form of each column that it writes, if annotated."""
 
     @property
     def samples(self) -> bool:
@@ -107,7 +106,7 @@ def of_module(module: str) -> tuple[Contract, ...]:
     """Return the contracts of the functions that a module's source marks with `@node`.
 
     Raises:
-        InvalidInput: the module cannot be found, is not Python, or marks a function in a way that cannot work.
+        InvalidInput: there is no such module, it is not Python, or it marks a function in a way that cannot work.
     """
     path = module_file(module)
     if path is None:
@@ -116,11 +115,7 @@ def of_module(module: str) -> tuple[Contract, ...]:
 
 
 def load_function(key: str) -> Any:
-    """Return the function that a contract's `key` names; importing its module may register more.
-
-    Raises:
-        InvalidInput: its module fails when it is imported.
-    """
+    """Return the function that a contract's `key` names. Raises InvalidInput if its module cannot be imported."""
     module, _, name = key.partition(":")
     return getattr(decorators.load_module(module), name, None) or decorators.NODES[name]
 
@@ -199,11 +194,7 @@ def _signature(name: str, module: str, where: Location, arguments: ast.arguments
 
 
 def _contract(signature: Signature, wrong: list[Diagnostic], marks: decorators.NodeMarks) -> Contract:
-    """Return the contract of a node function.
-
-    Raises:
-        InvalidInput: there is something `wrong` with its settings, or the arguments of `@node` do not fit it.
-    """
+    """Return the contract of a node function. Raises InvalidInput with all that is wrong with it."""
     settings = {name: setting.at_least(1) if name in (marks.repeats, marks.refills) else setting
                 for name, setting in signature.settings.items()}
     reads = signature.reads[1:] if marks.type in ENGINE_TYPES else signature.reads
@@ -246,7 +237,6 @@ def _wrong_marks(contract: Contract, positional: bool) -> Iterator[tuple[str, st
 
 
 def _named_settings(marks: decorators.NodeMarks) -> Iterator[tuple[str, str]]:
-    """Yield (argument of `@node`, setting that it names)."""
     yield from ((name, setting) for name in ("repeats", "refills") if (setting := getattr(marks, name)) is not None)
     for name in ("requires", "belongs_to", "only_with", "refuses"):
         for setting, value in getattr(marks, name).items():
@@ -256,7 +246,6 @@ def _named_settings(marks: decorators.NodeMarks) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_forms(marks: decorators.NodeMarks) -> Iterator[tuple[str, str]]:
-    """Yield (mistake, hint) for `belongs_to`, `only_with` and `refuses` of another form."""
     for name, pair in marks.belongs_to.items():
         if not _is_pair(pair):
             yield (f"`belongs_to` of `{name}` is {pair!r}, not another setting and its value",
@@ -287,11 +276,7 @@ def _forms(result: str, count: int) -> tuple[str, ...]:
 
 
 def imported(module: str, name: str) -> Contract | None:
-    """Return the contract of a function that the source does not show, by importing the module; None if it has none.
-
-    Raises:
-        InvalidInput: the import fails.
-    """
+    """Return the contract of a function that the source does not show, by importing the module; None if it has none."""
     loaded = decorators.load_module(module, f"It is imported because its source shows no `{name}` with @node above it.")
     function = getattr(loaded, name, None) or decorators.NODES.get(name)
     if function is None or not hasattr(function, "__distflow_node__"):
@@ -300,7 +285,6 @@ def imported(module: str, name: str) -> Contract | None:
 
 
 def live_contract(name: str, module: str, function: Any, marks: decorators.NodeMarks) -> Contract:
-    """Return the contract of an imported function."""
     signature, wrong = _of_live(function)
     return _contract(dataclasses.replace(signature, name=name, module=module), wrong, marks)
 
