@@ -151,7 +151,10 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
     bounds = {name: limit for name, limit in found.items() if name in BOUNDS}
     setting = Setting(argument.arg, bare, ast.unparse(default) if default else REQUIRED, bounds,
                       found.get("description", ""), kind)
-    _check(setting)
+    if bounds and setting.value is not None and (wrong := setting.wrong(setting.value, "")):
+        raise Unreadable(f"has a default that {wrong[0]}")
+    if setting.value is None and setting._is_number and setting._within() is None:
+        raise Unreadable(f"must be {setting.bounds}, which no number is")
     return setting
 
 
@@ -159,20 +162,13 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
 def _annotation(text: str) -> tuple[str, Any, dict[str, Any]]:
     """Return an annotation without quotes and bounds, its type, and the arguments of its `Field`."""
     node = _Expansion(_ALIASES).visit(ast.parse(text, mode="eval").body) if text else None
-    return annotation_text(node), _kind(node), _limits(node)
-
-
-def _check(setting: Setting) -> None:
-    if not setting.limits:
-        return
-    try:
-        fits = not setting.errors(setting.value) or setting.value is None
-    except (SchemaError, PydanticSchemaGenerationError) as error:
-        raise Unreadable(f"has bounds that do not fit its type: {error}") from None
-    if not fits:
-        raise Unreadable(f"has the default {setting.default}, which is not {setting.bounds}")
-    if setting.value is None and setting._is_number and setting._within() is None:
-        raise Unreadable(f"must be {setting.bounds}, which no number is")
+    bare, kind = annotation_text(node), _kind(node)
+    if "Field(" in text:
+        try:
+            TypeAdapter(kind, config=_STRICT)
+        except (SchemaError, PydanticSchemaGenerationError) as error:
+            raise Unreadable(f"has bounds that do not fit its type: {error}") from None
+    return bare, kind, _limits(node)
 
 
 def _name(node: ast.expr | None) -> str:

@@ -382,7 +382,7 @@ def test_marks_that_do_not_fit_their_function() -> None:
     for part in ("modules/wrong_marks.py:13: @node of `muddled`: `type` is 'COMPUT'", "`repeats` names `copies`",
                  "`requires` names column `reference_logprobs`", "`keep_together` is 'episode'",
                  "modules/wrong_marks.py:13: setting `kl` of `muddled` has `Field(min=0)` in its annotation",
-                 "setting `epsilon` of `muddled` has the default 0.0, which is not above 0",
+                 "setting `epsilon` of `muddled` has a default that must be above 0, not 0.0",
                  "`belongs_to` of `kl` is 'clip'",
                  "`refills` is for a function that says which rows stay",
                  "`only_with` of `epsilon` is ('kl', 0.1)",

@@ -56,10 +56,12 @@ def test_values_that_fit_and_those_that_do_not(annotation: str, inside: tuple, o
     ("Annotated[float, Field(0.5, ge=0)]", "has `Field(0.5, ge=0)` in its annotation"),
     ("Literal[Color.RED]", "has the annotation Literal[Color.RED], and only plain values can be read"),
     ("Annotated[float, Field(gt=1, lt=0)]", "must be above 1 and below 0, which no number is"),
-    ("Annotated[float, Field(gt=0)] = 0.0", "has the default 0.0, which is not above 0"),
+    ("Annotated[float, Field(gt=0)] = 0.0", "has a default that must be above 0, not 0.0"),
     ("Annotated[str, Field(pattern='(')] = 'x'", "has bounds that do not fit its type"),
     ("Annotated[str, Field(pattern='(')]", "has bounds that do not fit its type"),
-    ("Annotated[int, Field(pattern='x')] = 3", "has the default 3, which is not text that matches x"),
+    ("Annotated[int, Field(pattern='x')] = 3", "has a default that must be a whole number, not 3"),
+    ("list[Annotated[str, Field(pattern='(')]]", "has bounds that do not fit its type"),
+    ("Annotated[int, Field(ge=0)] = 0.5", "has a default that must be a whole number, not 0.5"),
     ("Annotated[float, Field(ge='0')]", "has bounds that do not fit its type"),
 ])
 def test_what_cannot_be_read_says_why(annotation: str, why: str) -> None:

@@ -227,7 +227,7 @@ def test_settings_that_cannot_be_read_are_said_with_their_lines(module) -> None:
     assert (first.where.line, second.where.line) == (7, 8)
     assert first.what.startswith("setting `computed` of `f` has `Field(ge=LIMIT)` in its annotation, and only plain")
     assert "share: Annotated[float, Field(gt=0, le=1)] = 0.5" in first.hint
-    assert second.what == "setting `beside` of `f` has the default 0.0, which is not above 0"
+    assert second.what == "setting `beside` of `f` has a default that must be above 0, not 0.0"
 
 
 def test_the_former_notation_of_bounds_is_answered_with_the_new_one(module) -> None:
