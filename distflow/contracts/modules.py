@@ -55,14 +55,19 @@ def check_syntax(module: str) -> None:
 
 
 @functools.cache
-def _decorated(module: str, path: Path | None) -> tuple[tuple[str, Definition], ...]:
-    if path is None:
-        return ()
+def _body(module: str, path: Path) -> list[ast.stmt]:
     try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
+        return ast.parse(path.read_text(encoding="utf-8")).body
     except SyntaxError as error:
         location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
         raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None
+
+
+@functools.cache
+def _decorated(module: str, path: Path | None) -> tuple[tuple[str, Definition], ...]:
+    if path is None:
+        return ()
+    body = _body(module, path)
     names = _imported_names(body)
     aliases = {target.id: item.value for item in body if isinstance(item, ast.Assign) for target in item.targets
                if isinstance(target, ast.Name)}
@@ -157,10 +162,9 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
 def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (module, line, text) of the top-level imports of a file; nothing if it is not Python (reported
     elsewhere)."""
-    source = path.read_text(encoding="utf-8")
     try:
-        body, lines = ast.parse(source).body, source.splitlines()
-    except SyntaxError:
+        body, lines = _body(module, path), path.read_text(encoding="utf-8").splitlines()
+    except InvalidInput:
         return
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for item in body:

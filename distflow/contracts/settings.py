@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import AfterValidator, ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
-from distflow.errors import did_you_mean
+from distflow.errors import did_you_mean, nearest
 
 REQUIRED = "<required>"
 _WORDS = {"ge": "at least {:g}", "gt": "above {:g}", "le": "at most {:g}", "lt": "below {:g}",
@@ -118,7 +118,9 @@ class Setting:
         if len(limits) < len(errors):
             kinds = " or ".join(_SAID.get(kind, kind.replace("Literal[", "one of ["))
                                 for kind in self.annotation.split(" | "))
-            hint = "" if self.default == REQUIRED else f"Its default is {self.default}."
+            words = re.findall(r"'([^']*)'", "".join(each.get("ctx", {}).get("expected", "") for each in errors))
+            meant, default = nearest(str(value), words), "" if self.default == REQUIRED else self.default
+            hint = f"Did you mean `{meant}`?" if meant else f"Its default is {default}." if default else ""
             return f"must be {kinds}, not {str(value).lower() if isinstance(value, bool) else repr(value)}", hint
         inside = ".".join(map(str, errors[0]["loc"]))
         bounds = f"{_WORDS[limits[0]].format(errors[0]['ctx'][limits[0]])} in {inside}" if inside else self.bounds

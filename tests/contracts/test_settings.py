@@ -79,6 +79,8 @@ def test_what_cannot_be_read_says_why(annotation: str, why: str) -> None:
     ("x: PositiveFloat | None = None", 0, "must be above 0, not 0\nTake `x` out, or give a number above 0."),
     ("x: PositiveFloat | None = None", "wide", "must be a number or null, not 'wide'\nIts default is None."),
     ("x: Literal['a', 'b'] = 'a'", "c", "must be one of ['a', 'b'], not 'c'\nIts default is 'a'."),
+    ("x: Literal['token', 'row'] = 'row'", "tokn",
+     "must be one of ['token', 'row'], not 'tokn'\nDid you mean `token`?"),
     ("x: list[PositiveInt]", [3, 0], "must be at least 1 in 1, not 0\n"),
     ("x: Annotated[str, Field(pattern='^http')]", "ftp", "must be text that matches ^http, not 'ftp'\n"),
     ("x: Regex", "(", "is not a regular expression: missing ), unterminated subpattern at position 0\nIn YAML, put"),
