@@ -61,7 +61,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         frozen = context.spec.run.robust.detectors.get("frozen", {})
         continue_stopped(worker_context.supervisor_pid, frozen.get("seconds", _STOPPED))
     heartbeat.set_current(own_heartbeat)
-    own_heartbeat.answer()
+    own_heartbeat.start()
     context = context.reloaded(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)

@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any, Literal, TypeVar, overload
 
 from distflow.config.run import Phase
-from distflow.telemetry.heartbeat import Heartbeat, HeartbeatReading
+from distflow.telemetry.heartbeat import Heartbeat, Silence
 
 _ACTIVE = 0.1  # percent of the time; less is noise
 
@@ -80,7 +80,7 @@ def tensor_cores(uuid: str) -> Callable[[], bool] | None:
     return worked
 
 
-_ASK = 1.0  # seconds between two pings of a worker
+_LOOK = 1.0  # seconds between two looks at a GPU, and beyond which a look at a worker is late
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Observation:
     """State of a worker as its supervisor observes it. Times are in seconds.
 
     group: `trainer`, `rollout`, or in mode sync `ranks`. silent: since its last progress: a micro-batch, some tokens or
-    a new phase. mute: for how long it has not answered a ping; a process that computes, waits for others or for a tool
-    answers, one that is stopped or holds Python's lock does not. idle: since its GPU's tensor cores last worked; None
-    where that is not measured.
+    a new phase. mute: since its last heartbeat; a process that computes, waits for others or for a tool has one, one
+    that is stopped or holds Python's lock does not. idle: since its GPU's tensor cores last worked; None where that is
+    not measured.
     """
 
     group: str
@@ -185,39 +185,40 @@ class HealthMonitor:
                                           for name, function in DETECTORS.items()]
 
     def begin(self, heartbeat: Heartbeat) -> None:
-        self.heartbeat, self.progress = heartbeat, -1
-        self.moved = self.asked_at = self.looked = self.worked = self.sampled = time.monotonic()
-        self.gpu, self.cores = "", None
-        self.question = heartbeat.ask()
+        self.heartbeat, self.gpu = heartbeat, ""
+        self.progress, self.heartbeats = Silence(_LOOK), Silence(_LOOK)
+        self.cores: TensorCores | None = None
 
     def look(self) -> Finding | None:
-        observation = self._observe(time.monotonic())
+        observation = self._observe()
         for each in self.detectors:
             if what := each(observation):
-                return Finding(f"it {what}.", symptom=observation.mute < _ASK * 2, silent=observation.silent)
+                return Finding(f"it {what}.", symptom=observation.mute < _LOOK * 2, silent=observation.silent)
         return None
 
-    def _observe(self, now: float) -> Observation:
-        reading: HeartbeatReading = self.heartbeat.read()
-        late = max(0.0, now - self.looked - _ASK)  # time in which the supervisor itself stood still does not count
-        self.moved, self.asked_at, self.looked = self.moved + late, self.asked_at + late, now
-        if reading.progress != self.progress:
-            self.progress, self.moved = reading.progress, now
-        if self.heartbeat.answered >= self.question and now - self.asked_at > _ASK:
-            self.question, self.asked_at = self.heartbeat.ask(), now
-        self._look_at_gpu(now, late)
-        mute = 0.0 if self.heartbeat.answered >= self.question else now - self.asked_at
-        idle = now - self.worked if self.cores else None
-        return Observation(self.group, reading.phase, reading.step, now - reading.since, now - self.moved, mute, idle)
-
-    def _look_at_gpu(self, now: float, late: float) -> None:
-        self.worked += late
+    def _observe(self) -> Observation:
+        reading = self.heartbeat.read()
         if self.gpu != self.heartbeat.gpu:
-            self.gpu, self.sampled = self.heartbeat.gpu, now
-            self.cores, self.worked = tensor_cores(self.gpu), now
-        elif self.cores and now - self.sampled > _ASK:
-            self.sampled = now
-            self.worked = now if self.cores() else self.worked
+            self.gpu = self.heartbeat.gpu
+            worked = tensor_cores(self.gpu)
+            self.cores = worked and TensorCores(worked)
+        return Observation(self.group, reading.phase, reading.step, time.monotonic() - reading.since,
+                           self.progress.of(reading.progress), self.heartbeats.of(self.heartbeat.page.heartbeats),
+                           self.cores and self.cores.idle())
+
+
+class TensorCores:
+    """Tensor cores of a worker's GPU. worked: whether they have since it was last called."""
+
+    def __init__(self, worked: Callable[[], bool]):
+        self.worked, self.silence, self.periods, self.looked = worked, Silence(_LOOK), 0, time.monotonic()
+
+    def idle(self) -> float:
+        """Return the seconds since they last worked, by a look once a second."""
+        if time.monotonic() - self.looked > _LOOK:
+            self.looked = time.monotonic()
+            self.periods += self.worked()
+        return self.silence.of(self.periods)
 
 
 _REMEMBERED = 200  # steps that detectors see

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery.worker_process import WorkerContext
+from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import spawn
 
 MACHINES = "machines"  # prefix of the keys in the store
@@ -227,12 +227,12 @@ class Membership:
         if self.grows and len(members) < self.most:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
-        silent = {block: Silence(self.silence) for block in range(self.most)}
+        silences = {block: Silence(self.silence / 2) for block in range(self.most)}
         while not self.is_superseded(round):
             for block in range(self.vital, blocks):
                 before = self._holder(round, block, members)
-                free = not before or self.left(round, block, before) or silent[block].of(self.last_heartbeat(round,
-                                                                                                             block))
+                silent = silences[block].of(self.last_heartbeat(round, block)) > self.silence
+                free = not before or silent or self.left(round, block, before)
                 if free and not self.is_superseded(round) and self._take(round, block, before):
                     return block, blocks, bool(before)
             time.sleep(_POLL)
@@ -257,23 +257,6 @@ def host_of(name: str) -> str:
     return name.split()[1]
 
 
-class Silence:
-    """How long a machine has sent no heartbeat, by this process's clock. Time in which this process itself stood still
-    does not count."""
-
-    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic):
-        self.limit, self.clock = limit, clock
-        self.last, self.since, self.asked = "", clock(), clock()
-
-    def of(self, last_heartbeat: str) -> bool:
-        """Return whether a machine is lost, given its newest heartbeat."""
-        now = self.clock()
-        if last_heartbeat != self.last or now - self.asked > self.limit / 2:
-            self.last, self.since = last_heartbeat, now
-        self.asked = now
-        return now - self.since > self.limit
-
-
 class MachineHeartbeat:
     """Process that sends this machine's heartbeat in one round, and misses those of others.
 
@@ -294,14 +277,13 @@ def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
 
 def _listen(membership: Membership, rendezvous: Rendezvous) -> None:
     """Send and check heartbeats until this machine's part of the round ends."""
-    silences = {block: Silence(membership.silence) for block in range(rendezvous.blocks) if block != rendezvous.block}
+    silences = {block: Silence(membership.silence / 2) for block in range(rendezvous.blocks)}
     count, reported = 0, set()
     while not membership.is_superseded(rendezvous.number) and membership.holds(rendezvous.number, rendezvous.block):
         membership.send_heartbeat(rendezvous.number, rendezvous.block, count := count + 1)
         for block, name in membership.holders(rendezvous.number).items():
-            if block == rendezvous.block or not silences[block].of(membership.last_heartbeat(rendezvous.number,
-                                                                                             block)) \
-                    or name in reported or membership.left(rendezvous.number, block, name):
+            if block == rendezvous.block or name in reported or membership.left(rendezvous.number, block, name) or \
+                    silences[block].of(membership.last_heartbeat(rendezvous.number, block)) <= membership.silence:
                 continue
             reported.add(name)
             first = block * membership.local

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 
 from distflow.telemetry.events import record
+from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import children, parent, stopped
 
 _POLL = 1.0  # seconds between two looks
@@ -49,18 +50,15 @@ def _below_torchrun() -> bool:
 
 
 def _watch(supervisor: int, seconds: float) -> None:
-    since: dict[int, float] = {}
-    looked = time.monotonic()
+    silences: dict[int, Silence] = {}
     while True:
         time.sleep(min(_POLL, seconds))
-        now = time.monotonic()
-        late, looked = now - looked > 2 * _POLL, now
         found = {process: what for process, what in _unwatched(supervisor) if stopped(process)}
-        since = {process: now if late else since.get(process, now) for process in found}  # late: it was stopped itself
+        silences = {process: silences.get(process) or Silence(2 * _POLL) for process in found}
         for process, what in found.items():
-            if now - since[process] > seconds:
-                _continue(process, what, now - since[process])
-                del since[process]
+            if (silent := silences[process].of(None)) > seconds:
+                _continue(process, what, silent)
+                del silences[process]
 
 
 def _continue(process: int, what: str, seconds: float) -> None:

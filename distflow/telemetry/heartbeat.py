@@ -1,9 +1,17 @@
-"""Heartbeat of a worker: its phase, step and progress, in a page of memory shared with its supervisor."""
+"""Heartbeats: counters that grow while something lives, and how long one has stood still.
+
+    counter                                who judges its silence
+    progress of a worker, in shared memory `recovery.detectors.HealthMonitor`, by the worker's phase
+    heartbeats of a worker, by a thread    the same: a process that waits for others sends them, a stopped one does not
+    heartbeat of a machine, in the store   the other machines, `recovery.membership`
+    heartbeat of a holder of weights       those that pull from it, `weights.directory`
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import socket
@@ -16,14 +24,31 @@ from distflow.config.run import PHASES, Phase
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import began
 
-_ANSWER_EVERY = 0.05
+_INTERVAL = 0.05  # seconds
+
+
+class Silence:
+    """How long a counter has stood still, by this process's clock. Time in which this process itself stood still, since
+    it looked later than `pause` seconds after the last time, does not count."""
+
+    def __init__(self, pause: float = math.inf):
+        self.pause, self.counter = pause, None
+        self.since = self.looked = time.monotonic()
+
+    def of(self, counter: object) -> float:
+        """Return the seconds for which the counter, which is read now, has not changed."""
+        now = time.monotonic()
+        self.since += max(0.0, now - self.looked - self.pause)
+        self.looked = now
+        if counter != self.counter:
+            self.counter, self.since = counter, now
+        return now - self.since
 
 
 class _Page(ctypes.Structure):
     _fields_ = [("phase", ctypes.c_int64), ("since", ctypes.c_double), ("step", ctypes.c_int64),
-                ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("asked", ctypes.c_int64),
-                ("answered", ctypes.c_int64), ("hooks", ctypes.c_int64), ("stop", ctypes.c_int64),
-                ("gpu", ctypes.c_char * 64)]
+                ("finished", ctypes.c_int64), ("progress", ctypes.c_int64), ("heartbeats", ctypes.c_int64),
+                ("hooks", ctypes.c_int64), ("stop", ctypes.c_int64), ("gpu", ctypes.c_char * 64)]
 
 
 ASKED, STOPPED = 1, 2
@@ -105,23 +130,14 @@ class Heartbeat:
         page = self.page
         return HeartbeatReading(PHASES[page.phase], page.since, page.step, page.finished, page.progress)
 
-    def ask(self) -> int:
-        """Ping the worker; return the number that `answered` has once the worker has answered."""
-        self.page.asked += 1
-        return self.page.asked
+    def start(self) -> None:
+        """Start the thread that counts heartbeats. It stands still when the process does."""
+        threading.Thread(target=self._count, name="heartbeat", daemon=True).start()
 
-    @property
-    def answered(self) -> int:
-        return self.page.answered
-
-    def answer(self) -> None:
-        """Start the worker's thread that answers pings. It stands still when the process does."""
-        threading.Thread(target=self._answer, name="heartbeat", daemon=True).start()
-
-    def _answer(self) -> None:
+    def _count(self) -> None:
         while True:
-            self.page.answered = self.page.asked
-            time.sleep(_ANSWER_EVERY)
+            self.page.heartbeats += 1
+            time.sleep(_INTERVAL)
 
 
 _current = Heartbeat()

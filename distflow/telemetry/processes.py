@@ -263,6 +263,15 @@ def kill_descendants(root: int, but: Collection[int] = ()) -> set[int]:
     return _kill(lambda: descendants(root, but))
 
 
+def kill_marked(name: str, value: str) -> None:
+    """Kill each process that was started with this environment variable or has inherited it."""
+    wanted = f"{name}={value}".encode()
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                os.kill(int(process), signal.SIGKILL)
+
+
 def _kill(find: Callable[[], set[int]], last: Sequence[int] = ()) -> set[int]:
     """Kill processes, all of them stopped first: none sees another end, or starts anything more."""
     killed: set[int] = set()

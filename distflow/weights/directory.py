@@ -11,12 +11,13 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion
 
 HEARTBEAT_SECONDS, DEAD_SECONDS = 0.5, 3.0
@@ -65,12 +66,6 @@ class SourceEntry:
         return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, heartbeat)
 
 
-@dataclass
-class _Seen:
-    heartbeat: int
-    since: float = field(default_factory=time.monotonic)
-
-
 class Directory:
     """A process's view of the directory, and its own entry there; by a connection of its own, so that a wait on
     `store` does not delay heartbeats."""
@@ -78,7 +73,7 @@ class Directory:
     def __init__(self, store: Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
         own: Store = store.clone()  # type: ignore[reportAttributeAccessIssue]: torch's stub lacks it
         self.store, self.mine, self.dead = PrefixStore("weights", own), entry, dead
-        self.seen: dict[str, _Seen] = {}
+        self.silences: dict[str, Silence] = {}
         self.last: dict[str, SourceEntry] = {}
         self.read_at = 0.0
         self.lock, self.over = threading.Lock(), threading.Event()
@@ -127,16 +122,12 @@ class Directory:
     def _holders(self) -> dict[str, SourceEntry]:
         keys = [key for key in self.store.list_keys() if key.startswith("holder/")]
         found: dict[str, SourceEntry] = {}
-        now = time.monotonic()
         for key, text in zip(keys, self.store.multi_get(keys) if keys else ()):
             who = key.removeprefix("holder/")
             if not text or who == self.mine.who:
                 continue
             entry = SourceEntry.unpack(who, text)
-            seen = self.seen.get(who)
-            if seen is None or seen.heartbeat != entry.heartbeat:
-                self.seen[who] = _Seen(entry.heartbeat)
-            elif now - seen.since > self.dead:
+            if self.silences.setdefault(who, Silence()).of(entry.heartbeat) > self.dead:
                 self.forget(who)
                 continue
             found[who] = entry
@@ -144,7 +135,7 @@ class Directory:
 
     def forget(self, who: str) -> None:
         """Clear an entry. The key stays: a reader between `list_keys` and `multi_get` would wait for it."""
-        self.seen.pop(who, None)
+        self.silences.pop(who, None)
         self.store.set(f"holder/{who}", "")
 
     def read(self, key: str) -> str:

@@ -83,7 +83,7 @@ class Worker:
         for _ in range(int(seconds * 2)):
             self.clock.now += 0.5
             if self.answers:
-                self.heartbeat.page.answered = self.heartbeat.page.asked
+                self.heartbeat.page.heartbeats += 1
             done += ticks / 2
             if done >= 1:
                 self.heartbeat.tick()
@@ -187,7 +187,7 @@ def test_a_stopped_process_is_found_when_its_window_is_over(phase):
     monitor.begin(heartbeat)
     child = os.fork()
     if not child:
-        heartbeat.answer()
+        heartbeat.start()
         heartbeat.enter(phase)
         while True:
             time.sleep(0.01)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from distflow.errors import DistflowError
-from distflow.recovery.membership import Membership, Rendezvous, Silence, host_of
+from distflow.recovery.membership import Membership, Rendezvous, host_of
 from distflow.recovery.store import store_on
 
 LONG = 600.0
@@ -164,15 +164,6 @@ def test_an_end_is_everybodys(store, pool):
         machines[1].join()
     with pytest.raises(DistflowError, match="the disk of machine a is full"):
         machine(store, "late").join()
-
-
-def test_silence_is_what_is_heard_and_not_how_often_one_asks():
-    now = [0.0]
-    silence = Silence(10.0, lambda: now[0])
-    for now[0], heard, lost in ((1, "a 1", False), (5, "a 1", False), (9, "a 1", False), (11.5, "a 1", True),
-                                (12, "a 2", False), (16, "a 2", False), (3600, "a 2", False), (3604, "a 2", False),
-                                (3608, "a 2", False), (3611, "a 2", True)):
-        assert silence.of(heard) is lost, now
 
 
 def test_the_host_of_a_torchrun():

@@ -167,7 +167,7 @@ def test_what_fails_again_ends_with_the_traceback_and_the_first_cause(run, tmp_p
 def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sign, code, verdicts):
     """Three times in one step; a fault of its own ends the run at the second time."""
     ended, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
-                   "    context.heartbeat.answer()\n    lived(context, 3)\n    if context.attempt.number < 3:\n"
+                   "    context.heartbeat.start()\n    lived(context, 3)\n    if context.attempt.number < 3:\n"
                    f"        os.kill(os.getpid(), signal.{sign})\n        time.sleep(600)\n")
     assert ended == code
     assert [event["verdict"] for event in events_of(tmp_path, "failure")] == verdicts
@@ -287,7 +287,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(start, tmp_path):
 
 def test_a_stopped_worker_is_ended(run, tmp_path):
     code, _ = run("robust = {'detectors': {'frozen': {'seconds': 1.0}}}\n\ndef work(context):\n"
-                  "    context.heartbeat.answer()\n    lived(context)\n    if not context.attempt.number:\n"
+                  "    context.heartbeat.start()\n    lived(context)\n    if not context.attempt.number:\n"
                   "        os.kill(os.getpid(), signal.SIGSTOP)\n")
     assert code == 0
     assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]

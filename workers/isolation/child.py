@@ -32,9 +32,9 @@ from typing import Any
 
 import msgpack
 
+from distflow.telemetry.processes import die_with, kill_descendants
 from workers.isolation.sandbox import kernel
 from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
-from workers.isolation.sandbox.processes import end_with, kill_descendants
 from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
@@ -152,7 +152,7 @@ def main() -> None:
     """Prepare the handler and report success, then serve; run as `python -c … FD JOB`."""
     connection, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     connection.set_inheritable(False)
-    end_with(job["rank"])
+    die_with(job["rank"])
     kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
@@ -170,7 +170,7 @@ def main() -> None:
     # No user code runs here any more, so there is time to clean up. A SIGTERM from the rank's death only closes the
     # connection, since an exception could be raised in the midst of the cleanup.
     signal.signal(signal.SIGTERM, lambda *_: connection.shutdown(socket.SHUT_RD))
-    end_with(job["rank"], signal.SIGTERM)
+    die_with(job["rank"], signal.SIGTERM)
     _ForkServer(connection, handler, job["memory"]).serve()
 
 
@@ -235,7 +235,7 @@ class _ForkServer:
     def _set_up_child(self, server: int) -> None:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end_with(server)
+        die_with(server)
         kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
         self.connection.close()
         resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))

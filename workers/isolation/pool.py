@@ -30,8 +30,8 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from distflow.errors import EngineError
+from distflow.telemetry.processes import kill_descendants, kill_marked
 from workers.isolation.child import Channel, Message, packed
-from workers.isolation.sandbox.processes import kill_descendants, kill_marked
 from workers.isolation.sandbox.variables import without_secrets
 
 LOAD_TIMEOUT = 120.0  # seconds to import a module of users' code

@@ -20,8 +20,8 @@ from typing import Any
 from distflow.contracts.decorators import REWARDS, load_module
 from distflow.errors import DistflowError
 from distflow.telemetry.metrics import Metrics, recording
+from distflow.telemetry.processes import descendants, kill_descendants
 from workers.isolation.child import Answer, Handler, Message
-from workers.isolation.sandbox.processes import descendants, kill_descendants
 from workers.isolation.user_code import guarded
 
 _TRACE = 4000  # characters of a traceback that are sent, counted from its end

@@ -16,8 +16,8 @@ import pytest
 from harness import ROOT
 
 from distflow.errors import EngineError
+from distflow.telemetry.processes import descendants
 from workers.isolation.rewards_pool import FailedSample, Job, RewardCall, RewardPool, RewardProcess, RewardResults
-from workers.isolation.sandbox.processes import descendants
 
 HOSTILE = '''
 import asyncio, msgpack, os, signal, socket, subprocess, sys, time

@@ -18,8 +18,8 @@ import signal
 import sys
 from typing import Any
 
+from distflow.telemetry.processes import kill_descendants
 from workers.isolation.sandbox import kernel, landlock, seccomp
-from workers.isolation.sandbox.processes import kill_descendants
 
 _NEW_ROOT = "/proc"
 """Mount point of the program's root: a folder that exists everywhere and holds nothing the program needs."""
