@@ -117,6 +117,6 @@ def _vision_config(sizes: dict[str, Any], ids: dict[str, Any]) -> Qwen3VLConfig:
     vision = {**embedded_vision(sizes["hidden_size"]), "initializer_range": INITIAL_DEVIATION}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": sections}
     text = {**sizes, **ids, "rope_parameters": rope}
-    none = {"video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1}
+    none: dict[str, Any] = {"video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1}
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids,
                          image_token_id=IMAGE_ID, **none)
