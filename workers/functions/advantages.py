@@ -16,8 +16,7 @@ from distflow import Ragged, node
 
 
 def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_T: Tensor | None = None) -> Tensor:
-    """Return the discounted return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 for tokens that are not trained.
-    """
+    """Return the discounted return of each token: `G_t = r_t + gamma * G_(t+1)`, and 0 where it is not trained."""
     _check(rewards_T, lengths_B, mask_T, gamma=gamma)
     mask_T = torch.ones_like(rewards_T, dtype=torch.bool) if mask_T is None else mask_T
     steps_S, lengths_R = _steps(rewards_T.double(), lengths_B, mask_T)

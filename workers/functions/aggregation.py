@@ -16,14 +16,10 @@ mode                   weight of a trained token      source
 A masked token weighs 0, and a row without trained tokens is not among `rows`.
 """
 
-from difflib import get_close_matches
-
 import torch
 from torch import Tensor
 
 from distflow import Ragged
-
-MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum")
 
 
 def trained_mask(tokens: Ragged, response_mask: Ragged | None) -> Ragged:
@@ -43,7 +39,6 @@ def token_weights(
     mask_T: Tensor | None, lengths_B: Tensor, mode: str, totals: Tensor, fixed_length: int | None = None
 ) -> Tensor:
     """Return each token's weight, float32 `[T]`. `totals` [2]: the sum of `local_totals` over the optimizer step."""
-    _check_mode(mode, fixed_length)
     mask_T = _checked_mask(mask_T, lengths_B)
     tokens, rows = totals.to(device=mask_T.device, dtype=torch.float64)
     if mode == "seq_mean_token_mean":
@@ -65,18 +60,6 @@ def weighted_sum(loss_T: Tensor, weights_T: Tensor) -> Tensor:
     if loss_T.shape != weights_T.shape:
         raise ValueError(f"loss {tuple(loss_T.shape)} and weights {tuple(weights_T.shape)} differ: slice both alike")
     return (torch.where(weights_T != 0, loss_T, 0.0) * weights_T).sum()
-
-
-def _check_mode(mode: str, fixed_length: int | None) -> None:
-    if mode not in MODES:
-        close = get_close_matches(str(mode).replace("-", "_"), MODES, n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        raise ValueError(f"unknown loss aggregation `{mode}`.{hint} Modes: {', '.join(MODES)}")
-    if mode != "fixed_length_sum":
-        if fixed_length is not None:
-            raise ValueError(f"`{mode}` takes no fixed_length (got {fixed_length}): drop it or use `fixed_length_sum`")
-    elif fixed_length is None or not fixed_length >= 1:
-        raise ValueError(f"`fixed_length_sum` divides by fixed_length, a number of tokens; got {fixed_length}")
 
 
 def _checked_mask(mask_T: Tensor | None, lengths_B: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ policy_gradient        reinforce   `-A * logprobs`                              
 ====================== =========== ===================================================== ==============================
 
 `sg` stops the gradient. Each returns `loss_T`; `ratio_T`, detached, for metrics; and `clipped_T`, bool: a bound was
-active. All tensors are [T] of trained tokens, gradients flow to `logprobs_T` alone, and a bound out of range is a
-ValueError. Log-ratios are clamped to +-`LOG_RATIO_LIMIT` before exp; a token beyond that has no gradient.
+active. All tensors are [T] of trained tokens, and gradients flow to `logprobs_T` alone. Log-ratios are clamped to
++-`LOG_RATIO_LIMIT` before exp; a token beyond that has no gradient.
 """
 
 import inspect
@@ -36,8 +36,6 @@ Scaling Reinforcement Learning Compute")."""
 
 def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Surrogate:
     """Return the loss of that kind with its bounds. `clip` alone is both bounds; with neither the usual ones hold."""
-    if kind not in USUAL_BOUNDS:
-        raise ValueError(f"unknown policy loss `{kind}`. Losses: {', '.join(USUAL_BOUNDS)}")
     low, high = USUAL_BOUNDS[kind] if clip is None else (clip, clip)
     high = high if clip_high is None else clip_high
     kinds: dict[str, Surrogate] = {
@@ -89,7 +87,6 @@ def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
     loss of a negative advantage, which has no bound in `r` otherwise, at `-dual_clip * A` (Ye et al. 2020, "Mastering
     Complex Control in MOBA Games with Deep Reinforcement Learning").
     """
-    _check_bounds(clip_low, clip_high, dual_clip)
     _check_shapes(logprobs_T, old_T, advantages_T)
     advantages_T = advantages_T.detach()
     ratio_T = _ratio(logprobs_T, old_T)
@@ -128,7 +125,6 @@ def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tens
     The cap bounds a token's weight and never takes its gradient away. There is no bound from below, as in the paper's
     runs.
     """
-    _check_bounds(0.0, clip_high, None)
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()
     loss_T = -ratio_T.clamp(max=1.0 + clip_high) * advantages_T.detach() * logprobs_T
@@ -152,11 +148,3 @@ def _check_shapes(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> No
     if not logprobs_T.shape == old_T.shape == advantages_T.shape:
         shapes = [tuple(x_T.shape) for x_T in (logprobs_T, old_T, advantages_T)]
         raise ValueError(f"log-probabilities, old log-probabilities and advantages differ in shape: {shapes}")
-
-
-def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    # `not >=` rather than `<`, so that NaN is refused as well.
-    if not clip_low >= 0 or not clip_high >= 0:
-        raise ValueError(f"clip bounds are distances from a ratio of 1, so at least 0; got {clip_low} and {clip_high}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip bounds a ratio that has grown, so it must exceed 1 (3 is usual); got {dual_clip}")

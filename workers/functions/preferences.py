@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distflow import Batch, Ragged, node
+from distflow.data.batch import ColumnData
 from distflow.telemetry.metrics import current
 from workers.functions.aggregation import trained_mask
 from workers.functions.rollout import note_lengths
@@ -136,7 +137,7 @@ def bradley_terry_loss(better_P: Tensor, worse_P: Tensor, centering: float = 0.0
     return -logsigmoid(better_P - worse_P) + centering * (better_P + worse_P).square()
 
 
-def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, Ragged]) -> tuple[Batch, int]:
+def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, ColumnData]) -> tuple[Batch, int]:
     """Return the rows of pairs, each better one before its worse one, and the number of pairs over all ranks."""
     marked = preference.nonzero().squeeze(1)
     marked = marked[torch.argsort(preference[marked], descending=True, stable=True)]

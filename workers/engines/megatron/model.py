@@ -43,11 +43,7 @@ class Stage(GPTModel):
 
 def config_of(theirs: PretrainedConfig, layout: Layout, biased: bool, normed: bool, dtype: torch.dtype,
               ) -> TransformerConfig:
-    """
-    Args:
-        biased: queries, keys and values have biases.
-        normed: queries and keys are normalised.
-    """
+    """Return the settings; `biased` queries, keys and values have biases, `normed` queries and keys are normalised."""
     if theirs.hidden_act != "silu":
         raise EngineError(f"the Megatron engine knows  hidden_act: silu  and this model has  hidden_act: "
                           f"{theirs.hidden_act}. Train it with  engine: fsdp")
