@@ -40,8 +40,7 @@ from workers.engines.vision import image_inputs, same_as_previous, with_dummy_im
 def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
     """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`.
 
-    torch's own function refuses parameters of different meshes, as FSDP with tensor parallelism has them. Each rank
-    sums the squares of its parts, replicated ones divided by their copies, and one number is reduced.
+    torch's own function refuses parameters of different meshes, as FSDP with tensor parallelism has them.
     """
     parts: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -90,11 +89,8 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: C
 
 
 def compiled(layer: nn.Module) -> None:
-    """Compile the layer except attention and experts, for inputs of any length.
-
-    Attention indexes the cache by its layer, so every layer would be compiled again, and it is one kernel already.
-    Experts get a different number of tokens at each call.
-    """
+    """Compile the layer for inputs of any length, except attention, which indexes the cache by its layer, and experts,
+    which get a different number of tokens at each call."""
     for name, part in layer.named_children():
         if name != "self_attn" and not hasattr(part, "experts"):
             part.forward = torch.compile(part.forward, dynamic=True)
@@ -111,10 +107,7 @@ HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
 class FSDPEngine(Trainer):
-    """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`.
-
-    An unnamed mesh of one dimension is `dp` alone.
-    """
+    """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):

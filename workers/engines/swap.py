@@ -12,11 +12,10 @@ from workers.engines.trainer import Trainer
 
 
 class EngineSwap:
-    """Lets the rollout sample with the trainer's newest weights.
+    """Swap of a role's engines: with `swap` only one has its memory on the device at a time.
 
-    With `swap` only one engine has its memory on the device at a time. The optimizer state moves to host memory, the
-    weights are copied (shards, one bucket and the rollout's weights coexist), then the shards move too. When the
-    rollout is done it sleeps and both come back while other roles compute.
+    The optimizer state moves to host memory, the weights are copied (shards, one bucket and the rollout's weights
+    coexist), then the shards move too. After sampling the rollout sleeps, and both come back while other roles compute.
     """
 
     def __init__(self, trainer: Trainer, rollout: Rollout, swap: bool):

@@ -139,12 +139,7 @@ class _LeaderSession(Session):
 
 
 class TPFollowerEngine:
-    """Engine of a follower rank.
-
-    Args:
-        updates: pulls the weights that `load` takes; None if they never change.
-        share: as `TPLeader` has it.
-    """
+    """Engine of a follower rank. `updates` pulls the weights that `load` takes; None if they never change."""
 
     def __init__(self, engine: Rollout, updates: WeightUpdates | None, group: dist.ProcessGroup | None = None):
         self.engine, self.updates, self.group = engine, updates, group

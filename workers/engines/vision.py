@@ -121,10 +121,7 @@ def image_inputs(model: Any, images: Ragged) -> dict[str, Tensor]:
 
 
 def with_dummy_image(model: Any, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Append a prompt with one black image token and no response.
-
-    Every rank must compute gradients of the vision weights, though only some ranks have images.
-    """
+    """Append a prompt with one black image token: every rank must compute gradients of the vision weights."""
     prompts, lengths, *rest = inputs
     image_processor = model.image_processor
     side = image_processor.patch * image_processor.merge

@@ -29,10 +29,8 @@ class WeightUpdates:
         self.job = self.pool.submit(self._pull)
 
     def arrived(self) -> Weights | None:
-        """Return the weights that have been pulled; the next pull waits until they are loaded or dropped.
-
-        Raises the error that has ended the thread.
-        """
+        """Return the weights that have been pulled, or raise the thread's error. The next pull waits until they are
+        loaded or dropped."""
         if self.job.done():
             self.job.result()
         return self.pulled

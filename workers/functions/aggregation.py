@@ -53,10 +53,7 @@ def token_weights(
 
 
 def weighted_sum(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """Return `sum(weight * loss)`; 0 with a zero gradient without tokens.
-
-    Tokens of weight 0 are left out rather than multiplied: 0 * inf is NaN, and an untrained token's loss may be inf.
-    """
+    """Return `sum(weight * loss)`. Tokens of weight 0 are left out: their loss may be inf, and 0 * inf is NaN."""
     if loss_T.shape != weights_T.shape:
         raise ValueError(f"loss {tuple(loss_T.shape)} and weights {tuple(weights_T.shape)} differ: slice both alike")
     return (torch.where(weights_T != 0, loss_T, 0.0) * weights_T).sum()

@@ -30,10 +30,8 @@ from workers.roles import RoleEngines
 
 
 class Mismatch:
-    """Metrics of the step's first optimizer step, in which the weights are still those that sampled.
-
-    `d` is the trainer's minus the rollout's natural-log probability of a token, `w = exp(d)`.
-    """
+    """Metrics of the step's first optimizer step, in which the weights are still those that sampled: see
+    `docs/metrics.md`."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64)  # tokens, and the sums of d, w and w**2

@@ -68,8 +68,5 @@ def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _key() -> int:
-    """Return the key of the step: torch's generator is seeded with (seed, step) on all ranks alike.
-
-    With the seed itself, by which rows are sampled, the order would follow from the rows' first tokens.
-    """
+    """Return the key of the step, apart from that by which rows are sampled: torch is seeded with (seed, step)."""
     return key_of(torch.initial_seed() & ((1 << 63) - 1), _FILTERS)

@@ -122,8 +122,7 @@ def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tens
                            clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5).
 
-    The cap bounds a token's weight and never takes its gradient away. There is no bound from below, as in the paper's
-    runs.
+    The cap never takes a token's gradient away. There is no bound from below, as in the paper's runs.
     """
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()

@@ -21,10 +21,8 @@ from workers.roles import RoleEngines
 
 
 def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
-    """Return the row numbers of each of `count` mini-batches, by prompt, that has rows on any rank. Collective.
-
-    An optimizer step without data would still decay the weights and use up Adam's moments.
-    """
+    """Return the row numbers of each of `count` mini-batches, by prompt, that has rows on any rank: a step without data
+    would still decay the weights and use up Adam's moments. Collective."""
     part_of = rows.ids.long() % count  # an empty column is float
     filled = engine.total(torch.bincount(part_of, minlength=count)).nonzero().squeeze(1)
     return [(part_of == part).nonzero().squeeze(1) for part in filled.tolist()]
