@@ -55,19 +55,13 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes."""
         # `receive` notices a lost connection
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self.unsent:
                 del self.unsent[: self.connection.send(self.unsent)]
 
     def receive(self) -> Iterator[Any]:
-        """Yield the messages that have arrived.
-
-        Raises:
-            EOFError: the other end is closed.
-            ValueError, UnpackException: what has arrived are no messages.
-        """
+        """Yield the messages that have arrived; raise EOFError when the other end is closed."""
         try:
             data = self.connection.recv(1 << 16)
         except BlockingIOError:

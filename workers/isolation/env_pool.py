@@ -83,7 +83,6 @@ class EnvProcess(ChildProcess):
         return slow.deadline - slow.seconds + _MAX_WAIT
 
     def send_queued(self) -> None:
-        """Send queued steps, up to the number that the child takes at a time."""
         most = self.config.together if self.concurrent else _MAX_PENDING
         while self.queued and len(self.pending) < most:
             episode = self.queued.popleft()
@@ -94,7 +93,6 @@ class EnvProcess(ChildProcess):
                                "texts": episode.texts[-1:] if known else episode.texts})
 
     def forget(self, row: int) -> None:
-        """Let the child drop the row's environment."""
         self.rows.discard(row)
         self.send({"forget": row})
 
@@ -141,7 +139,6 @@ class EnvPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
         return bool(self.failures) or any(each.pending or each.queued for each in self.children.children)
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
@@ -212,7 +209,6 @@ class EnvPool:
             self._queue(episode).send_queued()
 
     def end(self, row: int) -> None:
-        """Drop the row's environment."""
         episode = self.episodes.pop(row, None)
         process = episode and episode.process
         if episode is None or process is None:
@@ -233,7 +229,6 @@ class EnvPool:
         self.children.kill_ended()
 
     def close(self) -> None:
-        """End all processes."""
         self.children.close()
 
     def _queue(self, episode: Episode) -> EnvProcess:

@@ -50,7 +50,6 @@ def service_of(config: EnvSettings) -> EnvService:
 
 
 def close_all() -> None:
-    """End all environment processes."""
     for each in (*_pools.values(), *_services.values()):
         each.close()
     _pools.clear()
@@ -83,7 +82,6 @@ class EnvService:
         return EnvClient(self, wake)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Run an action in the service's thread."""
         with self.lock:
             self.check()
             self.actions.put(action)
@@ -94,7 +92,6 @@ class EnvService:
             raise EngineError(str(self.failure)) from self.failure
 
     def close(self) -> None:
-        """End all processes."""
         if self.failure is None:
             self.submit(lambda: setattr(self, "closing", True))
         self.thread.join()
@@ -154,11 +151,9 @@ class EnvClient:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
         return self.open > 0
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
-        """Send the model's turn `text` to the row's environment, which is created on its first turn."""
         number = self.numbers.get(row)
         if number is None:
             number = self.numbers[row] = next(self.service.numbers)
@@ -184,7 +179,6 @@ class EnvClient:
         return [each for each in found if each is not None]
 
     def end(self, row: int) -> None:
-        """Drop the row's environment."""
         if row in self.numbers:
             number = self.numbers.pop(row)
             self.requests.append(lambda: self._end(number))

@@ -52,8 +52,6 @@ class ForkServerLost(EngineError):
 
 @dataclass(eq=False, kw_only=True)
 class Call:
-    """One question to a child."""
-
     number: int = -1
     seconds: float = 0.0  # time limit
     deadline: float = math.inf  # infinite until the clock starts
@@ -155,11 +153,7 @@ class ChildPool(Generic[C]):
         return [*self.forked.values()]
 
     def start(self) -> None:
-        """Start the fork server.
-
-        Raises:
-            EngineError: the handler could not be made.
-        """
+        """Start the fork server; raise EngineError if the handler cannot be made."""
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.mark = uuid.uuid4().hex
         job = {**self.job, "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
@@ -180,11 +174,7 @@ class ChildPool(Generic[C]):
             raise EngineError(f"{self.what} could not be loaded: {reply['failed']}")
 
     def fork(self) -> C:
-        """Return a new child.
-
-        Raises:
-            ForkServerLost: the fork server has ended.
-        """
+        """Return a new child; raise ForkServerLost if the fork server has ended."""
         if self.server is None:
             self.start()
         ours, theirs = socket.socketpair()
@@ -288,7 +278,6 @@ class ChildPool(Generic[C]):
         self.to_kill.clear()
 
     def close(self) -> None:
-        """End all children for good."""
         self.stop()
         self.selector.close()
         os.close(self.wakeup)

@@ -55,7 +55,6 @@ class RewardCall(Call):
     alone: bool = False  # whether no other call may run beside it, in any child
 
     def again(self, index: int) -> RewardCall:
-        """Return another attempt for one of its samples."""
         row = [[values[index]] for values in self.row] if self.job.batched else self.row
         return RewardCall(self.job, [self.keys[index]], row, self.attempt + 1)
 
@@ -67,8 +66,6 @@ class RewardCall(Call):
 
 @dataclass(frozen=True)
 class FailedSample:
-    """Reason why a sample has no reward."""
-
     reason: str
     trace: str = ""
 
@@ -108,7 +105,6 @@ class RewardProcess(ChildProcess):
         self.ask(call, call.message())
 
     def seconds(self, job: Job) -> float:
-        """Return the limit of a call."""
         if job.module not in self.modules:
             return LOAD_TIMEOUT
         return job.timeout + (_EXTRA_TIME if job.coroutine else 0.0)
@@ -163,13 +159,10 @@ class RewardPool:
         return _PoolRun(self, jobs, limit).run()
 
     def close(self) -> None:
-        """End all children and their descendants."""
         self.children.stop()
 
 
 class _PoolRun:
-    """One `run` of a pool."""
-
     def __init__(self, pool: RewardPool, jobs: list[Job], limit: float):
         self.pool, self.size, self.limit = pool.children, pool.size, limit
         self.results, self.deadline, self.start_failures = RewardResults(), time.monotonic() + limit, 0
@@ -193,7 +186,6 @@ class _PoolRun:
         return [child for child in self.pool.children if child.pending]
 
     def _assign(self) -> None:
-        """Send waiting calls to children that take them."""
         while self.waiting and (child := self._child_for(self.waiting[0])):
             child.start(self.waiting.popleft())
 
@@ -221,7 +213,6 @@ class _PoolRun:
             self._record(call, index, FailedSample(*value) if isinstance(value, list) else value)
 
     def _record(self, call: RewardCall, index: int, found: float | FailedSample) -> None:
-        """Record a result, or retry the sample."""
         failed = isinstance(found, FailedSample)
         self.results.timeouts += failed and found.reason.startswith("took longer")
         if failed and call.attempt < call.job.retries:

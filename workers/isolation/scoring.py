@@ -55,11 +55,7 @@ class Scorer:
         self.limit, self.patience, self.failures = limit, patience, FailureStreak()
 
     def score(self, columns: Columns, names: Sequence[int]) -> Scores:
-        """Compute the rewards of all rows. `names` [B] are display names of the rows.
-
-        Raises:
-            InvalidInput: the recipe has no branch for a row's source.
-        """
+        """Compute the rewards of all rows; raise InvalidInput if a row's source has none. `names` [B] are shown."""
         start = time.perf_counter()
         terms = _terms_of_rows(self.recipe, columns, len(names), names)
         results: CallResults = {}
@@ -122,11 +118,7 @@ class Scorer:
 
 
 def find_reward(name: str) -> Any:
-    """Return the registered reward function.
-
-    Raises:
-        InvalidInput: no reward has that name.
-    """
+    """Return the registered reward function; raise InvalidInput if there is none of that name."""
     if name not in REWARDS:
         for module in SHIPPED:
             load_module(module)

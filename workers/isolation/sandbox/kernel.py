@@ -20,11 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """Return `x86_64` or `aarch64`.
-
-    Raises:
-        OSError: another architecture, whose call numbers are not known here.
-    """
+    """Return `x86_64` or `aarch64`; raise OSError on another machine, whose call numbers are not known here."""
     name = platform.machine()
     if name not in _PIVOT_ROOT:
         raise OSError(f"no sandbox on {name}, only on {' and '.join(_PIVOT_ROOT)}")
@@ -39,7 +35,6 @@ def checked(name: str, result: int) -> int:
 
 
 def call(name: str, number: int, *arguments: object) -> int:
-    """Make a system call by number."""
     return checked(name, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
@@ -49,7 +44,6 @@ def prctl(option: int, *values: object) -> None:
 
 
 def flag(option: int, value: int = 1) -> None:
-    """Call `prctl` with one number."""
     prctl(option, ctypes.c_ulong(value))
 
 

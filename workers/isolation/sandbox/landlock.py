@@ -24,11 +24,7 @@ def version() -> int:
 
 
 def confine(readable: list[str], writable: list[str]) -> None:
-    """Restrict this process and its descendants to these paths and everything below them.
-
-    Raises:
-        OSError: the kernel has no Landlock.
-    """
+    """Restrict this process and its descendants to these paths and all below; raise OSError without Landlock."""
     everything = (1 << _RIGHTS[min(max(version(), 1), 5)]) - 1
     rules = kernel.call("landlock_create_ruleset", _CREATE, struct.pack("=Q", everything), ctypes.c_size_t(8),
                         ctypes.c_uint(0))

@@ -205,7 +205,6 @@ def _kill_all_of(user: int) -> None:
 
 
 def _reaped() -> bool:
-    """Reap ended children; return whether any child is left."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -28,7 +28,6 @@ class SharedMemoryUse:
         self.left: dict[str, Inode] = {}  # files of /dev/shm that the processes have opened for writing
 
     def exceeded(self) -> bool:
-        """Return whether the shared memory is above the limit."""
         processes = list(_family(self.process))
         files = self._files(processes)
         total = sum(files.values())
@@ -37,7 +36,6 @@ class SharedMemoryUse:
         return total + sum(_mapped(process, files) for process in processes) > self.limit
 
     def _files(self, processes: list[int]) -> dict[Inode, int]:
-        """Return the bytes of each file."""
         found: dict[Inode, int] = {}
         for path, open_file in _open_files(processes):
             with contextlib.suppress(OSError):
@@ -63,7 +61,6 @@ class PollSchedule:
 
     @contextlib.contextmanager
     def poll(self) -> Iterator[None]:
-        """Time one poll and schedule the next by it."""
         began = time.monotonic()
         yield
         now = time.monotonic()
@@ -93,7 +90,6 @@ def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
 
 
 def _resident(process: int) -> int:
-    """Return the bytes of shared memory that a process has mapped and touched."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("RssShmem:"):

@@ -75,7 +75,6 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the program ended without an error."""
         return self.ended == "exited" and self.status == 0
 
 
@@ -119,12 +118,7 @@ def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mi
 
 @functools.cache
 def isolation(network: str = "deny", files: str = "deny") -> str:
-    """Return the best kind of isolation that works here; tried once with a trivial program.
-
-    Raises:
-        EngineError: none works.
-        OSError: the machine is too busy to find out.
-    """
+    """Return the best kind that a trivial program has run in; raise EngineError if there is none."""
     reasons = {}
     for kind in KINDS:
         found = _run("print(6 * 7)", "", Limits(_START_TIMEOUT), kind, network == "allow", files == "deny")
@@ -214,7 +208,6 @@ class _ProgramWatch:
 
 
 def _in_memory(text: str) -> IO[bytes]:
-    """Return a file in memory, ready to be read."""
     file = os.fdopen(os.memfd_create("text"), "r+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -279,7 +272,6 @@ def _folders_alone(path: str) -> list[str]:
 
 @functools.cache
 def _interpreter() -> list[str]:
-    """Return the paths that an interpreter needs, none below another."""
     base = Path(sys.base_prefix)
     wanted = [Path(sys.executable).resolve(), base / "lib", base / "lib64", Path(sysconfig.get_path("stdlib")),
               *map(Path, _SYSTEM)]
