@@ -27,13 +27,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgpack
 
-from distflow.telemetry.processes import die_with, kill_descendants
-from workers.isolation.sandbox import kernel
+from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
 from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
 from workers.isolation.user_code import guarded
 
@@ -147,7 +146,7 @@ def main() -> None:
     connection, job = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     connection.set_inheritable(False)
     die_with(job["rank"])
-    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -171,8 +170,7 @@ def main() -> None:
 class _ForkServer:
     def __init__(self, connection: socket.socket, handler: Handler, memory: int):
         self.connection, self.handler, self.limit = connection, handler, memory
-        self.children: dict[int, SharedMemoryUse] = {}
-        self.exit_codes: dict[int, int] = {}  # of children that have ended and that the rank has not asked to kill
+        self.children: dict[int, tuple[Child, SharedMemoryUse]] = {}  # those that the rank has not asked to kill
 
     def serve(self) -> None:
         """Serve requests until the rank ends, in whatever way; then kill all children."""
@@ -205,68 +203,43 @@ class _ForkServer:
         if request == "fork":
             self.connection.sendall(packed(self._fork(files[0])))
         elif request == "exit_code":
-            self.connection.sendall(packed(self._exit_code(*arguments)))
+            child, seconds = arguments
+            self.connection.sendall(packed(self.children[child][0].poll(seconds)))
         else:
             self._kill(arguments)
         return True
 
     def _fork(self, file: int) -> int:
-        server, child = os.getpid(), os.fork()
-        if child:
-            os.close(file)
-            self.children[child] = SharedMemoryUse(child, self.limit)
-            return child
-        code = 1
-        try:
-            self._set_up_child(server)
-            CallLoop(socket.socket(fileno=file), self.handler).run()
-            code = 0
-        finally:
-            if code:
-                traceback.print_exc()
-            os._exit(code)
+        limits = {resource.RLIMIT_DATA: self.limit, resource.RLIMIT_CORE: 0}
+        child = spawn(partial(self._run_child, file), session=True, limits=limits, oom_score=1000)
+        os.close(file)
+        self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit)
+        return child.pid
 
-    def _set_up_child(self, server: int) -> None:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with(server)
-        kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    def _run_child(self, file: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for what users' code starts and ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        adopt_orphans()
         self.connection.close()
-        resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer takes this process first
-
-    def _exit_code(self, child: int, seconds: float) -> int | None:
-        if child in self.children:
-            ended = os.pidfd_open(child)
-            select.select([ended], [], [], seconds)
-            os.close(ended)
-            self._reap()
-        return self.exit_codes.get(child)
+        CallLoop(socket.socket(fileno=file), self.handler).run()
 
     def _check_children(self) -> None:
         """Kill children with too much shared memory, and what ended children have left behind."""
-        for child, memory in self.children.items():
-            if memory.exceeded():
-                print(f"process {child} and its descendants have more shared memory than {self.limit / 2**30:g} GiB, "
+        for pid, (child, memory) in self.children.items():
+            if child.status is None and memory.exceeded():
+                print(f"process {pid} and its descendants have more shared memory than {self.limit / 2**30:g} GiB, "
                       "and are ended", file=sys.stderr, flush=True)
-                os.kill(child, signal.SIGKILL)
-        if self._reap():
-            kill_descendants(os.getpid(), self.children)
+                os.kill(pid, signal.SIGKILL)
+        self._kill([])
 
     def _kill(self, ended: list[int]) -> None:
         """Kill these children and everything that does not descend from a living child, orphans among it."""
-        for child in ended:
-            self.children.pop(child, None)
-            self.exit_codes.pop(child, None)
-        kill_descendants(os.getpid(), self.children)
-        self._reap()
-
-    def _reap(self) -> bool:
-        """Reap what has ended; return whether a child is among it."""
-        found = False
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if self.children.pop(ended[0], None):
-                    found, self.exit_codes[ended[0]] = True, os.waitstatus_to_exitcode(ended[1])
-        return found
+        living = {pid for pid, (child, _) in self.children.items() if child.poll() is None}.difference(ended)
+        killed = [self.children.pop(pid)[0] for pid in ended if pid in self.children]
+        if children(os.getpid()) - living:
+            kill_descendants(os.getpid(), living)
+        for child in killed:
+            child.wait()
+        for orphan in children(os.getpid()) - living:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(orphan, os.WNOHANG)

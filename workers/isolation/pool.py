@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from distflow.errors import EngineError
-from distflow.telemetry.processes import kill_descendants, kill_marked
+from distflow.telemetry.processes import Child, spawn
 from workers.isolation.child import Channel, Message, packed
 from workers.isolation.sandbox.variables import without_secrets
 
@@ -140,7 +140,7 @@ class ChildPool(Generic[C]):
                  secrets: dict[str, str] | None = None):
         self.kind, self.what, self.secrets = kind, what, secrets or {}
         self.job = {"handler": handler, "arguments": arguments, "memory": int(memory_gib * 2**30), "rank": os.getpid()}
-        self.server: subprocess.Popen | None = None
+        self.server: Child | None = None
         self.forked: dict[int, C] = {}
         self.to_kill: list[int] = []
         self.woken = False
@@ -159,9 +159,9 @@ class ChildPool(Generic[C]):
         job = {**self.job, "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
         environment = {"OMP_NUM_THREADS": "1", **without_secrets(), **self.secrets, _MARK: self.mark}
         with theirs:
-            self.server = subprocess.Popen([sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)],
-                                           env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                           stdout=2, start_new_session=True)
+            program = [sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)]
+            self.server = spawn(program, die_with_parent=0, session=True, env=environment, pass_fds=[theirs.fileno()],
+                                stdin=subprocess.DEVNULL, stdout=2)
         self.connection.settimeout(LOAD_TIMEOUT)
         try:
             reply = msgpack.unpackb(self.connection.recv(1 << 18) or packed({"failed": "its process ended"}))
@@ -169,7 +169,6 @@ class ChildPool(Generic[C]):
             reply = {"failed": f"importing it takes longer than {LOAD_TIMEOUT:.0f} s"}
         self.selector.register(self.connection, selectors.EVENT_READ, self)
         if "failed" in reply:
-            self.server.kill()
             self.stop()
             raise EngineError(f"{self.what} could not be loaded: {reply['failed']}")
 
@@ -251,9 +250,7 @@ class ChildPool(Generic[C]):
         return msgpack.unpackb(reply)
 
     def _lost(self) -> ForkServerLost:
-        code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its connection may close a moment before it ends
-            code = self.server and self.server.wait(EXIT_GRACE)
+        code = self.server and self.server.poll(EXIT_GRACE)  # its connection may close a moment before it ends
         return ForkServerLost(f"the process that starts {self.what} has ended, with code {code}. One of them may have "
                               "killed it, or memory ran out.")
 
@@ -265,17 +262,18 @@ class ChildPool(Generic[C]):
             child.close()
         self.selector.unregister(self.connection)
         self.connection.close()
-        self.server.send_signal(signal.SIGCONT)  # a stopped one would not notice
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.server.wait(_END_TIMEOUT)
-        if self.server.poll() is None:
-            kill_descendants(self.server.pid)
-            self.server.kill()
-            self.server.wait()
-        kill_marked(_MARK, self.mark)
+        self.server.end(_END_TIMEOUT)
+        self._kill_marked()
         self.server = None
         self.forked.clear()
         self.to_kill.clear()
+
+    def _kill_marked(self) -> None:
+        """Kill what has escaped a fork server that was killed, as far as it has inherited the pool's variable."""
+        for process in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if f"{_MARK}={self.mark}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                    os.kill(int(process), signal.SIGKILL)
 
     def close(self) -> None:
         self.stop()

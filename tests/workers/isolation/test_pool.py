@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ def test_nothing_is_left_whatever_interrupts_the_end(pool, closed):
     if closed:
         pool.connection.shutdown(socket.SHUT_RDWR)
     while pool.server.poll() is None:
-        pool.server.terminate()
+        pool.server.signal(signal.SIGTERM)
     assert gone(hidden)
     with pytest.raises(ForkServerLost, match="the process that starts tests has ended, with code"):
         pool.fork()

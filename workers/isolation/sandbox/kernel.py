@@ -9,7 +9,7 @@ import platform
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 _MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _ATTR_READ_ONLY, _ATTR_NO_SETUID = 1, 2
 _CAPABILITY_VERSION = 0x20080522
@@ -41,10 +41,6 @@ def call(name: str, number: int, *arguments: object) -> int:
 def prctl(option: int, *values: object) -> None:
     rest = [*values, *[ctypes.c_ulong(0)] * (4 - len(values))]
     checked(f"prctl({option})", _libc.prctl(ctypes.c_int(option), *rest))
-
-
-def flag(option: int, value: int = 1) -> None:
-    prctl(option, ctypes.c_ulong(value))
 
 
 def unshare(flags: int) -> None:

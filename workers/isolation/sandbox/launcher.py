@@ -9,6 +9,7 @@ The launcher kills everything when the program has ended and when the caller clo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ import signal
 import sys
 from typing import Any
 
-from distflow.telemetry.processes import kill_descendants
+from distflow.telemetry.processes import adopt_orphans, die_with, kill_descendants
 from workers.isolation.sandbox import kernel, landlock, seccomp
 
 _NEW_ROOT = "/proc"
@@ -86,7 +87,7 @@ def _run_init(job: Job) -> None:
     """Run as process 1: when it ends, the kernel kills all others of the namespace."""
     _build_root(job)
     _drop_rights(job["user"])
-    kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     program = os.fork()
     if not program:
         _exec_program(job, "/tmp/main.py")
@@ -125,7 +126,7 @@ def _mount_read_only(path: str, target: str) -> None:
 
 
 def _start_behind_filters(job: Job) -> int:
-    kernel.flag(kernel.PR_SET_CHILD_SUBREAPER)
+    adopt_orphans()
     child = os.fork()
     if child:
         return child
@@ -134,7 +135,7 @@ def _start_behind_filters(job: Job) -> int:
             os.chown(job["folder"], job["user"], job["user"])
         os.chdir(job["folder"])
         _drop_rights(job["user"])
-        kernel.flag(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with(os.getppid())
         _exec_program(job, "main.py")
     except OSError as error:
         _report(job, failed=str(error))
@@ -153,7 +154,7 @@ def _drop_rights(user: int | None) -> None:
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)  # in a user namespace with few user ids
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     kernel.drop_capabilities()
-    kernel.flag(kernel.PR_SET_NO_NEW_PRIVS)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1))
 
 
 def _exec_program(job: Job, path: str) -> None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.telemetry.processes import children
+
 _FILES = ("/dev/shm/", "/memfd:")
 _INTERVAL, _RATIO = 0.25, 20.0
 """Shortest pause between polls in seconds, and the shortest in multiples of the time that a poll takes."""
@@ -69,10 +71,8 @@ class PollSchedule:
 
 def _family(process: int) -> Iterator[int]:
     yield process
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
-                yield from _family(int(child))
+    for child in children(process):
+        yield from _family(child)
 
 
 def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:

@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from distflow.errors import EngineError
+from distflow.telemetry.processes import Child, spawn
 
 KINDS = ("namespaces", "filters")
 _END_TIMEOUT = 5.0  # seconds for the launcher to end everything before it is killed itself
@@ -141,10 +142,12 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
                "folder": folder, "hide_files": hide_files, "readable": _interpreter(),
                "executable": os.path.realpath(sys.executable), "cpu_seconds": math.ceil(limits.seconds),
                "memory": limits.memory_mib << 20, "processes": limits.processes, "disk": limits.disk_mib << 20}
-        launcher = subprocess.Popen([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], stdin=text,
-                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
-                                    pass_fds=(their_end.fileno(), program.fileno()), start_new_session=True)
-        stack.enter_context(launcher)
+        launcher = spawn([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], die_with_parent=0,
+                         session=True, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
+                         pass_fds=(their_end.fileno(), program.fileno()))
+        stack.callback(launcher.wait)
+        stack.enter_context(launcher.stdout)
+        stack.enter_context(launcher.stderr)
         their_end.close()
         return _ProgramWatch(launcher, connection, limits).outcome()
 
@@ -152,7 +155,7 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
 class _ProgramWatch:
     """Reads the output of a program and its launcher until both end, and ends them at a limit."""
 
-    def __init__(self, launcher: subprocess.Popen, connection: socket.socket, limits: Limits):
+    def __init__(self, launcher: Child, connection: socket.socket, limits: Limits):
         self.launcher, self.connection, self.limits = launcher, connection, limits
         self.output = {"stdout": bytearray(), "stderr": bytearray(), "connection": bytearray()}
         self.started_at: float | None = None
@@ -187,7 +190,7 @@ class _ProgramWatch:
     def _end(self, why: str) -> None:
         """Close the connection, upon which the launcher kills everything; kill the launcher if it does not."""
         if self.ended:
-            self.launcher.kill()
+            self.launcher.signal(signal.SIGKILL)
             raise OSError(f"a sandboxed program has not ended {_END_TIMEOUT:.0f} s after it was killed: the machine is "
                           "very busy, or a process of it hangs in the kernel, of which `dmesg` would say more")
         self.ended = why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_nothing_is_left_behind(open_pool):
     pool.release()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in pids)
     more = [int(turn.observation.split()[3]) for turn in answers(pool, {0: "a"}).values()]
-    pool.children.server.kill()
+    pool.children.server.signal(signal.SIGKILL)
     pool.children.server.wait()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in more)
     with pytest.raises(EngineError, match="has ended, with code -9"):
@@ -183,7 +184,7 @@ def test_nothing_outlives_the_rank_whatever_interrupts_its_end(open_pool, tmp_pa
     if closed:
         pool.children.connection.shutdown(socket.SHUT_RDWR)
     while pool.children.server.poll() is None:
-        pool.children.server.terminate()
+        pool.children.server.signal(signal.SIGTERM)
     assert not _lasts(lambda: alive(int((tmp_path / "stray").read_text())))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,7 @@ def test_everybody_learns_that_the_host_is_lost(open_service, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         said = pool.map(talk, range(4))
         asked.wait()
-        service.pool.children.server.kill()
+        service.pool.children.server.signal(signal.SIGKILL)
         service.pool.children.server.wait()
         with service.client() as client:
             client.step(0, {"question": "q"}, "hello")
