@@ -35,7 +35,6 @@ from planners.heterogeneous.problem import (
     Replicas,
     Strategy,
     TaskLayout,
-    shared,
 )
 
 
@@ -73,14 +72,9 @@ class MeasuredRun:
                                    tuple(round(share.timing.rows * scale) for share in of))
 
     def placement(self, costed: CostedProblem) -> Placement | None:
-        """Return this run's placement, costed by a cost model."""
-        layouts = [self.layout(costed, number) for number in range(len(self.shares))]
-        if None in layouts:
-            return None
-        turns = {task: shared(self.problem, group) for group in self.grouping for task in group}
-        durations = [layout.takes(turns[task]) for task, layout in enumerate(layouts)]
-        return Placement(self.grouping, self.subsets, tuple(layouts),
-                         costed.objective.seconds(self.grouping, self.subsets, durations))
+        """Return this run's placement, costed by a cost model; None if it does not fit, though it ran."""
+        return costed.placed(self.grouping, self.subsets,
+                             (self.layout(costed, number) for number in range(len(self.shares))))
 
     def rest(self, costed: CostedProblem) -> float:
         """Return the seconds of an iteration beside its tasks: rewards, what the host computes, and the step's end."""
@@ -148,13 +142,11 @@ def _whole(task: ModelTask, shares: list[MeasuredReplica]) -> tuple[MeasuredRepl
 
 def _grouping(ranks: list[range]) -> Grouping:
     """Return the groups: tasks that share a rank take turns."""
-    groups: list[tuple[set[int], list[int]]] = []
-    for task, mine in enumerate(ranks):
-        together = [group for group in groups if group[0] & set(mine)]
-        groups = [group for group in groups if group not in together]
-        groups.append((set(mine).union(*(group[0] for group in together)),
-                       sorted([task, *(other for group in together for other in group[1])])))
-    return tuple(sorted(tuple(tasks) for _, tasks in groups))
+    import networkx as nx
+
+    graph = nx.Graph((("task", task), rank) for task, mine in enumerate(ranks) for rank in mine)
+    return tuple(sorted(tuple(sorted(node[1] for node in group if isinstance(node, tuple)))
+                        for group in nx.connected_components(graph)))
 
 
 def _subset(hardware: Hardware, device_group_of: list[int], ranks: set[int]) -> DeviceSubset:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -43,7 +43,8 @@ from planners.heterogeneous.problem import (
     Problem,
     TaskLayout,
     device_groups_of,
-    shared,
+    groups_of,
+    turns_of,
 )
 from planners.heterogeneous.search import groupings
 
@@ -88,7 +89,7 @@ class DurationGrid:
             found = np.minimum.accumulate(found, axis=axis + 2)
         return found
 
-    def layout(self, task: int, subset: DeviceSubset, turns: bool) -> TaskLayout:
+    def layout(self, task: int, subset: DeviceSubset, turns: bool) -> TaskLayout | None:
         """Return the layout of a duration."""
         parts = product(*([count for count in counts if count <= limit] for counts, limit in zip(self.counts, subset)))
         layouts = (layout for part in parts if any(part) and self.costed.ideal_of(task, part) <= self.cutoff
@@ -122,8 +123,7 @@ class Program:
     def __init__(self, grid: DurationGrid, grouping: Grouping, cutoff: float):
         self.grid, self.grouping, self.cutoff = grid, grouping, cutoff
         self.costed, self.problem = grid.costed, grid.costed.problem
-        self.group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        self.turns = [shared(self.problem, group) for group in grouping]
+        self.group_of, self.turns = groups_of(grouping), turns_of(self.problem, grouping)
         self.columns = [self._columns(index) for index in range(len(grouping))]
         self.hopeless = not all(self.columns)
 
@@ -134,7 +134,7 @@ class Program:
     def _whole(self) -> list[float]:
         """Return the seconds of each task with all devices."""
         last = [-1] * len(self.grid.shape)
-        return [float(self.grid.durations[(task, int(self.turns[self.group_of[task]]), *last)])
+        return [float(self.grid.durations[(task, int(self.turns[task]), *last)])
                 for task in range(len(self.group_of))]
 
     def _unmoved(self, durations: list[float]) -> float:
@@ -151,7 +151,7 @@ class Program:
     def _columns(self, index: int) -> list[tuple[DeviceSubset, dict[int, float]]]:
         """Return the subsets that a group may have, with its tasks' seconds there: those that may undercut the cutoff,
         without those that are larger than others on the same device groups for no gain."""
-        group, turns, table = self.grouping[index], int(self.turns[index]), self.grid.durations
+        group, turns, table = self.grouping[index], int(self.turns[self.grouping[index][0]]), self.grid.durations
         times = table[list(group), turns]
         whole, found = self._whole(), []
         for position in np.argwhere(np.isfinite(times).all(axis=0)).tolist():
@@ -386,11 +386,7 @@ class _Proof:
                     for edge in (*self.costed.problem.edges, *self.costed.problem.syncs))
         return sum(longest) + moved
 
-    def _placement(self, grouping: Grouping, subsets: tuple[DeviceSubset, ...]) -> Placement:
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        turns = Program(self.grid, grouping, math.inf).turns
-        layouts = tuple(self.grid.layout(task, subsets[group_of[task]],
-                                         turns[group_of[task]]) for task in range(len(group_of)))
-        durations = [layout.takes(turns[group_of[task]]) for task, layout in enumerate(layouts)]
-        answer = Placement(grouping, subsets, layouts)
-        return replace(answer, seconds=self.costed.objective.seconds(grouping, subsets, durations))
+    def _placement(self, grouping: Grouping, subsets: tuple[DeviceSubset, ...]) -> Placement | None:
+        turns = turns_of(self.costed.problem, grouping)
+        return self.costed.placed(grouping, subsets, (self.grid.layout(task, subsets[group], turns[task])
+                                                      for task, group in enumerate(groups_of(grouping))))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from distflow.errors import Diagnostic
-from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, slices_of, strategies
 from planners.heterogeneous.plan_file import ranks_of
 from planners.heterogeneous.problem import (
@@ -23,7 +22,7 @@ from planners.heterogeneous.problem import (
     Placement,
     Problem,
     Strategy,
-    shared,
+    turns_of,
 )
 
 _GIB = 2**30
@@ -126,30 +125,30 @@ def bounds(problem: Problem, placement: Placement) -> list[Bound]:
 
 def helps(problem: Problem, placement: Placement) -> list[tuple[str, float]]:
     """Return how many times faster an iteration would be with twice as much of each resource, most first."""
-    found = [(name, placement.seconds / _seconds(changed, placement)) for name, changed in doubled(problem).items()]
+    found = [(name, placement.seconds / _again(changed, placement).seconds)
+             for name, changed in doubled(problem).items()]
     return sorted(found, key=lambda pair: -pair[1])
 
 
 def _durations(problem: Problem, placement: Placement) -> list[float]:
-    costs, turns = CostModel(problem), _turns(problem, placement)
-    layouts = (costs.layout(number, layout.strategy, layout.arrangement)
-               for number, layout in enumerate(placement.layouts))
-    return [layout.takes(turns[number]) for number, layout in enumerate(layouts)]
+    again = _again(problem, placement)
+    return [layout.takes(turns) for layout, turns in zip(again.layouts, turns_of(problem, placement.grouping))]
 
 
-def _seconds(problem: Problem, placement: Placement) -> float:
-    objective = Objective(problem, CostModel(problem).network)
-    return objective.seconds(placement.grouping, placement.subsets, _durations(problem, placement))
-
-
-def _turns(problem: Problem, placement: Placement) -> dict[int, bool]:
-    return {task: shared(problem, group) for group in placement.grouping for task in group}
+def _again(problem: Problem, placement: Placement) -> Placement:
+    """Return the placement, costed for another problem with at least as much of everything."""
+    costed = CostedProblem(problem)
+    found = costed.placed(placement.grouping, placement.subsets, (
+        costed.costs.layout(number, layout.strategy, layout.arrangement)
+        for number, layout in enumerate(placement.layouts)))
+    assert found is not None, "what had room has room with more"
+    return found
 
 
 def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
     """Yield a line for each task: in mode sync when it runs, in mode async its part of the group's period."""
-    problem, turns = costed.problem, _turns(costed.problem, placement)
-    durations = [layout.takes(turns[number]) for number, layout in enumerate(placement.layouts)]
+    problem = costed.problem
+    durations = [layout.takes(turns) for layout, turns in zip(placement.layouts, turns_of(problem, placement.grouping))]
     starts = costed.objective.starts(placement.grouping, placement.subsets, durations)
     if problem.mode != SYNC:
         starts = [sum(durations[other] for other in group if other < task) for task in range(len(durations))

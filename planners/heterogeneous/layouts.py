@@ -30,7 +30,8 @@ from planners.heterogeneous.problem import (
     Replicas,
     Strategy,
     TaskLayout,
-    shared,
+    groups_of,
+    turns_of,
 )
 
 FEW = 6
@@ -304,18 +305,20 @@ class CostedProblem:
     def evaluations(self) -> int:
         return self.costs.evaluations
 
-    def placement(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> Placement | None:
-        """Return the placement with the best layouts for these subsets; None if a task fits nowhere."""
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        turns = [shared(self.problem, group) for group in grouping]
-        found = []
-        for task in range(len(self.problem.tasks)):
-            layout = self.layouts.best(task, subsets[group_of[task]], turns[group_of[task]])
+    def placed(self, grouping: Grouping, subsets: Sequence[DeviceSubset],
+               layouts: Iterable[TaskLayout | None]) -> Placement | None:
+        """Return the placement with these layouts of the tasks; None at the first task that has none."""
+        found: list[TaskLayout] = []
+        for layout in layouts:
             if layout is None:
                 return None
             found.append(layout)
-        durations = [layout.takes(turns[group_of[task]]) for task, layout in enumerate(found)]
+        durations = [layout.takes(turns) for layout, turns in zip(found, turns_of(self.problem, grouping))]
         return Placement(grouping, tuple(subsets), tuple(found), self.objective.seconds(grouping, subsets, durations))
+
+    def placement(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> Placement | None:
+        """Return the placement with the best layouts for these subsets; None if a task fits nowhere."""
+        return self._with(self.layouts.best, grouping, subsets)
 
     def seconds(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
         """Return the seconds of the best layouts on these subsets; infinite if a task fits nowhere."""
@@ -324,28 +327,25 @@ class CostedProblem:
 
     def rough(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
         """Return the seconds of an iteration at a first look."""
-        turns = [shared(self.problem, group) for group in grouping]
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        durations = []
-        for task in range(len(group_of)):
-            layout = self.layouts.rough(task, subsets[group_of[task]], turns[group_of[task]])
-            if layout is None:
-                return math.inf
-            durations.append(layout.takes(turns[group_of[task]]))
-        return self.objective.seconds(grouping, subsets, durations)
+        found = self._with(self.layouts.rough, grouping, subsets)
+        return found.seconds if found else math.inf
+
+    def _with(self, layout: Callable[[int, DeviceSubset, bool], TaskLayout | None], grouping: Grouping,
+              subsets: Sequence[DeviceSubset]) -> Placement | None:
+        places = enumerate(zip(groups_of(grouping), turns_of(self.problem, grouping)))
+        return self.placed(grouping, subsets, (layout(task, subsets[group], turns) for task, (group, turns) in places))
 
     def ideal(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
         """Return a lower bound for any layouts on these subsets."""
-        return self._with(self.ideal_of, grouping, subsets)
+        return self._without_layouts(self.ideal_of, grouping, subsets)
 
     def estimate(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
         """Return the ideal plus what training must send over the slowest links of its device groups."""
-        return self._with(self.estimate_of, grouping, subsets)
+        return self._without_layouts(self.estimate_of, grouping, subsets)
 
-    def _with(self, seconds: Callable[[int, DeviceSubset], float], grouping: Grouping,
-              subsets: Sequence[DeviceSubset]) -> float:
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        durations = [seconds(task, subsets[group_of[task]]) for task in range(len(group_of))]
+    def _without_layouts(self, seconds: Callable[[int, DeviceSubset], float], grouping: Grouping,
+                         subsets: Sequence[DeviceSubset]) -> float:
+        durations = [seconds(task, subsets[group]) for task, group in enumerate(groups_of(grouping))]
         return math.inf if math.inf in durations else self.objective.seconds(grouping, subsets, durations)
 
     def shares(self, grouping: Grouping) -> list[float]:

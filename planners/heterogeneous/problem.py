@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
@@ -284,3 +284,15 @@ def device_groups_of(subset: DeviceSubset) -> DeviceGroups:
 def shared(problem: Problem, group: tuple[int, ...]) -> bool:
     """Return whether tasks with different engines take turns in a group."""
     return len({problem.tasks[task].memory_item for task in group}) > 1
+
+
+def turns_of(problem: Problem, grouping: Grouping) -> list[bool]:
+    """Return of each task whether it takes turns with other engines."""
+    turns = {task: shared(problem, group) for group in grouping for task in group}
+    return [turns[task] for task in range(len(problem.tasks))]
+
+
+@cache
+def groups_of(grouping: Grouping) -> list[int]:
+    """Return the group of each task."""
+    return [index for _, index in sorted((task, index) for index, group in enumerate(grouping) for task in group)]

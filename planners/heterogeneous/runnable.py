@@ -76,10 +76,7 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
             if best is None:
                 return None
             layouts |= best
-    found = tuple(layouts[task] for task in range(len(problem.tasks)))
-    durations = [layout.takes(shared(problem, group)) for layout, group in zip(found, (
-        next(group for group in grouping if task in group) for task in range(len(found))))]
-    return Placement(grouping, subsets, found, costed.objective.seconds(grouping, subsets, durations))
+    return costed.placed(grouping, subsets, (layouts[task] for task in range(len(problem.tasks))))
 
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset,
@@ -87,8 +84,9 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
-        layouts = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}
-        if None not in layouts.values():
+        found = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}
+        layouts = {task: layout for task, layout in found.items() if layout}
+        if len(layouts) == len(found):
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             least, best = min((least, best), (seconds, layouts), key=lambda pair: pair[0])
     return best
