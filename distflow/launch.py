@@ -256,7 +256,7 @@ def refuse_foreign_packages() -> None:
     for name in ("planners", "workers"):
         found = importlib.util.find_spec(name)
         folders = list(found.submodule_search_locations or ()) if found else []  # of a namespace package too
-        path = Path(folders[0] if folders else found.origin).resolve() if found else None
+        path = Path(folders[0] if folders else found.origin or "").resolve() if found else None
         if path != ROOT / name:
             raise InvalidInput(f"`{name}` is found at {path or 'no place'}, but distflow's own lies at {ROOT / name}. "
                                "Another package of that name shadows it: rename that one, take its folder off "

@@ -125,7 +125,7 @@ def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
 
 
 def _parallel(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> Parallel:
-    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, placed, ranks))
+    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, placed, ranks) or [])
 
 
 def _rows(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> list[int] | None:

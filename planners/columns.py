@@ -296,7 +296,7 @@ class _Tracer:
         return right
 
     def _fan(self, node: str, reads: list[Column]) -> tuple[str, ...]:
-        fan: tuple[str, ...] = ()
+        fan = self.fans[SOURCE]
         for column in reads:
             other = self.fans.get(column.producer, ())
             shorter, longer = sorted((fan, other), key=len)

@@ -239,7 +239,7 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
         nearest = min(fitting, key=lambda some: abs(some - count), default=0)
         remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("groups", "rollout")), remedy)]
-    return ranks - count, model, _check_role(spec, sampling, split) if width > 1 else []
+    return ranks - count, model, _check_role(spec, sampling, split) if split and width > 1 else []
 
 
 def _unfit(ranks: int, count: int, width: int) -> str:

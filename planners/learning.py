@@ -56,8 +56,8 @@ def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
 
 def _answers(spec: Spec, node: str, contract: Contract) -> Any:
     """Return how many rows a node is told to make of one; of a setting that is wrong, what stands there."""
-    recovered = ("nodes", node, "with") in spec.dag_source.recovered
-    return None if recovered else setting_value(spec, node, contract, contract.marks.repeats)
+    recovered, repeats = ("nodes", node, "with") in spec.dag_source.recovered, contract.marks.repeats
+    return None if recovered or not repeats else setting_value(spec, node, contract, repeats)
 
 
 def _is(contract: Contract, *names: str) -> bool:
@@ -85,7 +85,7 @@ def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: di
     longest, margin = (setting_value(spec, node, bound[node], name) for name in ("max_length", "margin"))
     sampling = next((other for other in reversed(flows[node].fan) if _is(bound[other], "generate")), None)
     own = spec.settings_of(spec.dag.nodes[sampling].role) if sampling else None
-    if own is None or type(longest) not in (int, float) or type(margin) not in (int, float):
+    if sampling is None or own is None or type(longest) not in (int, float) or type(margin) not in (int, float):
         return
     most = setting_value(spec, sampling, bound[sampling], "max_new_tokens") or own.generation.max_new_tokens
     if most <= longest * (1 - margin):

@@ -27,7 +27,7 @@ together, and rows that find no page wait. So they do not need a cache of all ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from distflow.config.load import Shape, Spec
@@ -56,10 +56,11 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
     infers."""
     items: list[MemoryItem] = []
     for role in roles:
-        shape = spec.shape_of(role)
-        if shape:
-            items += _role_items(spec, role, shape, role in generating, layouts) if training else \
-                _rollout_items(spec, role, shape, layouts)
+        shape, settings = spec.shape_of(role), spec.settings_of(role)
+        if shape and settings and training:
+            items += _role_items(spec, role, settings, shape, role in generating, layouts)
+        elif shape and settings:
+            items += _rollout(spec, role, settings, shape, layouts[role, True].tp, _width(shape, settings), False)
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
 
 
@@ -82,7 +83,7 @@ def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnosti
     total = needed(items)
     if limit is None or not items:
         return []
-    mistakes = [_beyond_share(spec, item, limit) for item in items if _has_share(spec, item)]
+    mistakes = [*_beyond_share(spec, items, limit)]
     if total <= limit * GIB:
         return mistakes
     largest = items[0]
@@ -92,20 +93,19 @@ def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnosti
     return [*mistakes, Diagnostic(what, where, _remedy(spec, items, limit * GIB))]
 
 
-def _has_share(spec: Spec, item: MemoryItem) -> bool:
-    """Return whether these are weights of an engine with a share: they are an item of their own only if too large."""
-    role, _, kind = item.name.partition(": ")
-    return kind == "rollout weights" and spec.settings_of(role).rollout in _PAGED
-
-
-def _beyond_share(spec: Spec, weights: MemoryItem, limit: float) -> Diagnostic:
-    role = weights.name.partition(":")[0]
-    settings = spec.settings_of(role)
-    what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: {settings.rollout}` "
-            f"may take {settings.generation.memory_share:g} of {limit:g} GiB (roles.{role}.generation.memory_share)")
-    where = spec.run_source.location(("roles", role, "generation", "memory_share"))
-    larger = f"Raise  roles.{role}.generation.memory_share  , or s" if weights.bytes < limit * GIB else "S"
-    return Diagnostic(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
+def _beyond_share(spec: Spec, items: Iterable[MemoryItem], limit: float) -> Iterator[Diagnostic]:
+    """Yield a mistake for weights of an engine with a share: they are an item of their own only if too large for it."""
+    for weights in items:
+        role, _, kind = weights.name.partition(": ")
+        settings = spec.settings_of(role)
+        if kind != "rollout weights" or settings is None or settings.rollout not in _PAGED:
+            continue
+        what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: "
+                f"{settings.rollout}` may take {settings.generation.memory_share:g} of {limit:g} GiB "
+                f"(roles.{role}.generation.memory_share)")
+        where = spec.run_source.location(("roles", role, "generation", "memory_share"))
+        larger = f"Raise  roles.{role}.generation.memory_share  , or s" if weights.bytes < limit * GIB else "S"
+        yield Diagnostic(what, where, f"{larger}plit the model over more ranks:  layouts: {{NODE: {{tp: N}}}}")
 
 
 def _gib(count: int) -> str:
@@ -134,44 +134,36 @@ def _in_phase(item: MemoryItem) -> MemoryItem:
     return replace(item, phase=SAMPLING if ": rollout" in item.name else TRAINING)
 
 
-def _rollout_items(spec: Spec, role: str, shape: Shape, layouts: Layouts) -> list[MemoryItem]:
-    settings = spec.settings_of(role)
-    if settings is None:
-        return []
-    return _rollout(spec, role, shape, layouts[role, True].tp, _width(shape, settings), has_adapters=False)
-
-
 def _width(shape: Shape, settings: RoleRun) -> int:
     """Return the bytes of a number in the forward pass."""
     return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
-def _role_items(spec: Spec, role: str, shape: Shape, generates: bool, layouts: Layouts) -> list[MemoryItem]:
-    settings = spec.settings_of(role)
-    if settings is None:
-        return []
+def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generates: bool,
+                layouts: Layouts) -> list[MemoryItem]:
     valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
     shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
     width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None
-    has_adapters = adapted(spec, role)
+    has_adapters = adapted(spec, role) is not None
     if has_adapters:
         items = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
     else:
-        items = [] if shared else _weights(spec, role, shape, own, width)
+        items = [] if shared else _weights(spec, role, settings, shape, own, width)
     items.append(_activations(role, settings, shape, trained, own, width, outputs))
     if generates:
-        items += _rollout(spec, role, shape, sampling.tp, width, has_adapters)
+        items += _rollout(spec, role, settings, shape, sampling.tp, width, has_adapters)
     return [_in_phase(item) for item in items] if settings.swap and generates and trained else items
 
 
-def _rollout(spec: Spec, role: str, shape: Shape, tp: int, width: int, has_adapters: bool) -> list[MemoryItem]:
+def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int,
+             has_adapters: bool) -> list[MemoryItem]:
     """Return the items of weights and cache; with adapters, the weights are those that it trains with."""
-    generation, limit = spec.settings_of(role).generation, spec.cluster.memory_gib
+    generation, limit = settings.generation, spec.cluster.memory_gib
     weights = [] if has_adapters else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
-    if spec.settings_of(role).rollout in _PAGED:
+    if settings.rollout in _PAGED:
         share = int(generation.memory_share * (limit or 0) * GIB)
         if limit is None or sum(item.bytes for item in weights) > share:
             return weights
@@ -199,8 +191,8 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
                       f"{_LOGITS} B")
 
 
-def _weights(spec: Spec, role: str, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
-    settings, trained = spec.settings_of(role), spec.dag.roles[role].trained
+def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
+    trained = spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = layout.dp * layout.cp // settings.replicas
     if settings.engine == "megatron":

@@ -8,7 +8,7 @@ without settings of its own the role that it copies.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.config.load import Spec
@@ -62,11 +62,11 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         found = _check_node(spec, request, leader, ranks)
         if leader is request and request.split and request.engine and not found:
             found = check_split(spec, request.node, request.engine, split)
-        layout = Layout(1, **_WHOLE | split) if not found else Layout(1)
+        layout = replace(Layout(1), **split) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         rows = proportion(request.rows) if not found else ()
-        layouts[request.node] = Layout(min(request.dp or shares, shares), 0, **layout.split, rows=rows)
+        layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares), rows=rows)
         mistakes += found
     return layouts, mistakes + _check_replicas(spec, requests, layouts, ranks)
 
@@ -114,7 +114,8 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
         engine = (node.role, True) if name in sampling else (base_of(spec, node.role) or node.role, False)
     said = asked.model_fields_set & _WHOLE.keys() if asked else set()
     split = {size: getattr(asked, size) for size in _WHOLE} if said else None
-    return _LayoutRequest(name, node.role, engine, split, *((asked.dp, tuple(asked.rows)) if asked else (None,)))
+    return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
+                          tuple(asked.rows) if asked else ())
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
@@ -124,11 +125,11 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
     if request.engine is None and split:
         what = f"node `{request.node}` wants {_said(split)}, but it computes with no model that could be split"
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{dp: N}}}}")]
-    if request.split is not None and request.split != leader.split:
+    if request.split is not None and leader.split is not None and request.split != leader.split:
         what = (f"nodes `{leader.node}` and `{request.node}` compute with the same engine of role `{request.role}`, "
                 f"but split its model differently: {_said(leader.split)} and {_said(request.split)}")
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{_said(leader.split)}}}}}")]
-    width = Layout(1, **request.split).width if request.split else 1
+    width = replace(Layout(1), **request.split).width if request.split else 1
     if request.split is not None and ranks > 0 and ranks % width:
         what = (f"node `{request.node}` splits its model over {width} ranks ({_said(split)}), which do not divide "
                 f"{ranks}")

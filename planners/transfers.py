@@ -144,9 +144,13 @@ def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]
     A rank of both layouts keeps its part of its own share.
     """
     ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
-    has, gets = ({rank: float(layout.part(layout.share(rank))) if layout.leads(rank) else 0.0 for rank in ranks}
-                 for layout in (origin, target))
+    has, gets = ({rank: _part(layout, rank) for rank in ranks} for layout in (origin, target))
     return {rank: size * (has[rank] + gets[rank] - 2 * has[rank] * gets[rank]) for rank in ranks}
+
+
+def _part(layout: Layout, rank: int) -> float:
+    share = layout.share(rank)
+    return 0.0 if share is None or not layout.leads(rank) else float(layout.part(share))
 
 
 def row_bytes(spec: Spec, name: str, form: str) -> int:

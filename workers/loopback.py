@@ -38,15 +38,14 @@ _HOST = "127.0.0.1"
 class Loopback(RendezvousHandler):
     """Rendezvous of a single agent; each start of its ranks gets a store of its own."""
 
-    use_agent_store = True
+    use_agent_store = True  # pyright: ignore[reportAssignmentType] - a property of the base
 
     def __init__(self, run_id: str):
-        self.run_id, self.closed = run_id, False
-        self.store: torch.distributed.TCPStore | None = None
+        self.run_id, self.closed, self.store = run_id, False, None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.store = store_on(_HOST)
-        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(_HOST, self.store.port))
+        store = self.store = store_on(_HOST)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, store.port))
 
     def get_backend(self) -> str:
         return NAME

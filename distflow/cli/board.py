@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     from distflow.recovery.membership import MACHINES
     from distflow.recovery.store import store_on
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     store.set("token", digest(token))
     print(f"on each machine:\n  export {TOKEN}={token}\n  torchrun --standalone --nproc-per-node … distflow/launch.py "
           f"--dag … --board {options.host}:{store.port} --machines …", flush=True)
-    membership = dist.PrefixStore(MACHINES, store)
+    membership = PrefixStore(MACHINES, store)
     while True:
         number = membership.add("round", 0)
         if number and "end" in (began := json.loads(membership.get(f"{number}/began"))):

@@ -101,10 +101,8 @@ def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
         raise InvalidInput(mistakes)
     runs = [_ran(spec, Path(folder)) for folder in folders]
     found = calibrated(problem, runs)
-    for folder, run in zip(folders, runs):
-        if run.placement(CostedProblem(found)) is None:
-            raise InvalidInput(Diagnostic(f"{folder} has run, but by the cost model it does not fit the machines", None,
-                                          "Does `memory_gib` of the cluster file say too little?"))
+    for run in runs:
+        run.placement(CostedProblem(found))  # which says where the model is wrong
     return Calibration(found, runs, runs[-1].rest(CostedProblem(found)))
 
 
@@ -154,7 +152,7 @@ def _ran(spec: Spec, folder: Path) -> MeasuredRun:
     sizes = ("dp", "first", "tp", "pp", "cp", "ep")
     layouts = {task["node"]: Layout(**{size: task["layout"][size] for size in sizes}) for task in planned["tasks"]}
     found = _median_timings(folder, planned)
-    return measured_run(problem_of(own), layouts, found.nodes, found.seconds)
+    return measured_run(problem_of(own), layouts, found.nodes, found.seconds, str(folder))
 
 
 def _against(predicted: float, measured: float) -> str:

@@ -123,7 +123,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
     run = {"steps": 1, "seed": options.seed, "ranks": options.ranks, "output": options.output,
-           "data": {**model.data, "train": str(find(path, "data").absolute()), "batch": problems,
+           "data": {**model.data, "train": str(Path(path).absolute()), "batch": problems,
                     "strict": True},  # no problem counts twice in place of another
            "roles": {"actor": role}, "layouts": {"tally": {"dp": 1}}, "samples": problems * options.samples,
            "checkpoint": {"every": 0}}
@@ -205,7 +205,7 @@ def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
     if role is None and len(trained) != 1:
         several = ", ".join(trained) or "no role that answers"
         raise InvalidInput(f"run {folder} trained {several}. Name one:  --role ROLE")
-    role = role or trained[0]
+    role = role or str(trained[0])
     model = next((path for path in (folder / f"model-{role}", folder / "model") if path.is_dir()), None)
     if model is None:
         raise InvalidInput(f"run {folder} has not written its model yet. Write that of its newest checkpoint:  "

@@ -183,9 +183,10 @@ def _running(spec: Spec, path: str) -> Iterator[str]:
     from planners import apply_plan_file, plan
 
     yield ""
+    ranks = spec.cluster.size or 0
     try:
-        own = apply_plan_file(spec, read(Path(path), shown(path)), spec.cluster.size)
-        yield from describe(plan(own, own.run.ranks), own)
+        own = apply_plan_file(spec, read(Path(path), shown(path)), ranks)
+        yield from describe(plan(own, ranks), own)
     except InvalidInput as error:
         yield from ("No run can obey it:", str(error))
 

@@ -80,8 +80,8 @@ def _where(task: Task, ranks: int) -> str:
     sizes += f", rows {':'.join(map(str, layout.rows))}" if layout.rows else ""
     if layout.dp * layout.width == ranks:
         return sizes
-    ranks = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
-    return f"{sizes} ({ranks}; others only send)"
+    where = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
+    return f"{sizes} ({where}; others only send)"
 
 
 def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:

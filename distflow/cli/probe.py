@@ -99,7 +99,7 @@ def _write(path: str | None, head: str, description: dict[str, Any]) -> None:
     source = parse(text, path or "the description")
     cluster, mistakes = check(Cluster, source)
     mistakes += check_cluster(cluster, source) if cluster else []
-    if mistakes:
+    if mistakes or cluster is None:
         raise InvalidInput(mistakes)
     if path:
         Path(path).write_text(text, encoding="utf-8")

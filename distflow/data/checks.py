@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distflow.config.load import Spec
 from distflow.contracts.rewards import branches, validation_fields
 from distflow.data.dataset import check_images, check_records, fields_of, open_records
@@ -24,7 +26,8 @@ def check_data(spec: Spec) -> list[str]:
             *((data, validation_fields(spec), branches(spec, validation=True))
               for data in (held_out.data.values() if held_out else ()))]
     for number, (data, own, rewarded) in enumerate(sets):
-        records = open_records(spec.data_path(data))
+        path = spec.data_path(data) or Path(data)
+        records = open_records(path)
         if number == 0:
             notes += _check_batch(spec, len(records))
         shares = -(-len(records) // _CHECKED)
@@ -36,7 +39,7 @@ def check_data(spec: Spec) -> list[str]:
                          f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
         if spec.run.data.images:
             some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
-            check_images(records, spec.run.data.images, spec.data_path(data).parent, some)
+            check_images(records, spec.run.data.images, path.parent, some)
     return notes
 
 

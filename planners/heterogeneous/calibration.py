@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout as Ranks
 from distflow.plan_file import NodeTiming
 from planners.heterogeneous.layouts import CostedProblem
@@ -47,9 +48,12 @@ class MeasuredReplica(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measured run. `problem` has the lengths of the run's rows; strategies and shares are by task. `seconds` are those
-    of an iteration."""
+    """Measured run; `name` is that of its folder.
 
+    `problem` has the lengths of the run's rows; strategies and shares are by task. `seconds` are those of an iteration.
+    """
+
+    name: str
     problem: Problem
     strategies: tuple[Strategy, ...]
     shares: tuple[tuple[MeasuredReplica, ...], ...]
@@ -71,10 +75,18 @@ class MeasuredRun:
         return costed.costs.layout(number, self.strategies[number], tuple(Replicas(share.stages, 1) for share in of),
                                    tuple(round(share.timing.rows * scale) for share in of))
 
-    def placement(self, costed: CostedProblem) -> Placement | None:
-        """Return this run's placement, costed by a cost model; None if it does not fit, though it ran."""
-        return costed.placed(self.grouping, self.subsets,
-                             (self.layout(costed, number) for number in range(len(self.shares))))
+    def placement(self, costed: CostedProblem) -> Placement:
+        """Return this run's placement, costed by a cost model.
+
+        Raises:
+            InvalidInput: by the model it does not fit.
+        """
+        found = costed.placed(self.grouping, self.subsets,
+                              (self.layout(costed, number) for number in range(len(self.shares))))
+        if found is None:
+            raise InvalidInput(Diagnostic(f"{self.name} has run, but by the cost model it does not fit the machines",
+                                          None, "Does `memory_gib` of the cluster file say too little?"))
+        return found
 
     def rest(self, costed: CostedProblem) -> float:
         """Return the seconds of an iteration beside its tasks: rewards, what the host computes, and the step's end."""
@@ -82,7 +94,7 @@ class MeasuredRun:
 
 
 def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],
-                 seconds: float) -> MeasuredRun:
+                 seconds: float, name: str = "a run") -> MeasuredRun:
     """Return the measured run in mode sync.
 
     Args:
@@ -100,7 +112,7 @@ def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mappin
     subsets = tuple(_subset(problem.hardware, device_group_of, {rank for task in group for rank in ranks[task]})
                     for group in grouping)
     strategies = tuple(_strategy(task, layouts[task.name]) for task in problem.tasks)
-    return MeasuredRun(problem, strategies, shares, grouping, subsets, seconds)
+    return MeasuredRun(name, problem, strategies, shares, grouping, subsets, seconds)
 
 
 def with_run_lengths(task: ModelTask, before: ModelTask, shares: tuple[MeasuredReplica, ...]) -> ModelTask:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -252,11 +252,12 @@ class Roofline:
 
 
 _GIB, _GB, _TERA, _MICRO = 2**30, 1e9, 1e12, 1e-6
+Dtype = Literal["bfloat16", "float32"]
 _MAX_SUBSETS = 4096
 """Up to so many subsets each machine is a device group of its own; beyond, alike machines are folded into one."""
 
 
-def hardware_of(cluster: Cluster, dtype: str = "bfloat16", fold: bool | None = None) -> Hardware:
+def hardware_of(cluster: Cluster, dtype: Dtype = "bfloat16", fold: bool | None = None) -> Hardware:
     """Return the device groups and links of a cluster that passed `check_cluster`.
 
     Args:
@@ -271,7 +272,7 @@ def hardware_of(cluster: Cluster, dtype: str = "bfloat16", fold: bool | None = N
     return Hardware(groups, between)
 
 
-def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: str) -> DeviceGroup:
+def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: Dtype) -> DeviceGroup:
     kind = cluster.machines[name]
     machines = kind.count if fold else 1
     device = cluster.devices[kind.device]

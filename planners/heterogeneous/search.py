@@ -15,7 +15,7 @@ the same answer on any machine.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product, zip_longest
 
@@ -111,7 +111,7 @@ def whole_device_groups(hardware: Hardware, groups: int, random: np.random.Gener
             for drawn in owners if set(range(groups)) <= set(drawn)]
 
 
-def is_whole(hardware: Hardware, split: Split) -> bool:
+def is_whole(split: Split) -> bool:
     """Return whether no device group is divided."""
     return all(sum(count > 0 for count in column) <= 1 for column in zip(*split))
 
@@ -145,14 +145,14 @@ def mutation(hardware: Hardware, split: Split, random: np.random.Generator) -> S
     """Return the split with one device group divided at random."""
     index = int(random.integers(len(hardware.device_groups)))
     columns = [list(column) for column in zip(*split)]
-    columns[index] = rounded(hardware.device_groups[index], random.dirichlet(np.ones(len(split))) + 1e-9)
+    columns[index] = rounded(hardware.device_groups[index], (random.dirichlet(np.ones(len(split))) + 1e-9).tolist())
     return _subsets(columns)
 
 
 def random_split(hardware: Hardware, groups: int, random: np.random.Generator) -> Split:
     """Return a split with every device group divided at random."""
-    return _subsets(rounded(device_group,
-                            random.dirichlet(np.ones(groups)) + 1e-9) for device_group in hardware.device_groups)
+    return _subsets(rounded(device_group, (random.dirichlet(np.ones(groups)) + 1e-9).tolist())
+                    for device_group in hardware.device_groups)
 
 
 def adjacent_splits(hardware: Hardware, split: Split) -> Iterator[Split]:
@@ -194,8 +194,8 @@ def _pass(device_group: DeviceGroup, column: list[int], giver: int, taker: int, 
     column[taker] = _most(device_group, column[taker] + device_group.devices - sum(column))
 
 
-def _subsets(columns) -> Split:
-    return tuple(zip(*(tuple(column) for column in columns)))
+def _subsets(columns: Iterable[Sequence[int]]) -> Split:
+    return tuple(zip(*columns))
 
 
 def _most(device_group: DeviceGroup, limit: float) -> int:
@@ -312,7 +312,7 @@ class _Search:
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.estimate(grouping, child))
         best = sorted(found, key=found.__getitem__)
-        whole = [split for split in best if is_whole(self.hardware, split)]
+        whole = [split for split in best if is_whole(split)]
         ahead = [split for pair in zip_longest(best[:_ELITE], whole[:_WHOLE]) for split in pair if split]
         return found[best[0]], list(dict.fromkeys(ahead))
 

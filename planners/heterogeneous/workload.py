@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.config.load import Spec
+from distflow.config.models import Shape
+from distflow.config.run import RoleRun
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
@@ -31,30 +33,37 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
                                cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
     single_rank_plan = plan(single_rank_spec, 1)
     tasks = [task for task in single_rank_plan.tasks if task.type != "COMPUTE"]
-    _check_sizes(spec, tasks)
+    models = _models(spec, tasks)
     lineage = RowLineage(single_rank_plan.tasks, single_rank_plan.source)
-    response = max((spec.settings_of(task.role).generation.max_new_tokens for task in tasks if task.samples),
+    response = max((models[task.role][0].generation.max_new_tokens for task in tasks if task.samples),
                    default=spec.run.data.max_target_tokens)
-    model_tasks = tuple(_model_task(spec, lineage, task, response) for task in tasks)
+    model_tasks = tuple(_model_task(spec, lineage, task, response, *models[task.role]) for task in tasks)
     mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
-                   _syncs(spec, model_tasks), mode,
-                   coefficients or Coefficients())
+                   _syncs(model_tasks), mode, coefficients or Coefficients())
 
 
-def _check_sizes(spec: Spec, tasks: list[Task]) -> None:
-    unknown = sorted({task.role for task in tasks if spec.shape_of(task.role) is None})
-    if unknown:
-        role = unknown[0]
-        raise InvalidInput(Diagnostic(f"role `{role}`: the sizes of its model are not known, so no cost can be",
-                                      spec.run_source.location(("roles", role)),
-                                      f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
+def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
+    """Return the settings of each role and the sizes of its model.
+
+    Raises:
+        InvalidInput: the sizes of one are not known.
+    """
+    found = {}
+    for role in sorted({task.role for task in tasks}):
+        settings, shape = spec.settings_of(role), spec.shape_of(role)
+        if settings is None or shape is None:
+            raise InvalidInput(Diagnostic(f"role `{role}`: the sizes of its model are not known, so no cost can be",
+                                          spec.run_source.location(("roles", role)),
+                                          f"Give it a model:  roles: {{{role}: {{model: …}}}}"))
+        found[role] = (settings, shape)
+    return found
 
 
-def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int) -> ModelTask:
+def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, settings: RoleRun,
+                shape: Shape) -> ModelTask:
     """Return the model task of a plan's task, with rows at the run's longest."""
-    settings, shape = spec.settings_of(task.role), spec.shape_of(task.role)
     head = spec.dag.roles[task.role].head
     shape = shape.with_value_head() if head == "value" else shape
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
@@ -95,11 +104,11 @@ def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict
     return found
 
 
-def _syncs(spec: Spec, model_tasks: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
+def _syncs(model_tasks: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
     """Return edges from the last training of each role to all tasks that run with its weights."""
     trained = {model_task.role: number for number, model_task in enumerate(model_tasks) if model_task.kind == TRAIN}
     return tuple(Edge(trained[model_task.role], number, float(model_task.parameters * model_task.width))
-                 for number,
-                 model_task in enumerate(model_tasks) if model_task.role in trained and model_task.kind != TRAIN)
+                 for number, model_task in enumerate(model_tasks)
+                 if model_task.role in trained and model_task.kind != TRAIN)
 
 
