@@ -16,9 +16,9 @@ from distflow.errors import RankMissing
 from distflow.plan import TRAINER
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
+from workers.engines.swap import EngineSwap
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.loop import rollout
-from workers.roles import RoleEngines
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
 from workers.train_context import TrainContext
@@ -28,16 +28,14 @@ class ColocatedSource:
     """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer.
 
     Args:
-        roles: those that sample; one, if a model is split over several ranks.
-        loop: leases prompts; None on a rank that follows the first of those with which it shares a model.
-        tp_group: the ranks that share the model; None: this one alone.
+        loop: leases prompts; None on a rank that follows the first of those with which it shares a model (`tp_group`).
         enough: rows in the dock, of whichever draws, at which this rank stops sampling.
         limit: seconds without new rows after which it stops too, if none are under way here.
     """
 
-    def __init__(self, roles: Mapping[str, RoleEngines], loop: RolloutContext | None,
+    def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
                  tp_group: dist.ProcessGroup | None, enough: int, limit: float):
-        self.roles, self.loop, self.tp_group, self.enough, self.limit = roles, loop, tp_group, enough, limit
+        self.swaps, self.loop, self.tp_group, self.enough, self.limit = swaps, loop, tp_group, enough, limit
         self.engines: Mapping[str, SharedEngine] = {}
 
     @classmethod
@@ -48,19 +46,20 @@ class ColocatedSource:
         if width > 1:
             limit = datetime.timedelta(seconds=spec.run.wait_limit)
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
+            assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
             loop = RolloutContext(spec, plan, ctx.functions, roles, loader, channel,
                                   f"trainer {ctx.rank}, which samples", channel.ranks // width)
-        sampling = {task.role: roles[task.role] for task in plan.tasks if task.samples}
-        return cls(sampling, loop, tp_group, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
+        names = {task.role for task in plan.tasks if task.samples}
+        swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
+        return cls(swaps, loop, tp_group, math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows,
                    spec.run.wait_limit)
 
     def sample(self, draws: int) -> None:
-        """Sample with the weights that this rank has. `draws`: those of the step that the trainer has received already.
-        Collective."""
+        """Sample with this rank's weights. `draws`: those of the step that the trainer has received already."""
         self.draws, self.ready, self.changed = draws, 0, time.monotonic()
         with contextlib.ExitStack() as stack:
-            engines = {name: stack.enter_context(role.engine_swap.sampling()) for name, role in self.roles.items()}
+            engines = {name: stack.enter_context(swap.sampling()) for name, swap in self.swaps.items()}
             if self.loop is None:
                 self._follow(*engines.values())
                 return

@@ -43,14 +43,7 @@ _LEFT_OUT = "left out/{}"
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank's supervisor and all its workers know of the run.
-
-    Args:
-        agent: the process that has started this run's processes, and will start them again.
-        known_change: number of the newest change of settings that `spec` has in it.
-        elastic: the elastic machines of the run, if there are any.
-        lock: lock of the run folder, on rank 0.
-    """
+    """What a rank's supervisor and all its workers know of the run."""
 
     spec: Spec
     plan: Plan
@@ -59,10 +52,10 @@ class RankContext:
     device: str
     resume: bool
     channel: RolloutChannel | None
-    agent: str
-    known_change: int
+    agent: str  # the process that has started this run's processes, and will start them again
+    known_change: int  # number of the newest change of settings that `spec` has in it
     elastic: ElasticAgent | None = None
-    lock: RunLock | None = None
+    lock: RunLock | None = None  # of the run folder, on rank 0
 
     @property
     def group(self) -> Group | None:
@@ -71,7 +64,6 @@ class RankContext:
 
     @property
     def own(self) -> Plan:
-        """The plan of the ranks that compute together with this one."""
         return self.group.plan if self.group else self.plan
 
     @property
@@ -91,12 +83,12 @@ class RankContext:
         call(when, self.role, HookContext(self.restart_group.name, self.store.rank, attempt.number, failure))
 
     def should_run(self) -> bool:
-        """Return whether this rank should have a worker: rollouts may be scaled down."""
+        """Return whether this rank's rollout is not scaled down."""
         return self.scale is None or self.scale.should_run()
 
     def is_obsolete(self) -> bool:
         """Return whether this rank samples for a trainer that has done its last step."""
-        return bool(self.group and self.group.name == ROLLOUT and self.channel and self.channel.over)
+        return bool(self.role == ROLLOUT and self.channel and self.channel.over)
 
     def leave_out(self) -> bool:
         """Take this rank's rollout out of the run, since it is not started again. Return whether another one is left:
@@ -105,10 +97,9 @@ class RankContext:
         if group is None or group.name != ROLLOUT:
             return False
         self.store.store.set(_LEFT_OUT.format(replica), "")
-        return len(self._left_out()) < group.replicas
+        return len(self._left_out(group)) < group.replicas
 
-    def _left_out(self) -> list[int]:
-        group, _ = self.plan.group_of(self.store.rank)
+    def _left_out(self, group: Group) -> list[int]:
         return [each for each in range(group.replicas) if self.store.store.check([_LEFT_OUT.format(each)])]
 
     @property
@@ -118,7 +109,6 @@ class RankContext:
 
     @functools.cached_property
     def live_config(self) -> LiveConfig:
-        """Changes of the settings of this rank's group."""
         return LiveConfig(self.path, self.role)
 
     def reloaded(self, number: int) -> RankContext:
@@ -149,21 +139,20 @@ class RankContext:
     @functools.cached_property
     def scale(self) -> RolloutScale | None:
         group, replica = self.plan.group_of(self.store.rank)
-        return RolloutScale(self.path, replica, self._left_out) if group is not None and group.name == ROLLOUT else None
+        if group is None or group.name != ROLLOUT:
+            return None
+        return RolloutScale(self.path, replica, partial(self._left_out, group))
 
     @property
     def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
         return {shard.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
-                "place, and what it held is sampled again"} if shard else {}
+                "place, and what it held is sampled again"} if shard and shard.stdout else {}
 
     def restart_required_processes(self) -> dict[int, str]:
-        """Start the required processes again, after one of them has ended on any of the ranks.
-
-        Raises:
-            DockError: one does not start.
-        """
+        """Start the required processes again, after one of them has ended on any of the ranks. Raises DockError: one
+        does not start."""
         if self.channel:
             self.channel.restart_shard()
         return self.required_processes
@@ -187,12 +176,8 @@ class RankContext:
 
 def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
              elastic: ElasticAgent | None = None) -> RankContext:
-    """Connect to the other ranks, and check that all have the same plan.
-
-    Args:
-        folder, resume: the run folder, and whether the run goes on; other ranks read those of rank 0 from the store.
-        alone: nothing will be trained, so that groups need no dock.
-        elastic: the elastic machines of the run, if there are any.
+    """Connect to the other ranks, and check that all have the same plan. `folder` and `resume` are those of rank 0;
+    `alone`: nothing will be trained, so that groups need no dock.
 
     Raises:
         Disagreement: a rank has another plan, or did not come.
@@ -236,8 +221,7 @@ def _gpus() -> int:
 
 @contextlib.contextmanager
 def autoscaled(context: RankContext) -> Iterator[None]:
-    """Run the autoscaling policies of the DAG's modules in a process beside the first rank's supervisor, if there are
-    any; see `distflow.recovery.autoscaler`."""
+    """Run the autoscaling policies of the DAG's modules, if there are any, beside the first rank's supervisor."""
     rollouts = next((group.replicas for group in context.plan.groups if group.name == ROLLOUT), 0)
     if context.store.rank or not rollouts or not any(map(_may_scale, context.spec.dag.imports)):
         yield

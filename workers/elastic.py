@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.config.run import Robust
 from distflow.errors import DistflowError, InvalidInput
@@ -63,7 +64,7 @@ class ElasticAgent:
         _check_rollouts(plan, machines, self.local)
         self.store = _store(self.host, self.port)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
-        self.membership = Membership(dist.PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
+        self.membership = Membership(PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
                                      most,
                                      vital, not plan.groups, robust.machine_silence, robust.restarts)
         self.membership.agree(plan.digest)
@@ -255,14 +256,15 @@ def _span(machines: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _store(host: str, port: int) -> dist.Store:
+def _store(host: str, port: int) -> Store:
     where = f"there is no board at {host}:{port}"
     token = os.environ.get(TOKEN)
     if not token:
         raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as `distflow "
                            f"board` has printed:  export {TOKEN}=…")
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=_REACHED)
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host, port, is_master=False, timeout=_REACHED)
         asked = store.get("token").decode()
     except dist.DistError as error:
         raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "

@@ -24,8 +24,7 @@ from workers.engines.chat import prompt_tokens, require_template
 from workers.engines.vision import ImageProcessor
 from workers.roles import RoleEngines, encode_targets
 
-PLACEHOLDER = "<image>"
-"""Stands for an image in a question."""
+PLACEHOLDER = "<image>"  # stands for an image in a question
 NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)),
                   torch.empty(0, dtype=torch.int64))
 
@@ -35,10 +34,8 @@ class ImageEncoder:
     """Encoder of the images of a dataset, as pixels and as tokens of prompts."""
 
     image_processor: ImageProcessor
-    token: int
-    """The prompt has it once for each token of an image."""
-    folder: Path
-    """Paths in the data are relative to it."""
+    token: int  # the prompt has it once for each token of an image
+    folder: Path  # paths in the data are relative to it
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
         """Return the records' questions by the chat template, and of each record its images, of each image its lines,
@@ -49,7 +46,8 @@ class ImageEncoder:
         """
         prompts, pixels = [], []
         for record in records:
-            images = [self.image_processor.pixels(image) for image in open_images(record, data.images, self.folder)]
+            images = [self.image_processor.pixels(image)
+                      for image in open_images(record, data.images or "", self.folder)]
             messages = _with_image_parts(messages_of(record, data), len(images))
             prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), data.enable_thinking)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
@@ -72,7 +70,10 @@ class ImageEncoder:
 
 def image_encoder_of(role: RoleEngines, data: Data, path: Path) -> ImageEncoder | None:
     """Return the image encoder for the data at `path`; None if the data has no images."""
-    return ImageEncoder(role.image_processor, role.config.image_token_id, path.parent) if data.images else None
+    if data.images is None:
+        return None
+    assert role.image_processor, "the planner refuses images for a model without an image processor"
+    return ImageEncoder(role.image_processor, role.config.image_token_id, path.parent)
 
 
 def _with_image_parts(messages: list[Message], images: int) -> list[Message]:
@@ -143,9 +144,16 @@ def _ragged(rows: list[list[int]]) -> Ragged:
     return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
 
 
+def data_file(spec: Spec, name: str) -> Path:
+    """Return the path of data that was found when the run file was loaded."""
+    path = spec.data_path(name)
+    assert path is not None
+    return path
+
+
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE) -> Dataloader:
     """Return the training data, encoded for a role."""
-    data, path = spec.run.data, spec.data_path(spec.run.data.train)
+    data, path = spec.run.data, data_file(spec, spec.run.data.train)
     records = WithoutEmpty(open_records(path), fields_of(data, data.columns))
     encode = encoder(role.tokenizer, data, image_encoder_of(role, data, path))
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,11 +31,8 @@ from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
 
-_NODE_STREAMS = 1_000
-"""The first stream of random numbers of a node that has its own. No run has as many roles, and it must not matter
-which of them are on a rank."""
-Written = tuple[dict[str, ColumnData], torch.Tensor]
-"""What a task's function wrote, and the ids of the rows."""
+_NODE_STREAMS = 1_000  # the first stream of random numbers of a node of its own; no run has as many roles
+Written = tuple[dict[str, ColumnData], torch.Tensor]  # what a task's function wrote, and the ids of the rows
 
 
 class Executor:
@@ -45,10 +42,8 @@ class Executor:
                  roles: Mapping[str, RoleEngines], rank: int):
         self.functions, self.roles, self.rank = functions, roles, rank
         count = Counter(task.function for task in chain)
-        self.shared = {function for function, nodes in count.items() if nodes > 1}
-        """Functions of several nodes, whose metrics are named by node."""
-        self.seconds: Counter[str] = Counter()
-        """Seconds of each node since the step began."""
+        self.shared = {function for function, nodes in count.items() if nodes > 1}  # their metrics are named by node
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of each node since the step began
         self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
 
     def watch(self, task: Task) -> contextlib.AbstractContextManager[None]:
@@ -181,14 +176,9 @@ class Watch:
 
 
 class SampledRows:
-    """Rows that were sampled for the step under way. They outlive the worker in the supervisor's memory, so that the
-    next worker does not sample them again. Sampling is collective where a model is split: a node's rows are taken from
-    the cache only if all ranks have theirs.
-
-    Args:
-        cache: the supervisor's memory; None: nothing is kept.
-        step: the step that this worker goes on with, whose rows it takes from the cache; None: a new run.
-    """
+    """Rows that were sampled for the step under way, which outlive the worker in the supervisor's `cache`. Sampling is
+    collective where a model is split: a node's rows are taken from there only if all ranks have theirs. `step` is what
+    this worker goes on with; None: a new run."""
 
     def __init__(self, cache: RolloutCache | None, step: int | None):
         self.cache, self.found = cache, {}
@@ -198,7 +188,7 @@ class SampledRows:
             self.found = {key: mine[key] for key in sorted(all_have)}
 
     def run(self, task: Task, step: int, roles: Mapping[str, RoleEngines], execute: Callable[[], Written]) -> Written:
-        """Return the task's rows in a draw of a step: from the cache, or those of `execute`, which the cache keeps."""
+        """Return the task's rows from the cache, or those of `execute`, which the cache keeps."""
         if self.cache is None or not task.samples:
             return execute()
         key = f"{roles[task.role].draw}/{task.node}"
@@ -216,16 +206,15 @@ class SampledRows:
         return columns, ids
 
     def clear(self) -> None:
-        """Forget the rows of a step that is done."""
         self.found = {}
         if self.cache is not None:
             self.cache.clear()
 
 
-def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int]:
+def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return the stream of random numbers of each sampling node: its role's, or one of its own if an earlier node of
     the role samples too, since rows of two nodes may have equal ids."""
-    found: dict[str, int] = {}
+    found: dict[str, int | None] = {}
     for task in (task for task in chain if task.samples):
         own = of_role[task.role]
         found[task.node] = _NODE_STREAMS + len(found) if own in found.values() else own
@@ -237,7 +226,7 @@ def _as_form(column: ColumnData, form: str) -> Any:
 
 
 def _as_columns(task: Task, location: str, result: Any, rows: int) -> dict[str, ColumnData]:
-    """Return what a function returned by the names of its columns. `location`: of the function."""
+    """Return what a function returned, by column. `location`: of the function."""
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
     who = f"{location}{task.function} returned"
     if len(values) != len(task.writes):
@@ -273,7 +262,6 @@ def _location(function: Callable[..., Any]) -> str:
 
 def _node_timing(task: Task, seconds: float, rows: int, arguments: Mapping[str, Any],
                  columns: Mapping[str, ColumnData]) -> NodeTiming:
-    """Return the seconds of a task with the tokens of the prompts and the responses that it reads or writes."""
     prompt = arguments.get("prompts")
     tokens = (0, 0)
     if isinstance(prompt, Ragged):
@@ -289,7 +277,9 @@ def _distinct_tokens(prompts: Ragged) -> int:
     lengths = prompts.lengths
     before = torch.cat([torch.zeros_like(lengths[:1]), lengths[:-1]])
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    unlike = prompts.values != prompts.values[torch.arange(len(rows)) - before[rows]]
+    values = prompts.values
+    assert isinstance(values, torch.Tensor)
+    unlike = values != values[torch.arange(len(rows)) - before[rows]]
     again = lengths == before
     again[:1] = False
     again[rows[unlike]] = False
@@ -297,7 +287,6 @@ def _distinct_tokens(prompts: Ragged) -> int:
 
 
 def _without_graph(column: Any) -> Any:
-    """Return a column on the CPU that keeps nothing alive from which it was computed."""
     if isinstance(column, Ragged):
         return Ragged(_without_graph(column.values), column.lengths.cpu())
     return column.detach().cpu() if isinstance(column, torch.Tensor) else column

@@ -37,35 +37,20 @@ class Fusion:
 
     def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: RolloutChannel, limit: float,
                  executor: TrainExecutor):
-        """
-        Args:
-            plan: the trainer's, which has an `early` one.
-            limit: seconds after which a rank that waits for others takes them for lost.
-        """
+        """`plan`: the trainer's, which has an `early` one; `limit`: seconds after which ranks take others for lost."""
+        assert plan.early is not None
         self.plan, self.rank, self.loader, self.channel, self.executor = plan.early, rank, loader, channel, executor
-        self.patience = limit / 4
-        """Seconds that rank 0 looks for rows at a time: the others, which wait for it, must not take it for lost."""
+        self.patience = limit / 4  # seconds that rank 0 looks for rows at a time, while the others wait for it
         self.tasks = self.plan.chain(rank)
-        self.step_tasks = [task for task in plan.tasks if task.layout.early]
-        """The same tasks as the step's plan has them."""
+        self.step_tasks = [task for task in plan.tasks if task.layout.early]  # the same, as the step's plan has them
         self.received = ReceivedColumns(self.plan, channel.rows)
-        self.metrics = Metrics()
-        """Metrics of the buffer, apart from the step's: how evenly a part is spread says nothing about the step."""
+        self.metrics = Metrics()  # apart from the step's: how evenly a part is spread says nothing about the step
         self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
-        self.written: dict[str, Batch] = {}
-        """What each node has written for the draw, in the order of ids."""
-        self.seconds = 0.0
-        """Compute time of the draw."""
+        self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
+        self.seconds = 0.0  # of computing for the draw
 
     def run(self, dock: DockClient, draw: int, until: float) -> None:
-        """Compute all rows of a draw.
-
-        Args:
-            until: the time at which all rows must have come, by `time.monotonic`.
-
-        Raises:
-            TimedOut: they have not; on rank 0.
-        """
+        """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come `until` then (`time.monotonic`)."""
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
         while len(known) < count:
@@ -87,13 +72,13 @@ class Fusion:
 
     def _look(self, dock: DockClient, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
         """Return the ids and the tokens of all rows that have come, at least so many; on all ranks what rank 0 saw."""
-        while not (seen := gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]):
-            pass
+        seen = b""
+        while not seen:
+            seen = gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]
         ids, tokens = msgpack.unpackb(seen)
         return torch.tensor(ids), torch.tensor(tokens)
 
     def _seen(self, dock: DockClient, draw: int, least: int, until: float) -> bytes:
-        """Return the same, packed; nothing if the rows have not come so far."""
         left = max(until - time.monotonic(), 0.0)
         try:
             seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
@@ -103,7 +88,7 @@ class Fusion:
                 return b""
             error.add_note("That was the rest of `wait_limit`, within which all samples of a draw must come")
             raise
-        return msgpack.packb([column.tolist() for column in seen])
+        return msgpack.packb([column.tolist() for column in seen]) or b""
 
     def _assigned(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's rows, and one row that is there in any case."""

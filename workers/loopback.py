@@ -38,10 +38,12 @@ _HOST = "127.0.0.1"
 class Loopback(RendezvousHandler):
     """Rendezvous of a single agent; each start of its ranks gets a store of its own."""
 
-    use_agent_store = True  # pyright: ignore[reportAssignmentType] - a property of the base
-
     def __init__(self, run_id: str):
         self.run_id, self.closed, self.store = run_id, False, None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = self.store = store_on(_HOST)

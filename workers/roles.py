@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,17 @@ from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Sessi
 from workers.engines.sampling import key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
+from workers.engines.vision import ImageProcessor
 
 disable_progress_bar()
 
 
 class Meshes(NamedTuple):
-    """Device meshes over which a role's model is split: for training and inference, and for sampling."""
+    """Device meshes over which a role's model is split."""
 
-    trainer: DeviceMesh | None
-    """None where a role only samples."""
+    trainer: DeviceMesh | None  # for training and inference; None where a role only samples
     rollout: DeviceMesh
-    experts: int = 1
-    """Ways in which the trainer cuts experts."""
+    experts: int = 1  # ways in which the trainer cuts experts
 
 
 class RoleEngines:
@@ -56,14 +55,14 @@ class RoleEngines:
         """`stream`: number of the role's random numbers, unique among roles that sample; None if it does not."""
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.kind, self.config, self.image_processor = type(model), model.config, getattr(model, "image_processor",
-                                                                                          None)
+        self.kind, self.config = type(model), model.config
+        self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
-        self.draw = 0
-        """Number of the prompts' draw, which is the step's unless a filter draws again."""
+        self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.max_target_tokens = spec.run.data.max_target_tokens
-        self._load = functools.partial(load_model, spec, spec.model_of(name), self.head)
+        self.source = spec.model_of(name)
+        self._load = functools.partial(load_model, spec, head=self.head)
         device = meshes.rollout.device_type
         if device == "cpu":
             model.set_attn_implementation(attention.NAME)
@@ -78,10 +77,9 @@ class RoleEngines:
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
             meshes.experts)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
-        both = self.rollout is not None and self._trainer is not None
-        self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) if both else None
-        self.shared_engine: Sampler | None = None
-        """Samples in place of `rollout` for several threads at a time."""
+        self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
+            if self.rollout and self._trainer else None
+        self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time
 
     @property
     def engine(self) -> Trainer:
@@ -95,14 +93,12 @@ class RoleEngines:
     @property
     def version(self) -> int:
         """Version of the weights: see `Trainer.version`."""
-        return self._trainer.version
+        return self._trainer.version if self._trainer else 0
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None) -> Samples:
         """Sample `repeats` responses to each prompt [P] with the newest weights, by (seed, draw of prompts, row id).
-
-        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens.
-        """
+        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens."""
         with self.sampling() as rollout:
             return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
 
@@ -182,7 +178,8 @@ class RoleEngines:
 
     def decode(self, tokens: Ragged) -> list[str]:
         """Return the text of each row, without special tokens."""
-        return [self.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows]
+        return [str(self.tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in tokens.rows
+                if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face model folder, and adapters alone beside it. Collective; rank 0 writes."""
@@ -192,7 +189,7 @@ class RoleEngines:
                 weights[name] = tensor.cpu().clone()
         if not first:
             return
-        model = self._merged(weights, folder) if self.lora else self._filled(weights)
+        model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
         if self.generation_config:
             model.generation_config = self.generation_config
         model.save_pretrained(folder)
@@ -209,11 +206,12 @@ class RoleEngines:
         model.tie_weights()
         return model
 
-    def _merged(self, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+    def _merged(self, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
         from workers.engines.adapters import merged  # peft takes seconds to import; only runs with adapters pay for it
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
-        return merged(self._load()[0], self.lora, weights, beside)
+        assert self.source
+        return merged(self._load(self.source)[0], lora, weights, beside)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
@@ -231,9 +229,12 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
-        model, tokenizer = load_model(spec, spec.model_of(name), spec.dag.roles[name].head)
-        roles[name] = RoleEngines(name, model, tokenizer, spec.settings_of(name),
-                                  _meshes(plan, name, device, training), spec, streams.get(name))
+        model_of, settings = spec.model_of(name), spec.settings_of(name)
+        assert model_of, "the planner refuses roles without a model"
+        assert settings
+        model, tokenizer = load_model(spec, model_of, spec.dag.roles[name].head)
+        roles[name] = RoleEngines(name, model, tokenizer, settings, _meshes(plan, name, device, training), spec,
+                                  streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary(roles)
@@ -247,11 +248,7 @@ def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
 
 
 def _require_one_vocabulary(roles: dict[str, RoleEngines]) -> None:
-    """Check that a token means the same to all roles, which pass tokens to each other.
-
-    Raises:
-        EngineError: two tokenizers number their tokens differently.
-    """
+    """Check that a token means the same to all roles, which pass tokens to each other."""
     first, *others = roles.values()
     for other in others:
         ours, theirs = first.tokenizer.get_vocab(), other.tokenizer.get_vocab()
@@ -267,7 +264,7 @@ def _base_role(name: str, owner: RoleEngines) -> RoleEngines:
     from workers.engines.adapters import BaseEngine
 
     role = copy.copy(owner)
-    role.name, role.rollout, role._trainer = name, None, BaseEngine(owner.engine)
+    role.name, role.rollout, role._trainer = name, None, BaseEngine(owner.engine)  # pyright: ignore[reportArgumentType]
     return role
 
 
@@ -281,11 +278,10 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     if is_half(settings, device):
         halve(frozen)  # they are never updated, so that no float32 is needed
     if samples:
-        model.to(device)
+        model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return frozen if samples else []
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
-    return sorted({*ends, tokenizer.eos_token_id})
+    ends: Any = model.generation_config.eos_token_id if model.generation_config else None
+    return sorted({int(end) for end in [*([ends] if isinstance(ends, int) else ends or ()), tokenizer.eos_token_id]})

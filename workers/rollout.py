@@ -69,11 +69,12 @@ class PartialRollouts(Sampler):
         if not len(self.saved):
             return
         found = dict(zip(self.saved.ids.tolist(), range(len(self.saved))))
-        columns = [self.saved[name].rows for name in (TOKENS, LOGPROBS, VERSIONS)]
+        saved: dict[str, Any] = self.saved.columns
+        columns = [saved[name].rows for name in (TOKENS, LOGPROBS, VERSIONS)]
         for row in (row for row in rows if row.id in found):
             tokens, logprobs, versions = (column[found[row.id]] for column in columns)
             if not (self.restart and bool((versions != self.engine.version).any())):
-                row.resume(tokens, logprobs, versions, bool(self.saved[FINISHED][found[row.id]]))
+                row.resume(tokens, logprobs, versions, bool(saved[FINISHED][found[row.id]]))
                 current().add("response/continued", len(tokens))
 
     def partial_rows(self) -> Batch:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
@@ -24,7 +24,7 @@ from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
-from distflow.recovery.store import Store
+from distflow.recovery import store as run_store
 from distflow.rpc.connection import Address
 from distflow.weights.puller import Puller
 
@@ -46,7 +46,7 @@ class RolloutChannel:
         shard_process: the process of this machine's storage shard, if this rank starts it.
     """
 
-    store: dist.Store
+    store: Store
     token: bytes
     addresses: list[Address]
     host: str
@@ -58,20 +58,20 @@ class RolloutChannel:
     version_set: int = 0
     """Number of the newest set of versions that this process has published."""
 
-    def joined(self, store: dist.Store) -> RolloutChannel:
+    def joined(self, store: Store) -> RolloutChannel:
         """Return the channel of a worker, with a connection of its own to the store. The shard stays with the
         supervisor."""
-        if self.shard_process is not None:  # or the shard would not see its supervisor end
+        if self.shard_process and self.shard_process.stdin:  # or the shard would not see its supervisor end
             self.shard_process.stdin.close()
         return replace(self, store=store, shard_process=None)
 
     def dock(self, who: str) -> DockClient:  # one per thread
         return DockClient(self.addresses, self.token, who)
 
-    def weights(self, role: str) -> dist.Store:
+    def weights(self, role: str) -> Store:
         """Return the store of a role's published weights, with a connection of its own: one that waits would block
         others."""
-        return dist.PrefixStore(f"weights/{role}", self.store.clone())
+        return PrefixStore(f"weights/{role}", self.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
     def puller(self, role: str, who: str, transport: str) -> Puller:
         return Puller(self.weights(role), self.token, who, host=self.host, transport=transport)
@@ -182,10 +182,10 @@ def reports_of(rows: Batch) -> list[bytes]:
     """Return the metrics of the prompts in a batch, as `report_column` has made a column of them."""
     reports = rows[REPORT]
     assert isinstance(reports, Ragged)
-    return [report.numpy().tobytes() for report in reports.rows if len(report)]
+    return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
 
-def open_channel(plan: Plan, prompts: int, store: Store) -> RolloutChannel:
+def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
     that only samples may be lost. Collective over all groups.
 

@@ -35,7 +35,7 @@ class Sink:
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
                  validator: Validator | None, save: Callable[[int], None], devices: int):
-        """`unconcluded`: the last step before a restart may lack its validation. `devices`: ranks of the whole run."""
+        """`unconcluded`: the last step before a restart may lack its validation."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.devices = unconcluded, devices
         self.folder = RunFolder(path, resumed_at, unconcluded) if dist.get_rank() == 0 else None
@@ -46,13 +46,13 @@ class Sink:
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
     def start(self, step: int) -> bool:
-        """Validate before the first step. A resumed run has done so; one restarted from memory concludes its last step
-        again, whose validation may be missing. Return whether the run is over then."""
+        """Validate before the first step; after a restart from memory conclude the last step again. Return whether the
+        run is over then."""
         events.current().step = step + 1
         over = False
-        if self.folder and not self.unconcluded:
+        if not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
-                self.progress.say(line)
+                self._say(line)
         if not self.resumed:
             self._validate(step)
         elif self.unconcluded:
@@ -61,7 +61,7 @@ class Sink:
         return over
 
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
-        """Collect and write the metrics of a step and return them. `done`: number of steps done. Collective."""
+        """Collect and write the metrics of a step, after `done` steps, and return them. Collective."""
         _note_memory()
         if events.dropped():
             current().add("lines/dropped", events.dropped())
@@ -71,7 +71,7 @@ class Sink:
         speed = values.get("tokens", 0.0) / seconds
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
-        if self.folder:
+        if self.folder and self.progress:
             self.folder.write_step(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
@@ -79,15 +79,15 @@ class Sink:
         return values
 
     def warn(self, done: int, detector: str, alert: Alert) -> None:
-        """Report an alert of a detector about the steps so far. Called on all ranks."""
+        """Report an alert of a detector."""
         if self.folder:
             events.record(detector, what=alert.what, **alert.facts)
-            self.progress.say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")
+            self._say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")
 
     def conclude(self, done: int) -> bool:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
-        last = done == self.run.steps
-        if self.run.validation and (last or done % self.run.validation.every == 0):
+        last, validation = done == self.run.steps, self.run.validation
+        if validation and (last or done % validation.every == 0):
             last |= self._validate(done)  # before the save, after which a resume would not do it again
         every = self.run.checkpoint.every
         if every and (last or done % every == 0):
@@ -98,40 +98,44 @@ class Sink:
 
     def flush(self) -> None:
         """Write what is buffered, before another worker goes on."""
-        if self.folder:
+        if self.folder and self.progress:
             self.folder.tensorboard.flush()
             self.progress.close()
 
     def close(self, trained: dict[str, RoleEngines]) -> None:
         """Write the models as Hugging Face folders, and the summary, after the last step."""
         write_models(trained, self.path)
-        if self.folder:
+        if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
-            self.progress.say(f"{self.plan.name}: finished; everything is in {self.path}")
+            self._say(f"{self.plan.name}: finished; everything is in {self.path}")
             self.progress.close()
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            self.progress.say(text)
 
     def _report_missing_prompts(self, step: int, values: dict[str, float]) -> None:
         batch = self.run.data.batch
         for task in self.plan.tasks:
             if short := values.get(f"filter/{task.node}/prompts_short"):
-                self.progress.say(f"{self.plan.name}  step {step}: node `{task.node}` left {batch - short:.0f} of "
+                self._say(f"{self.plan.name}  step {step}: node `{task.node}` left {batch - short:.0f} of "
                                   f"{batch} prompts in {task.draws} draws; the step went on with them")
 
     def _validate(self, step: int) -> bool:
         """Validate. Return whether the model has reached `stop_at`, the same on all ranks."""
-        if self.validator is None:
+        settings = self.run.validation
+        if self.validator is None or settings is None:
             return False
         start = time.perf_counter()
         values = self.validator.run()
         if self.folder:
             self.folder.write_answers(step, self.validator.answers)
-        for name, value in values.items():
-            if self.folder:
+            for name, value in values.items():
                 self.folder.write_metrics(step, {name: value})
-                self.progress.say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
+                self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
                                   f"({time.perf_counter() - start:.1f} s)")
-        wanted, first = self.run.validation.stop_at, next(iter(self.run.validation.data))
-        return wanted is not None and values.get(f"validation/{first}", -math.inf) >= wanted
+        reached = values.get(f"validation/{next(iter(settings.data))}", -math.inf)
+        return settings.stop_at is not None and reached >= settings.stop_at
 
 
 def write_models(trained: dict[str, RoleEngines], folder: Path) -> None:
@@ -154,7 +158,6 @@ def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:
 
 
 def _as_sample(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace the tokens by their number, and the advantages of tokens by their mean."""
     if "responses" in row:
         row["length"] = len(row.pop("responses"))
     if REWARD_PARTS in row:

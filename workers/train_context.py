@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.run import PHASES
+from distflow.config.run import PHASES, Phase
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
@@ -227,7 +227,8 @@ class TrainContext:
 def _step_report(number: int, values: dict[str, float], metrics: Metrics) -> StepReport:
     """Return what detectors see of a step whose `values` were collected from `metrics`. Values that each rank measures
     for itself are left out, so that all ranks agree."""
-    phases = [phase for phase in PHASES if any(phase in rank for rank in metrics.of_ranks)]
     values = {name: value for name, value in values.items() if name not in ("seconds", "tokens_per_second")}
-    return StepReport(number, values, {phase: [rank.get(phase, (0.0, 0.0)) for rank in metrics.of_ranks]
-                                       for phase in phases})
+    computed: dict[Phase, list[tuple[float, float]]] = {
+        phase: [rank.get(phase, (0.0, 0.0)) for rank in metrics.of_ranks]
+        for phase in PHASES if any(phase in rank for rank in metrics.of_ranks)}
+    return StepReport(number, values, computed)

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from distflow.config.run import Checkpoint
+from distflow.data.dataloader import Dataloader
 from distflow.errors import CheckpointError
 from distflow.recovery.checkpoint import Checkpoints
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
@@ -27,41 +28,23 @@ from distflow.telemetry.metrics import current
 from workers.roles import RoleEngines
 
 
-class PromptSource(Protocol):
-    """Source of the prompts, whose position is part of the state."""
-
-    def state_dict(self) -> dict[str, int]: ...
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-    def release_before(self, state: dict[str, int]) -> None: ...
-
-
 class TrainState:
     """State of the engines and the prompts. Collective over the trainer. Snapshots are copied, and checkpoints written,
-    while the work goes on.
-
-    Args:
-        settings: of the checkpoints on disk.
-        worker_context: has the memory for snapshots; None: no snapshots outlive this worker.
-        trained: the roles whose engines have state.
-        limit: seconds that a rank waits for the others' parts of a checkpoint.
-    """
+    while the work goes on. Without a `worker_context` no snapshots outlive this worker."""
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
-                 trained: Mapping[str, RoleEngines], source: PromptSource, limit: float):
+                 trained: Mapping[str, RoleEngines], source: Dataloader, limit: float):
         self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
         patience = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
+        assert not isinstance(group, int), "all ranks are in it"
         self.checkpoints = Checkpoints(folder, settings.keep, group)
         self.in_memory = worker_context is not None
         self.worker_context = worker_context or WorkerContext(snapshots=Snapshots(slots=1))
         self.snapshots, self.replica = self.worker_context.snapshots, self.worker_context.peer_replica
-        self.written: Slot | None = None
-        """The snapshot that is being written to disk."""
         self.swaps = any(role.engine_swap is not None and role.engine_swap.swap for role in trained.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: Future[dict[str, Any]] | None = None
+        self.writing: tuple[Future[dict[str, Any]], Slot] | None = None
         self.source_states: deque[dict[str, int]] = deque([source.state_dict()] * 2, maxlen=2)
         """States of the source after the last two steps; the snapshot of the older one is complete on all ranks."""
         self.from_memory = False
@@ -73,18 +56,17 @@ class TrainState:
             self.replica.report()
 
     def snapshot(self, step: int) -> None:
-        """Begin to copy the state after `step` steps into the supervisor's memory. The metrics of the next step say how
-        long the work waited for it."""
-        if self.writing is not None and self.writing.done():
+        """Begin to copy the state after `step` steps into the supervisor's memory."""
+        if self.writing and self.writing[0].done():
             self.finish()
         if not self.every:
             self.source.release_before(self.source_states[0])
             self.source_states.append(self.source.state_dict())
         if self.in_memory:
-            goes_on = self.replica is not None and self.replica.release(step, self.snapshots)
+            replica = self.replica if self.replica and self.replica.release(step, self.snapshots) else None
             self._copy(step)
-            if goes_on:
-                self.replica.send(self.snapshots)
+            if replica:
+                replica.send(self.snapshots)
 
     def before_update(self) -> None:
         """Wait until the snapshot is complete: the weights are about to change."""
@@ -95,18 +77,18 @@ class TrainState:
         """Begin to write a checkpoint, after the one that is still being written."""
         with _blocked("checkpoint/seconds"):
             self.finish()
-            if self.snapshots.newest is None or self.snapshots.newest.shard.step != step:
-                self._copy(step)
-            self.written = self.snapshots.newest
-            self.snapshots.held.append(self.written)
-            self.writing = self.pool.submit(self._write, step, self.written, self._state(), self._progress())
+            slot = self.snapshots.newest
+            if slot is None or slot.shard is None or slot.shard.step != step:
+                slot = self._copy(step)
+            self.snapshots.held.append(slot)
+            self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
         """Wait until the checkpoint is on disk. A write that fails, as on a full disk, loses only this checkpoint: the
         older ones are complete, and the next is tried."""
         if self.writing is None:
             return
-        job, self.writing = self.writing, None
+        (job, slot), self.writing = self.writing, None
         try:
             self.source.release_before(job.result()["source"])
         except CheckpointError as error:
@@ -114,7 +96,7 @@ class TrainState:
             if dist.get_rank() == 0:
                 print(f"warning: {error}\nThe run goes on; the next checkpoint is tried when it is due.",
                       file=sys.stderr, flush=True)
-        self.snapshots.held.remove(self.written)
+        self.snapshots.held.remove(slot)
 
     def restore(self) -> int:
         """Load the newest state that is complete on all ranks, in memory or on disk. Return how many steps are done, 0
@@ -150,10 +132,9 @@ class TrainState:
         return progress["step"]
 
     def _newest_in_memory(self, checkpoint: Path | None) -> FetchedShard | None:
-        """Return this rank's piece of the newest state in memory that is not older than a checkpoint. Collective."""
         return fetch_shard(self.snapshots, self.worker_context.replicas, step_of(checkpoint) if checkpoint else -1)
 
-    def _copy(self, step: int) -> None:
+    def _copy(self, step: int) -> Slot:
         with _blocked("snapshot/seconds"):
             shard = StateShard(self.worker_context.round, self.worker_context.attempt.number, step, dist.get_rank(),
                                dist.get_world_size())
@@ -161,9 +142,11 @@ class TrainState:
             if self.swaps:  # the tensors that are copied would move
                 self.snapshots.wait()
         current().add("snapshot/bytes", copied)
+        assert self.snapshots.newest is not None
+        return self.snapshots.newest
 
     def _write(self, step: int, slot: Slot, state: dict[str, Any], progress: dict[str, Any]) -> dict[str, Any]:
-        """Write a checkpoint from a snapshot of `state`, whose values are not read. Runs in a thread of its own."""
+        """Write a checkpoint from a snapshot of `state`, whose values are not read; in a thread of its own."""
         began = time.monotonic()
         self.snapshots.wait()
         self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
@@ -180,7 +163,6 @@ class TrainState:
 
 @contextlib.contextmanager
 def _blocked(metric: str) -> Iterator[None]:
-    """Add the time that the work is blocked to a metric."""
     began = time.perf_counter()
     yield
     current().maximum(metric, time.perf_counter() - began)

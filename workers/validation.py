@@ -18,7 +18,7 @@ from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, question_text
 from distflow.plan import Layout, Plan
 from distflow.telemetry.metrics import Metrics
-from workers.encode import encode_prompts, image_encoder_of
+from workers.encode import data_file, encode_prompts, image_encoder_of
 from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 from workers.roles import RoleEngines
@@ -50,7 +50,7 @@ class Validator:
         self.answers: dict[str, list[dict[str, Any]]] = {}
         """This rank's latest answers by name of the set: as many rows as `samples.jsonl` has of a step."""
         self.shown = spec.run.samples
-        self.shares = {name: _share(spec, role, spec.data_path(path), layout)
+        self.shares = {name: _share(spec, role, data_file(spec, path), layout)
                        for name, path in settings.data.items()}
 
     @classmethod
@@ -87,7 +87,7 @@ class Validator:
         return rewards | {name: value for name, value in values.items() if name not in rewards and value}
 
 
-def _share(spec: Spec, role: RoleEngines, path: Path | None, layout: Layout) -> _Share:
+def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
     records, share = open_records(path), layout.share(dist.get_rank())
     rows: Sequence[int] = ()
     if share is not None:

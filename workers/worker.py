@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.config.load import Spec
 from distflow.contracts.decorators import load_module
@@ -65,8 +66,8 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     context = context.reloaded(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)
-    run_store = context.store.store.clone()
-    store = dist.PrefixStore(f"{context.restart_group.name}/{attempt.number}", run_store)
+    run_store = context.store.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    store = PrefixStore(f"{context.restart_group.name}/{attempt.number}", run_store)
     if context.spec.run.faults:
         ranks = context.group.ranks if context.group else range(context.store.ranks)
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
@@ -89,17 +90,17 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     return done
 
 
-def _init_process_group(context: RankContext, store: dist.Store) -> None:
+def _init_process_group(context: RankContext, store: Store) -> None:
     if context.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
     ranks = context.restart_group.ranks
     dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo", world_size=len(ranks),
-                            rank=context.store.rank - ranks.start, store=dist.PrefixStore("group", store),
+                            rank=context.store.rank - ranks.start, store=PrefixStore("group", store),
                             timeout=datetime.timedelta(seconds=context.spec.run.wait_limit))
 
 
-def _train(context: RankContext, worker_context: WorkerContext, store: dist.Store, channel: RolloutChannel | None,
+def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,
            ready: Callable[[], None], export: Path | None) -> bool:
     """Run the training loop of this rank. Return whether it is done."""
     ctx, done = _train_context(context, worker_context, store, channel, writes=not export), True
@@ -118,7 +119,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: dist.Stor
     return done
 
 
-def _train_context(context: RankContext, worker_context: WorkerContext, store: dist.Store,
+def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,
                    channel: RolloutChannel | None, writes: bool) -> TrainContext:
     """Return the context of the training loop once all ranks have theirs. A start that fails on any rank leaves no new
     run folder."""

@@ -85,6 +85,9 @@ class Dataloader:
     def take_results(self) -> tuple[()]:
         return ()
 
+    def reconcile(self) -> None:
+        """Make what other groups hold agree with this state: nothing."""
+
     def finish(self) -> None:
         """End the step."""
 

@@ -151,9 +151,9 @@ class Talking:
 def sample_beside() -> list:
     """Two phases of a rank that trains in between, one of two that share a model."""
     engine, (share, _) = Seen(engine_here()), dist.new_subgroups(2, backend="gloo")
-    role = SimpleNamespace(engine_swap=SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine)))
+    swap = SimpleNamespace(sampling=lambda: contextlib.nullcontext(engine))
     crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
-    hybrid = ColocatedSource({"actor": role}, crew, share, enough=0, limit=60.0)
+    hybrid = ColocatedSource({"actor": swap}, crew, share, enough=0, limit=60.0)
     for _ in range(2):
         hybrid.sample(0)
         dist.all_reduce(torch.ones(1))
@@ -172,9 +172,9 @@ def left_alone() -> list[str]:
     share, _ = dist.new_subgroups(2, backend="gloo", timeout=datetime.timedelta(seconds=1))
     notes = []
     if dist.get_rank() == 1:
-        role = SimpleNamespace(engine_swap=SimpleNamespace(sampling=lambda: contextlib.nullcontext(None)))
+        swap = SimpleNamespace(sampling=lambda: contextlib.nullcontext(None))
         with pytest.raises(RankMissing) as error:
-            ColocatedSource({"actor": role}, None, share, enough=0, limit=60.0).sample(0)
+            ColocatedSource({"actor": swap}, None, share, enough=0, limit=60.0).sample(0)
         notes = error.value.__notes__
     dist.barrier()
     return notes
