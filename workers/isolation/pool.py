@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from distflow.errors import EngineError
-from distflow.telemetry.processes import Child, spawn
+from distflow.telemetry.processes import Child, kill_marked, spawn
 from workers.isolation.child import Channel, Message, packed
 from workers.isolation.sandbox.variables import without_secrets
 
@@ -263,17 +263,10 @@ class ChildPool(Generic[C]):
         self.selector.unregister(self.connection)
         self.connection.close()
         self.server.end(_END_TIMEOUT)
-        self._kill_marked()
+        kill_marked(_MARK, self.mark)  # what has escaped a fork server that was killed
         self.server = None
         self.forked.clear()
         self.to_kill.clear()
-
-    def _kill_marked(self) -> None:
-        """Kill what has escaped a fork server that was killed, as far as it has inherited the pool's variable."""
-        for process in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if f"{_MARK}={self.mark}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-                    os.kill(int(process), signal.SIGKILL)
 
     def close(self) -> None:
         self.stop()
