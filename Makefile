@@ -1,5 +1,6 @@
 # make demo: the main job, from a bare machine.   make test: the quick tests.   make test-all: all of them.
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
+# make types: the types of the product, by pyright.
 # make docs: docs/run_file.md, made from the schema.
 # make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-all test-engines sglang-env docs lint gpu clean
+.PHONY: install demo test test-all types test-engines sglang-env docs lint gpu clean
 
 install: $(VENV)/installed
 
@@ -32,9 +33,17 @@ test: install
 	$(BIN)/ruff check .
 	$(PYTEST) -m "not run or smoke"
 
-test-all: install
+test-all: install types
 	$(BIN)/ruff check .
 	$(PYTEST)
+
+# basedpyright is pyright with all that it needs in its wheel.
+types: $(VENV)/types
+	$(BIN)/basedpyright --level error
+
+$(VENV)/types: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright
+	touch $@
 
 test-engines: $(ENGINES)/installed sglang-env
 	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines

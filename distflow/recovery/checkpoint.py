@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, metadata
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from distflow.data.exchange import gather
 from distflow.errors import CheckpointError, Disagreement, DistflowError
@@ -126,7 +126,7 @@ class Checkpoints:
             self._require_none("" if sharded is not None else f"{final} could not be written: the copy of it in the "
                                f"memory of rank {dist.get_rank()} has changed since it was made")
             self._on_first(final, lambda: self._prepare(partial))
-            dcp.save(dict(sharded), checkpoint_id=partial, process_group=self.group)
+            state_dict_saver.save(dict[str, Any](sharded or {}), checkpoint_id=partial, process_group=self.group)
             checksums = self._checksums(partial)
             self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}, checksums))
         except (CheckpointException, CheckpointError) as error:
@@ -196,12 +196,12 @@ class Checkpoints:
         for name, engine in sharded.items():
             state = {name: engine.state_dict()}
             try:
-                dcp.load(state, storage_reader=SafeReader(checkpoint), planner=_Exact())
+                state_dict_loader.load(state, storage_reader=SafeReader(checkpoint), planner=_Exact())
             except CheckpointException as error:
                 raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
                                       "model, its engine or the DAG changed since?") from error
             engine.load_state_dict(state[name])
-        progress = read_progress(checkpoint)
+        progress = read_progress(checkpoint) or {}
         return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM)}
 
     def newest(self) -> Path | None:
@@ -283,7 +283,7 @@ def _misread(checkpoint: Path) -> str:
     return ""
 
 
-class _Exact(dcp.DefaultLoadPlanner):
+class _Exact(DefaultLoadPlanner):
     """Load planner that refuses a checkpoint of something else, and code in one. Torch's default reads only what is
     asked for, and so takes the first layers of a deeper model for all of a shallower one; and it unpickles every value
     that is no tensor."""
@@ -292,13 +292,13 @@ class _Exact(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn],
                     torch.load(value, weights_only=True))
 
-    def create_local_plan(self) -> dcp.LoadPlan:
+    def create_local_plan(self) -> LoadPlan:
         """
         Raises:
             CheckpointError: the checkpoint has other tensors than those that this rank asks for.
         """
         heads = {path[:2] for path in self.mappings.values()}
-        saved, asked = self.metadata.planner_data, set(self.mappings)
+        saved, asked = self.metadata and self.metadata.planner_data or {}, set(self.mappings)
         written = {path[:2] for path in saved.values() if path[0] in self.original_state_dict}
         if written and heads and written.isdisjoint(heads):
             raise CheckpointError(f"it was written as {_some(_joined(written))}, and this rank reads "
@@ -311,8 +311,8 @@ class _Exact(dcp.DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-def _joined(paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    return (".".join(path) for path in paths)
+def _joined(paths: Iterable[tuple[str | int, ...]]) -> Iterator[str]:
+    return (".".join(map(str, path)) for path in paths)
 
 
 def _some(names: Iterable[str]) -> str:

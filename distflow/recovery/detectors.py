@@ -69,10 +69,11 @@ def tensor_cores(uuid: str) -> Callable[[], bool] | None:
         nonlocal old, new
         try:
             old, new = new, nvml.nvmlGpmSampleGet(device, old)
-            asked = nvml.c_nvmlGpmMetricsGet_t(version=nvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=1, sample1=old,
-                                               sample2=new)
+            asked: Any = nvml.c_nvmlGpmMetricsGet_t(version=nvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=1,
+                                                    sample1=old, sample2=new)
             asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
-            found = nvml.nvmlGpmMetricsGet(asked).metrics[0]
+            answer: Any = nvml.nvmlGpmMetricsGet(asked)
+            found = answer.metrics[0]
         except nvml.NVMLError:  # as for a GPU that is lost
             return False
         return found.nvmlReturn == nvml.NVML_SUCCESS and found.value > _ACTIVE

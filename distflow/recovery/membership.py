@@ -27,6 +27,7 @@ from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery.worker_process import WorkerContext
@@ -46,8 +47,11 @@ class ElasticMember(Protocol):
     """Membership of a supervisor's machine. replaces: the machine has taken over another's block. worker_context: with
     memory that outlives a round."""
 
-    replaces: bool
-    worker_context: WorkerContext
+    @property
+    def replaces(self) -> bool: ...
+
+    @property
+    def worker_context(self) -> WorkerContext: ...
 
     def poll(self) -> None:
         """Raises MembershipChanged: all machines begin a later round."""
@@ -87,7 +91,7 @@ class Membership:
         losses: of machines that train; one more ends the run.
     """
 
-    store: dist.Store
+    store: Store
     name: str
     local: int
     least: int
@@ -272,7 +276,8 @@ class MachineHeartbeat:
 
 def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
     with contextlib.suppress(dist.DistError):  # the supervisors, too, find out that there is no store
-        _listen(replace(membership, store=membership.store.clone()), rendezvous)
+        store = membership.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        _listen(replace(membership, store=store), rendezvous)
 
 
 def _listen(membership: Membership, rendezvous: Rendezvous) -> None:

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.rpc.connection import connect
@@ -49,7 +50,7 @@ class PeerReplica:
         token: of the run.
     """
 
-    def __init__(self, store: dist.Store, key: str, token: bytes):
+    def __init__(self, store: Store, key: str, token: bytes):
         self.store, self.key, self.token = store, key, token
         self.job: Future[float] | None = None
         self.sending: Slot | None = None
@@ -60,8 +61,9 @@ class PeerReplica:
     def begin(self, snapshots: Snapshots) -> None:
         """Send the snapshot that the worker goes on from: no other machine may have it any more. This takes no time if
         the copy is there from before."""
-        self.retained = snapshots.newest
-        snapshots.held.append(self.retained)
+        if snapshots.newest is not None:
+            self.retained = snapshots.newest
+            snapshots.held.append(self.retained)
         self.send(snapshots)
 
     def report(self) -> None:
@@ -72,7 +74,7 @@ class PeerReplica:
             current().maximum("neighbour/seconds", self.seconds)
         self.late = 0 if idle else self.late + 1
         if self.late == _LATE:
-            self._warn("neighbour late", f"the copy of step {self.sending.shard.step} has been on its way to another "
+            self._warn("neighbour late", f"the copy of step {_step_of(self.sending)} has been on its way to another "
                        f"machine's memory for {_LATE} steps")
 
     def poll(self) -> bool:
@@ -80,7 +82,7 @@ class PeerReplica:
         if self.job is None or not self.job.done():
             return self.job is None
         job, self.job = self.job, None
-        step, before = self.sending.shard.step, self.error_text
+        step, before = _step_of(self.sending), self.error_text
         self.error_text = "" if (error := job.exception()) is None else _reason(error)
         self.arrived = -1 if self.error_text else step
         if not self.error_text:
@@ -95,15 +97,15 @@ class PeerReplica:
     def release(self, step: int, snapshots: Snapshots) -> bool:
         """Release the slot that is not needed any more after `step` steps; return, alike on all ranks, whether the next
         may be sent. All ranks must have called `report`."""
-        reported = [rank.get("neighbour") for rank in current().of_ranks]
-        if None in reported:
+        reported = [entry for rank in current().of_ranks if (entry := rank.get("neighbour")) is not None]
+        if len(reported) < len(current().of_ranks):
             return False
         if (arrived := min(there for _, there in reported)) >= 0:
             current().maximum("neighbour/steps_behind", step - arrived)
         if not all(idle for idle, _ in reported):
             return False
         if self.sending is not None:
-            if all(there == self.sending.shard.step for _, there in reported):
+            if all(there == _step_of(self.sending) for _, there in reported):
                 self.sending, self.retained = self.retained, self.sending
             if self.sending is not None:
                 snapshots.held.remove(self.sending)
@@ -112,6 +114,8 @@ class PeerReplica:
 
     def send(self, snapshots: Snapshots) -> None:
         """Begin to send the newest snapshot, once it is complete."""
+        if snapshots.newest is None:
+            return
         self.sending = snapshots.newest
         snapshots.held.append(self.sending)
         thread = ThreadPoolExecutor(1, "neighbour")
@@ -135,7 +139,7 @@ class PeerReplica:
         return time.monotonic() - began
 
     def _address(self) -> tuple[str, int]:
-        store = self.store.clone()
+        store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         if not store.check([self.key]):
             raise Unreachable("no supervisor has said where it takes it. The machine that is to keep it is not there, "
                               "or DISTFLOW_HOST is not set on it: write  export DISTFLOW_HOST=…  with its own address")
@@ -148,6 +152,10 @@ class PeerReplica:
         record(event, what=what)
         print(f"warning: rank {dist.get_rank()}: {what}\nThe run goes on; should its machine be lost, it goes on from "
               "an older state.", file=sys.stderr, flush=True)
+
+
+def _step_of(slot: Slot | None) -> int:
+    return -1 if slot is None or slot.shard is None else slot.shard.step
 
 
 def _reason(error: BaseException) -> str:

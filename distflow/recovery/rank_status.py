@@ -6,6 +6,7 @@ import contextlib
 import time
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from distflow.config.run import Phase
 from distflow.telemetry import heartbeat
@@ -16,7 +17,7 @@ _SHOWN = 8
 class RankStatus:
     """A rank's published activity, and its view of the others'. Each change costs one message to the store."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int):
+    def __init__(self, store: Store, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
         self.activity = ""
 

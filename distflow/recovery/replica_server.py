@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard, end_of
 from distflow.rpc.connection import Connection, ConnectionEnded
@@ -39,7 +39,7 @@ class ReplicaServer:
         store: gets the server's address at `key`, or why there is none.
     """
 
-    def __init__(self, replicas: Snapshots, token: bytes, host: str, store: dist.Store, key: str):
+    def __init__(self, replicas: Snapshots, token: bytes, host: str, store: Store, key: str):
         self.supervisor, self.pause = os.getpid(), _PAUSE
         self.serve = partial(_serve, replicas, token, host, store, key)
         self.process: Child | None = spawn(self.serve)
@@ -60,12 +60,13 @@ class ReplicaServer:
             self.process.end()
 
 
-def _serve(replicas: Snapshots, token: bytes, host: str, store: dist.Store, key: str) -> None:
+def _serve(replicas: Snapshots, token: bytes, host: str, store: Store, key: str) -> None:
     try:
         address = Server(token, host, 0, ReplicaReceiver(replicas).serve, _log).start()
     except RpcError as error:
         address = f"{error}. Is DISTFLOW_HOST an address of that machine?"
-    store.clone().set(key, json.dumps(address))
+    own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    own.set(key, json.dumps(address))
     if not isinstance(address, str):
         threading.Event().wait()
 
@@ -95,7 +96,7 @@ class ReplicaReceiver:
             if any(slot.shard == StateShard(*hello["shard"]) and slot.read() for slot in self.replicas.slots):
                 return {"stored": True}
             slot = self._slot(hello["retained"])
-            slot.memory(end_of(hello["head"]))
+            slot.reserve(end_of(hello["head"]))
         except OSError as error:
             return {"stored": False, "why": f"there is no memory for it there: {error}"}
         connection.send({})

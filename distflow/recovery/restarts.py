@@ -15,7 +15,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _SETTLE, _POLL = 5.0, 0.02
 """Seconds that a rank which only missed another waits for that rank's own failure, and between two looks."""
@@ -82,8 +82,8 @@ class RestartCoordinator:
         budget: number of restarts; None: the group is not started again by itself.
     """
 
-    def __init__(self, store: dist.Store, restart_group: RestartGroup, rank: int, budget: int | None):
-        self.store = dist.PrefixStore(f"restarts/{restart_group.name}", store)
+    def __init__(self, store: Store, restart_group: RestartGroup, rank: int, budget: int | None):
+        self.store = PrefixStore(f"restarts/{restart_group.name}", store)
         self.restart_group, self.rank, self.budget = restart_group, rank, budget
 
     def is_superseded(self, attempt: Attempt) -> bool:

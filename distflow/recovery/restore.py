@@ -76,7 +76,7 @@ def fetch_shard(snapshots: Snapshots, replicas: Snapshots, least_steps: int) -> 
     for state in consistent_states([[StateShard(*shard) for shard in shards] for _, shards in texts]):
         if state.state_id[-1] >= least_steps:
             slot = _exchange(state, mine, snapshots)
-            if all(json.loads(there) for there in gather(json.dumps(slot is not None).encode())):
+            if all(json.loads(there) for there in gather(json.dumps(slot is not None).encode())) and slot is not None:
                 snapshots.newest = slot
                 rank = dist.get_rank()
                 own = mine.get(state.shard(rank)) is slot
@@ -90,7 +90,7 @@ def _exchange(state: ConsistentState, mine: dict[StateShard, Slot], snapshots: S
     rank = dist.get_rank()
     held = {owner: mine[state.shard(owner)] for owner, holder in enumerate(state.holders) if holder == rank}
     images = {owner: slot.image() for owner, slot in held.items() if slot.shard == state.shard(owner)}
-    reported = gather(msgpack.packb({owner: head for owner, (head, _) in images.items()}))
+    reported = gather(msgpack.packb({owner: head for owner, (head, _) in images.items()}) or b"")
     heads = {owner: head for part in reported for owner, head in msgpack.unpackb(part, strict_map_key=False).items()}
     if len(heads) < len(state.holders):
         return None
@@ -118,7 +118,7 @@ def _transfer(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, 
             with peer_errors():
                 if rank == holders[owner]:
                     dist.send(torch.frombuffer(rests[owner][part], dtype=torch.uint8), owner)
-                elif rank == owner:
+                elif rank == owner and room is not None:
                     dist.recv(torch.frombuffer(room[part], dtype=torch.uint8), holders[owner])
         barrier()
 

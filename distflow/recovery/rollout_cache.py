@@ -47,11 +47,11 @@ class RolloutCache:
         """Store sampled rows and their metrics under a key."""
         parts = [(RecordBatch(rows, 0, 0), 0, len(rows))]
         heads, buffers = pack(rows.ids.numpy(), [(name, parts) for name in rows.columns])
-        header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report})
+        header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report}) or b""
         size = len(header) + sum(map(len, buffers))
-        memory = self.slot.memory(_WORD)
+        memory = self.slot.reserve(_WORD)
         end = int.from_bytes(memory[:_WORD], "little") or _WORD
-        memory, start = self.slot.memory(end + _ENTRY_HEAD + size), end + _ENTRY_HEAD
+        memory, start = self.slot.reserve(end + _ENTRY_HEAD + size), end + _ENTRY_HEAD
         offset = start
         for buffer in (header, *buffers):
             memory[offset : offset + len(buffer)] = buffer
@@ -62,9 +62,10 @@ class RolloutCache:
 
     def of(self, step: int) -> dict[str, tuple[Batch, bytes]]:
         """Return rows and report by key, up to the first torn entry."""
-        memory, found = self.slot.memory(), {}
-        end = int.from_bytes(memory[:_WORD], "little") if memory is not None else 0
-        offset = _WORD
+        found: dict[str, tuple[Batch, bytes]] = {}
+        if (memory := self.slot.memory()) is None:
+            return found
+        end, offset = int.from_bytes(memory[:_WORD], "little"), _WORD
         while offset < end and (entry := _read_entry(memory, offset, end)) is not None:
             header, body, offset = entry
             if header["step"] == step:

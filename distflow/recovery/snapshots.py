@@ -63,13 +63,18 @@ class Slot:
         self.shard: StateShard | None = None  # what this process has last written to the slot, or found there
         self.unused = 0  # snapshots begun since the slot was needed
 
-    def memory(self, size: int = 0) -> mmap.mmap | None:
-        """Return at least `size` bytes of memory; None if nothing was ever written."""
+    def memory(self) -> mmap.mmap | None:
+        """Return the memory; None if nothing was ever written."""
+        have = os.fstat(self.file).st_size
+        return self.reserve(have) if have else None
+
+    def reserve(self, size: int) -> mmap.mmap:
+        """Return the memory, of at least `size` bytes."""
         have = os.fstat(self.file).st_size
         if have < size:
             os.ftruncate(self.file, have := size)
-        if have != (0 if self.map is None else len(self.map)):
-            self.map = mmap.mmap(self.file, have) if have else None
+        if self.map is None or have != len(self.map):
+            self.map = mmap.mmap(self.file, have)
         return self.map
 
     def clear(self) -> None:
@@ -80,10 +85,10 @@ class Slot:
     @torch.no_grad()
     def write(self, header: dict[str, Any], tensors: list[tuple[int, Tensor]], size: int) -> None:
         """Write a shard. `tensors`: each with its offset in `size` bytes."""
-        packed = msgpack.packb(header)
+        packed = msgpack.packb(header) or b""
         start = _body_start(len(packed))
         end = start + size
-        memory = self.memory(end)
+        memory = self.reserve(end)
         memory[:_LENGTH] = bytes(_LENGTH)
         body = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         for offset, tensor in tensors:
@@ -107,7 +112,7 @@ class Slot:
 
     def image(self) -> tuple[bytes, memoryview]:
         """Return the content of a complete slot as `paste` takes it: the first bytes, and the others."""
-        memory = self.memory()
+        memory = self.reserve(HEAD)
         head = memory[:HEAD]
         return head, memoryview(memory)[HEAD : end_of(head)]
 
@@ -115,7 +120,7 @@ class Slot:
         """Take the content of another slot: its first bytes, and the others by `fill`, which writes them into the
         memory that it gets. Returns whether all arrived; until then the slot counts as empty."""
         end = end_of(head)
-        memory = self.memory(end)
+        memory = self.reserve(end)
         self.shard = None
         memory[:_LENGTH] = bytes(_LENGTH)
         fill(memoryview(memory)[HEAD:end])
@@ -174,7 +179,8 @@ class Snapshots:
         """Return the complete slots, oldest first. One that was changed since it was written is passed over."""
         with ThreadPoolExecutor(len(self.slots) or 1) as threads:  # newer xxhash lets go of Python's lock
             read = threads.map(lambda slot: slot.read(), self.slots)
-            found = {slot.shard: slot for slot, found in zip(self.slots, read) if found is not None}
+            found = {slot.shard: slot for slot, found in zip(self.slots, read)
+                     if found is not None and slot.shard is not None}
         return {shard: found[shard] for shard in sorted(found)}
 
     def clear(self) -> None:
@@ -185,7 +191,7 @@ class Snapshots:
         """Change a byte of the newest snapshot: the fault `corrupt`."""
         self.wait()
         if found := self.complete():
-            found[max(found)].memory()[HEAD] ^= 0xFF
+            found[max(found)].reserve(HEAD + 1)[HEAD] ^= 0xFF
             self.newest = None
 
     def _free_slot(self) -> Slot:
@@ -203,10 +209,12 @@ class Snapshots:
         """Copy the content of a slot into the tensors of `state` and return the progress.
 
         Raises:
-            CheckpointError: the snapshot is of another model or engine.
+            CheckpointError: the snapshot is of another model or engine, or has changed since it was made.
         """
-        header, body = slot.read()
-        step = slot.shard.step
+        if (content := slot.read()) is None:
+            raise CheckpointError("the copy of the state in memory has changed since it was made")
+        header, body = content
+        step = StateShard(*header["shard"]).step
         found = {tuple(path): (dtype, shape, offset) for path, dtype, shape, offset in header["tensors"]}
         asked = dict(_leaves(state))
         if found.keys() != asked.keys():

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from distflow.errors import Disagreement
 
@@ -36,22 +39,22 @@ class Store:
         limit = datetime.timedelta(seconds=wait_limit)
         if "RANK" in os.environ:
             try:
-                store, self.rank, self.ranks = next(dist.rendezvous("env://", timeout=limit))
+                store, self.rank, self.ranks = next(rendezvous("env://", timeout=limit))
             except dist.DistNetworkError as error:
                 address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise Disagreement(f"rank {os.environ['RANK']} does not reach the others at {address} (MASTER_ADDR, "
                                    f"MASTER_PORT): {error}") from None
             # torchrun keeps one store when it starts all processes again
-            self.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            self.store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         else:
-            self.store, self.rank, self.ranks = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
+            self.store, self.rank, self.ranks = TCPStore("127.0.0.1", 0, is_master=True), 0, 1
         self.store.set_timeout(limit)
         self.present = range(self.ranks) if present is None else present
 
     def complete(self) -> None:
         """Say that this rank has done all its work: torchrun learns of no exit code once it is told to end."""
         if self.store.add(COMPLETED, 1) == self.ranks:
-            store = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
+            store = self.store.underlying_store if isinstance(self.store, PrefixStore) else self.store
             store.set(COMPLETED, "")
 
     def broadcast(self, topic: str, value: str | None = None) -> str:
@@ -60,7 +63,7 @@ class Store:
         Raises:
             Disagreement: rank 0 has not come within the wait limit.
         """
-        if self.rank == 0:
+        if self.rank == 0 and value is not None:
             self.store.set(topic, value)
         self._wait(topic, {0: topic})
         return self.store.get(topic).decode()
@@ -86,7 +89,8 @@ class Store:
         """
         expected = self.broadcast(topic, value)
         if value != expected:
-            self.store.append(f"{topic}/differs", f"{self.rank} {value}\n")
+            self.store.append(  # pyright: ignore[reportAttributeAccessIssue]
+                f"{topic}/differs", f"{self.rank} {value}\n")
         self.store.set(f"{topic}/seen/{self.rank}", "")
         self._wait(topic, {rank: f"{topic}/seen/{rank}" for rank in self.present})
         elastic = self.poll is not None  # where machines come and go, what others had may be long past
@@ -116,7 +120,7 @@ class Store:
             time.sleep(_POLL)
 
 
-def store_on(host: str, port: int = 0) -> dist.TCPStore:
+def store_on(host: str, port: int = 0) -> TCPStore:
     """Host a store at one address of the machine.
 
     Args:
@@ -127,7 +131,7 @@ def store_on(host: str, port: int = 0) -> dist.TCPStore:
     """
     with socket.create_server((host, port)) as listening:
         port = listening.getsockname()[1]
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                              master_listen_fd=listening.detach())
 
 

@@ -285,7 +285,8 @@ class Supervisor:
     def _update_config(self, attempt: Attempt) -> None:
         """Give the next worker the newest settings; the group's first supervisor records the change."""
         number = self.live_config.newest() if self.live_config else 0
-        if number > self.context.config_change and not self.context.first and self.rank == self.group.ranks.start:
+        reports = not self.context.first and self.rank == self.group.ranks.start
+        if self.live_config and number > self.context.config_change and reports:
             self._record("settings changed", unit=self.group.name, life=attempt.number,
                          settings=self.live_config.since(self.context.config_change))
         self.context = replace(self.context, config_change=number)

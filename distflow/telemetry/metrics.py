@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # reward processes report too, and need no torch
     from torch import Tensor
 
 _MEAN, _SUM, _MAX, _MIN, _STD, _PER_RANK = "mean", "sum", "max", "min", "std", "per rank"
-_Entry = tuple[str | float, ...]
+_Entry = tuple[str, *tuple[float, ...]]
 """A kind and its numbers: a total and a weight; for a deviation the count, the mean and the squares around it."""
 
 
@@ -99,7 +99,7 @@ class Metrics:
     def take(self, beginning: str = "") -> bytes:
         """Return this rank's metrics whose names begin so, for `add_all`, and clear all of them."""
         values, self._values = self._values, {}
-        return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)})
+        return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)}) or b""
 
     def add_all(self, taken: bytes) -> None:
         """Report the metrics that another rank has taken."""
@@ -120,14 +120,15 @@ def _merged(name: str, old: _Entry | None, new: _Entry) -> _Entry:
         return new
     if old[0] != new[0]:
         raise ValueError(f"metric `{name}` is reported as {old[0]} and as {new[0]}; give one of them another name")
-    if new[0] in (_MAX, _MIN):
-        nan = math.isnan(old[1]) or math.isnan(new[1])  # Python's max would pass over it or not, as the order falls
-        return (new[0], math.nan if nan else (max if new[0] == _MAX else min)(old[1], new[1]), 0.0)
-    if new[0] == _STD:
-        count, gap = old[1] + new[1], new[2] - old[2]
-        share = new[1] / count if count else 0.0
-        return (_STD, count, old[2] + gap * share, old[3] + new[3] + gap * gap * old[1] * share)
-    return (new[0], old[1] + new[1], old[2] + new[2])
+    (kind, *a), (_, *b) = old, new
+    if kind in (_MAX, _MIN):
+        nan = math.isnan(a[0]) or math.isnan(b[0])  # Python's max would pass over it or not, as the order falls
+        return (kind, math.nan if nan else (max if kind == _MAX else min)(a[0], b[0]), 0.0)
+    if kind == _STD:
+        count, gap = a[0] + b[0], b[1] - a[1]
+        share = b[0] / count if count else 0.0
+        return (_STD, count, a[1] + gap * share, a[2] + b[2] + gap * gap * a[0] * share)
+    return (kind, a[0] + b[0], a[1] + b[1])
 
 
 _of_rank = Metrics()
@@ -159,8 +160,8 @@ def metric(name: str, value: float | Tensor) -> None:
     if first in RESERVED:
         raise InvalidInput(f"metric({name!r}, …): distflow writes metrics named `{first}` itself. "
                            f"Choose a name of your own, as  metric(\"my/{name.rpartition('/')[2]}\", value)")
-    if hasattr(value, "detach"):
-        current().mean_of(name, value.detach())
+    if (detach := getattr(value, "detach", None)) is not None:
+        current().mean_of(name, detach())
         return
     try:
         number = float(value)

@@ -47,15 +47,15 @@ class StepProgress:
         self.done += 1
         numbers = [f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics]
         if self.bar:
-            self.bar.update(self.task, completed=self.done, numbers=self._fitting(numbers))
+            self.bar.update(self.task, completed=self.done, numbers=self._fitting(numbers, self.bar.console.width))
         elif self._is_due():
             self.shown = time.monotonic()
             left = (self.shown - self.started) / (self.done - self.first) * (self.steps - self.done)
             events.show(f"{self.title}  step {self.done}/{self.steps}  {'  '.join(numbers)}  left {_clock(left)}")
 
-    def _fitting(self, numbers: list[str]) -> str:
+    def _fitting(self, numbers: list[str], width: int) -> str:
         counts = 2 * len(str(self.steps)) + 1
-        room = self.bar.console.width - len(self.title) - _BAR - counts - _BESIDE
+        room = width - len(self.title) - _BAR - counts - _BESIDE
         while numbers and len("  ".join(numbers)) > room:
             numbers = numbers[:-1]
         return "  ".join(numbers)

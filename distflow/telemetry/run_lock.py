@@ -105,7 +105,7 @@ class RunLock:
             self._take()
         elif not self.locked and self._taken(self.file):
             self.locked = True
-            self._sign()
+            self._sign(self.file)
 
     def _take(self) -> None:
         try:
@@ -125,12 +125,12 @@ class RunLock:
                 raise refusal(self.path.parent, held)
             time.sleep(_LOOK)
         self.file, self.looked = file, time.monotonic()
-        self._sign()
+        self._sign(file)
 
-    def _sign(self) -> None:
+    def _sign(self, file: int) -> None:
         with contextlib.suppress(OSError):  # a full disk: `flock` holds all the same
-            os.ftruncate(self.file, 0)
-            os.pwrite(self.file, json.dumps(asdict(Holder.here(self.job))).encode(), 0)
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(asdict(Holder.here(self.job))).encode(), 0)
 
     def release(self) -> None:
         """Give the lock up, if this process has it."""
@@ -144,7 +144,7 @@ class RunLock:
 
     def _taken(self, file: int) -> bool:
         held = holder(self.path.parent)
-        other = held is not None and held.job != self.job
+        other = None if held is None or held.job == self.job else held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,8 +152,8 @@ class RunLock:
         except OSError as error:
             if error.errno not in _WITHOUT:
                 raise
-            return not other or held.gone
-        if other and held.running:  # its ranks are being started again
+            return other is None or other.gone
+        if other is not None and other.running:  # its ranks are being started again
             fcntl.flock(file, fcntl.LOCK_UN)
             return False
         return True
