@@ -47,7 +47,6 @@ KNOWN_CIRCLES = [
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.config.live_changes", "distflow.contracts.detectors", "distflow.data.missing_rows",
     "distflow.telemetry.progress", "distflow.weights.transport.tcp", "workers.engines", "workers.engines.attention",
-    "workers.engines.swap",
     "workers.isolation.sandbox.landlock"}
 
 Sources = dict[str, str]
