@@ -20,9 +20,9 @@ def test_its_end_shows_the_curve_the_same_questions_before_and_after_and_where_t
     assert [line["step"] for line in lines] == [0] * 4 + [2] * 4 + [3] * 4
     shown = list(demo._answers(folder))
     records = [json.loads(line) for line in (workspace / "heldout.jsonl").read_text().splitlines()]
-    for place, row in enumerate((0, 1, 2)):
+    for place, row in enumerate((0, 2, 4)):  # the first rank answers every other one
         question, before, after = shown[1 + 3 * place : 4 + 3 * place]
-        assert records[2 * row]["question"] in question, "the first rank answers every other one"
+        assert records[row]["question"] in question
         for when, text, step in (("before", before, 0), ("after", after, 3)):
             said = next(line for line in lines if (line["step"], line["row"]) == (step, row))["completions"]
             assert text == f"    {when:<6}  wrong  {' '.join(said.split())}"

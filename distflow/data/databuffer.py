@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -222,7 +223,7 @@ class Databuffer:
         if nothing_dropped and task.draws == 1:
             return  # the usual case: no rank has to know which rows there are
         kept = gather(written.ids[keep].numpy().tobytes())
-        self.kept = KeptRows(torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int64), task.out_fan)
+        self.kept = KeptRows(torch.tensor(numpy.frombuffer(b"".join(kept), numpy.int64)), task.out_fan)
         if not nothing_dropped:
             self._keep_only(self.kept)
         if task.draws > 1:
