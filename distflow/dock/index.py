@@ -341,7 +341,7 @@ class ConsumerIndex:
         return [row for row in rows if row not in retained]
 
     def final_ranges(self) -> list[tuple[int, int]]:
-        """Return all of them, as `Intervals.ranges`."""
+        """Return all committed rows that are not retained, as `Intervals.ranges`."""
         result = Intervals(self.done.ranges)
         for rows in self.retained.values():
             for row in rows:

@@ -300,8 +300,12 @@ class Supervisor:
         readable, writable = os.pipe()
         self.known_children = children(os.getpid())
         began, self.kills_before = time.monotonic(), out_of_memory.kill_count()
-        self.worker = spawn(partial(become_worker, self.work, replace(self.context, attempt=attempt), writable),
-                            session=True, oom_score=out_of_memory.SCORE)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or one that comes now would find no worker to end
+        try:
+            self.worker = spawn(partial(become_worker, self.work, replace(self.context, attempt=attempt), writable),
+                                session=True, oom_score=out_of_memory.SCORE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.context = replace(self.context, first=False)
         os.close(writable)
         self._record("worker started", life=attempt.number, pid=self.worker.pid)
@@ -354,10 +358,10 @@ class Supervisor:
         """
         if self.worker is None:
             return 0
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be ended, and waited for, twice
         if self.worker.poll() is None and self.heartbeat.read().phase == "starting":
             self.worker.signal(signal.SIGTERM)
             self.worker.poll(_GRACE)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be ended twice
         self.worker.signal(signal.SIGKILL)
         status, self.worker = self.worker.wait(), None
         if left := end_orphans(self.known_children):

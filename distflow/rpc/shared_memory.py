@@ -2,7 +2,7 @@
 
     SharedMemoryPool    memory of this process: a buffer is spare again when the last view of it is gone
     MappedMemory        memory of other processes, mapped here
-    open_proven         the only way to a descriptor of another process
+    open_memory         the only way to memory of another process; open_proven: to any other descriptor
 
 All of it is files without a place in the file system (memfd), which others open through /proc: so a killed run leaves
 nothing behind, and the small /dev/shm of a container does not matter. The proof is a file's name: it is derived from a
@@ -98,10 +98,11 @@ class SharedMemoryPool:
     Fresh pages cost six times what warm ones do, so buffers are used again; but not while another process has one
     locked (`flock`). The kernel drops the lock of a process that dies, and memory with the last process that has it.
     least: bytes of the smallest buffer. keep: how many spare buffers are kept, even if fewer are in use.
+    slack: factor by which a new buffer exceeds the request.
     """
 
-    def __init__(self, name: str, least: int = mmap.PAGESIZE, keep: int = 0):
-        self.name, self.least, self.keep = name, least, keep
+    def __init__(self, name: str, least: int = mmap.PAGESIZE, keep: int = 0, slack: float = 1.0):
+        self.name, self.least, self.keep, self.slack = name, least, keep, slack
         self.spare: dict[MemoryAddress, numpy.ndarray] = {}
         """In the order in which they were given back."""
         self.used: dict[int, MemoryAddress] = {}
@@ -112,7 +113,8 @@ class SharedMemoryPool:
         """Return [size] uint8 with any contents, or all of a buffer of at least that size (`whole`). It is spare again
         when the last view of it is gone."""
         with self.lock:
-            address = next((each for each in self._fitting(size) if _is_free(each)), None) or self.add(size)
+            address = next((each for each in self._fitting(size) if _is_free(each)), None)
+            address = address or self.add(int(size * self.slack))
             part = self.lease(address, address.size if whole else size)
             for surplus in list(self.spare)[: max(0, len(self.spare) - max(self.keep, len(self.used)))]:
                 self.spare.pop(surplus, None)  # views of a removed buffer keep its memory

@@ -31,7 +31,7 @@ class Segments:
     """Client's end: the owner of the memory."""
 
     def __init__(self, token: bytes) -> None:
-        self.pool = SharedMemoryPool(_name(token), _SMALLEST, _SPARE)
+        self.pool = SharedMemoryPool(_name(token), _SMALLEST, _SPARE, _SLACK)
         self.largest = 0
         self.sent = self.offered = numpy.empty(0, numpy.uint8)
 
@@ -42,7 +42,7 @@ class Segments:
     def write(self, header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
         """Write a request's payload into memory if it is large; return the header and the parts for the socket."""
         if size >= LEAST:
-            self.sent = self.pool.take(int(size * _SLACK))
+            self.sent = self.pool.take(size)
             _fill(self.sent, parts)
             header, parts = header | {"payload_at": self.pool.address_of(self.sent), "payload_size": size}, []
         if self.largest >= LEAST:
@@ -56,7 +56,7 @@ class Segments:
         if size + on_wire >= LEAST:
             self.largest = max(size + on_wire, self.largest * 3 // 4)
         self.sent = numpy.empty(0, numpy.uint8)
-        self.offered = self.offered[:size]
+        self.offered = self.offered[:size] if size else numpy.empty(0, numpy.uint8)
         return size
 
     def payload(self, size: int) -> Tensor:

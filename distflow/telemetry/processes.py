@@ -73,9 +73,9 @@ class Child:
         return self.wait() if self.status is not None or poll.poll(1000 * seconds) else None
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        """Send a signal, unless the process has ended. Waits for nothing, so that signal handlers may call it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.ended, number)
 
     def end(self, seconds: float = 0.0) -> int:
         """End the process: by SIGTERM and SIGCONT if it has some `seconds` left, and then with its descendants by
@@ -120,14 +120,13 @@ def spawn(target: Callable[[], int | None] | Sequence[str], *, die_with_parent: 
     try:
         pid = os.fork()
         if not pid:
-            _run(target, prepare, session, blocked)
+            _run(target, prepare, session)
         return Child(pid)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _run(function: Callable[[], int | None], prepare: Callable[[], None], session: bool,
-         blocked: Collection[int]) -> NoReturn:
+def _run(function: Callable[[], int | None], prepare: Callable[[], None], session: bool) -> NoReturn:
     status, done = 1, False
     try:
         _spawned.clear()
@@ -136,7 +135,7 @@ def _run(function: Callable[[], int | None], prepare: Callable[[], None], sessio
             os.setsid()
         for number in SIGNALS:
             defy(number)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         status, done = function() or 0, True
     finally:
         if not done:

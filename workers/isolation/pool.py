@@ -162,12 +162,13 @@ class ChildPool(Generic[C]):
             program = [sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)]
             self.server = spawn(program, die_with_parent=0, session=True, env=environment, pass_fds=[theirs.fileno()],
                                 stdin=subprocess.DEVNULL, stdout=2)
+        self.selector.register(self.connection, selectors.EVENT_READ, self)
         self.connection.settimeout(LOAD_TIMEOUT)
         try:
-            reply = msgpack.unpackb(self.connection.recv(1 << 18) or packed({"failed": "its process ended"}))
+            reply = msgpack.unpackb(self.connection.recv(1 << 18) or packed({"failed": "its process ended"}),
+                                    unicode_errors="surrogatepass")
         except TimeoutError:
             reply = {"failed": f"importing it takes longer than {LOAD_TIMEOUT:.0f} s"}
-        self.selector.register(self.connection, selectors.EVENT_READ, self)
         if "failed" in reply:
             self.stop()
             raise EngineError(f"{self.what} could not be loaded: {reply['failed']}")

@@ -234,11 +234,11 @@ class _PoolRun:
 
     def _end(self, child: RewardProcess, reason: str, blamed: list[RewardCall]) -> None:
         """End a child; the calls that are to blame have failed, and the others start elsewhere."""
-        self.pool.end(child)
         self.waiting.extendleft(call for call in reversed(child.pending.values()) if call not in blamed)
         if blamed and blamed[0].job.module not in child.modules:
             self._count_start_failure(reason, blamed[0].job)
         self._fail(blamed, reason)
+        self.pool.end(child)  # last: the fork server may be lost, and no call with it
 
     def _count_start_failure(self, reason: str, job: Job) -> None:
         self.start_failures += 1
@@ -272,8 +272,8 @@ class _PoolRun:
     def _fail_rest(self) -> None:
         """Fail all samples without a result: the time limit is over."""
         for child in self._busy():
-            self.pool.end(child)
             self.waiting.extend(child.pending.values())
+            self.pool.end(child)
         reason = f"was not done when the {self.limit:g} s of all rewards of a step were over"
         self.results.values |= {key: FailedSample(reason) for call in self.waiting for key in call.keys}
         self.waiting.clear()

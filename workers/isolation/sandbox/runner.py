@@ -146,6 +146,7 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
                          session=True, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
                          pass_fds=(their_end.fileno(), program.fileno()))
         stack.callback(launcher.wait)
+        stack.callback(connection.close)  # upon which the launcher ends the program
         stack.enter_context(launcher.stdout)
         stack.enter_context(launcher.stderr)
         their_end.close()
