@@ -48,10 +48,8 @@ class MeasuredReplica(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measured run; `name` is that of its folder.
-
-    `problem` has the lengths of the run's rows; strategies and shares are by task. `seconds` are those of an iteration.
-    """
+    """Measured run of that folder's `name`: `problem` has the lengths of its rows, `seconds` are those of an iteration;
+    strategies and shares are by task."""
 
     name: str
     problem: Problem
@@ -76,11 +74,7 @@ class MeasuredRun:
                                    tuple(round(share.timing.rows * scale) for share in of))
 
     def placement(self, costed: CostedProblem) -> Placement:
-        """Return this run's placement, costed by a cost model.
-
-        Raises:
-            InvalidInput: by the model it does not fit.
-        """
+        """Return this run's placement, costed by a cost model. Raises InvalidInput if by the model it does not fit."""
         found = costed.placed(self.grouping, self.subsets,
                               (self.layout(costed, number) for number in range(len(self.shares))))
         if found is None:
@@ -95,14 +89,8 @@ class MeasuredRun:
 
 def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],
                  seconds: float, name: str = "a run") -> MeasuredRun:
-    """Return the measured run in mode sync.
-
-    Args:
-        problem: the run's, on this hardware.
-        layouts: the ranks of each task, by name.
-        timings: of each task and rank, medians over the steps.
-        seconds: median of a step.
-    """
+    """Return the measured run in mode sync; `timings` are medians over the steps by task and rank, `seconds` that of a
+    step."""
     device_group_of = [device_group
                        for device_group, devices in enumerate(problem.hardware.all) for _ in range(devices)]
     shares = tuple(_shares(task, layouts[task.name], timings, device_group_of) for task in problem.tasks)
@@ -153,7 +141,6 @@ def _whole(task: ModelTask, shares: list[MeasuredReplica]) -> tuple[MeasuredRepl
 
 
 def _grouping(ranks: list[range]) -> Grouping:
-    """Return the groups: tasks that share a rank take turns."""
     import networkx as nx
 
     graph = nx.Graph((("task", task), rank) for task, mine in enumerate(ranks) for rank in mine)
@@ -174,19 +161,15 @@ def _strategy(task: ModelTask, layout: Ranks) -> Strategy:
 
 
 def unmeasured(problem: Problem) -> Problem:
-    """Return the problem without measurements."""
     return replace(problem, tasks=tuple(replace(task, measured=Measured()) for task in problem.tasks))
 
 
-_APART = 1.5
-"""Shares are of different sizes if, among them, the roofline of a pass differs by this factor."""
+_APART = 1.5  # shares are of different sizes if, among them, the roofline of a pass differs by this factor
 _LEAST = 0.1
 """Least share of a task's seconds that counts as the device's own, whatever the cost model says of the network."""
-_ROWS = 0.01
-"""Rows are never free: their least `times`, as a share of those of a fit without launches."""
+_ROWS = 0.01  # rows are never free: their least `times`, as a share of those of a fit without launches
 _ROUNDS = 8
-_MOMENT = 1e-4
-"""Seconds of a pass with which passes are counted."""
+_MOMENT = 1e-4  # seconds of a pass with which passes are counted
 
 
 @dataclass(frozen=True)
@@ -200,7 +183,6 @@ class Observed:
     kind: str
 
     def at(self, slowdown: float) -> Observed:
-        """Return the terms for a device that takes so many times longer."""
         return replace(self, roofline=self.roofline * slowdown, passes=self.passes * slowdown)
 
 

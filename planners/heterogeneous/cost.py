@@ -40,13 +40,8 @@ from planners.heterogeneous.problem import (
 
 def layers_of_stages(layers: int, seconds: Sequence[float], most: Sequence[float], even: bool = False) -> \
         tuple[int, ...] | None:
-    """Return the layers of each stage that minimise the slowest one's seconds; None if they do not fit.
-
-    Args:
-        seconds: of a layer in each stage.
-        most: how many layers fit each stage.
-        even: give all stages equally many (the last ones may have one less).
-    """
+    """Return the layers of each stage that minimise the slowest one's seconds, or, if `even`, equally many (the last
+    ones may have one less); None if they do not fit. `seconds` are of a layer in each stage, `most` is how many fit."""
     stages = len(seconds)
     if even:
         counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -65,13 +60,8 @@ def layers_of_stages(layers: int, seconds: Sequence[float], most: Sequence[float
 
 
 def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Return the chunks of rows of a share of each kind that minimise the slowest one's seconds.
-
-    Args:
-        total: chunks, over all shares.
-        counts: how many shares there are of each kind.
-        times: of each kind, seconds for 0, 1, … chunks, never falling; up to total / count at least.
-    """
+    """Return the chunks of rows of a share of each kind that minimise the slowest one's seconds. `times` are by kind
+    the seconds for 0, 1, … chunks, never falling, up to total / count at least."""
     parts = np.concatenate([table[1:] for table in times])
     weights = np.repeat(counts, [len(table) - 1 for table in times])
     order = np.argsort(parts, kind="stable")
@@ -83,8 +73,7 @@ def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray
     return tuple(rows)
 
 
-_CHUNKS = 512
-"""Rows are dealt to unlike shares in chunks; a share has at most so many."""
+_CHUNKS = 512  # rows are dealt to unlike shares in chunks; a share has at most so many
 
 
 class PipelinePass(NamedTuple):
@@ -147,7 +136,6 @@ class CostModel:
         return self.network.reach(frozenset({min(groups)}), groups).seconds(nbytes)
 
     def _layer_seconds(self, number: int, group: int, strategy: Strategy) -> float:
-        """Return a layer's relative cost for balancing stages: of a micro-batch, or of a token of each row."""
         cost, task = self.tasks[number], self.problem.tasks[number]
         if task.kind == GENERATE:
             together = max(1.0, task.rows / strategy.dp / strategy.pp)
@@ -177,7 +165,6 @@ class CostModel:
 
     def _clock(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> \
             Callable[[Rows], Rows]:
-        """Return the function from a share's rows to its seconds."""
         task = self.problem.tasks[number]
         if task.kind == GENERATE:
             return partial(self._generates, number, strategy, kind, layers)
@@ -223,7 +210,6 @@ class CostModel:
         return np.where(rows > 0, decode, 0.0) + prefill
 
     def _cache_slots(self, number: int, strategy: Strategy, stages: list[tuple[int, int]]) -> int:
-        """Return how many rows at their longest fit a share's cache."""
         cost, found = self.tasks[number], np.inf
         for stage, (group, count) in enumerate(stages):
             _, beside = cost.kept(strategy, stage)
@@ -265,7 +251,6 @@ class Objective:
         self._arriving = [[edge for edge in problem.edges if edge.target == task] for task in range(len(problem.tasks))]
 
     def moved(self, sources: DeviceGroups, targets: DeviceGroups, nbytes: float) -> float:
-        """Return the seconds of moving bytes from one subset to another."""
         return self._moved(sources, targets, nbytes) if nbytes else 0.0
 
     def synced(self, edge: Edge, sources: DeviceGroups, targets: DeviceGroups, together: bool) -> float:
@@ -293,7 +278,6 @@ class Objective:
                        for edge in self.problem.syncs]
 
     def starts(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> list[float]:
-        """Return when each task starts, in mode sync."""
         group_of = {task: index for index, group in enumerate(grouping) for task in group}
         device_groups, free = [device_groups_of(subset) for subset in subsets], [0.0] * len(grouping)
         starts: list[float] = []

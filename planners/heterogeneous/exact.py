@@ -48,18 +48,12 @@ from planners.heterogeneous.problem import (
 )
 from planners.heterogeneous.search import groupings
 
-MAX_SUBSETS = 20_000
-"""Limit of the list of subsets."""
+MAX_SUBSETS = 20_000  # limit of the list of subsets
 
 
 class DurationGrid:
-    """Durations of tasks on all subsets: a grid with an axis for each device group, infinite where a task does not fit.
-
-    A subset serves a task at least as well as any part of it, since devices may stay idle; so the grid is filled by a
-    running minimum along each axis.
-
-    Raises:
-        InvalidInput: there are too many subsets to list.
+    """Durations of tasks on all subsets, with an axis for each device group; infinite where a task does not fit. Since
+    devices may stay idle, it is filled by a running minimum along each axis. Raises InvalidInput for too many subsets.
     """
 
     def __init__(self, costed: CostedProblem, cutoff: float = math.inf):
@@ -72,7 +66,6 @@ class DurationGrid:
                                           "Use  --solver hybrid  , or describe fewer kinds of machines."))
 
     def subset(self, position: tuple[int, ...]) -> DeviceSubset:
-        """Return the subset at a position of the grid."""
         return tuple(counts[index] for counts, index in zip(self.counts, position))
 
     @cached_property
@@ -90,17 +83,14 @@ class DurationGrid:
         return found
 
     def layout(self, task: int, subset: DeviceSubset, turns: bool) -> TaskLayout | None:
-        """Return the layout of a duration."""
         parts = product(*([count for count in counts if count <= limit] for counts, limit in zip(self.counts, subset)))
         layouts = (layout for part in parts if any(part) and self.costed.ideal_of(task, part) <= self.cutoff
                    for layout in self.costed.layouts.exactly(task, part))
         return fastest(layouts)[turns]
 
 
-_BETTER = 1e-7
-"""By how much, as a share, an answer must undercut the cutoff."""
-Term = dict[int, float]
-"""Coefficients by variable."""
+_BETTER = 1e-7  # by how much, as a share, an answer must undercut the cutoff
+Term = dict[int, float]  # coefficients by variable
 
 
 @dataclass
@@ -132,7 +122,6 @@ class Program:
         return self._unmoved(self._whole())
 
     def _whole(self) -> list[float]:
-        """Return the seconds of each task with all devices."""
         last = [-1] * len(self.grid.shape)
         return [float(self.grid.durations[(task, int(self.turns[task]), *last)])
                 for task in range(len(self.group_of))]
@@ -165,15 +154,8 @@ class Program:
         return found
 
     def solve(self, seconds: float | None = None) -> tuple[tuple[DeviceSubset, ...] | None, float]:
-        """Return the subsets of an answer that undercuts the cutoff (None: there is none, or none was found), and a
-        bound.
-
-        Args:
-            seconds: time limit of HiGHS.
-
-        Raises:
-            InvalidInput: scipy is not installed.
-        """
+        """Return the subsets of an answer that undercuts the cutoff (None: there is none, or none was found within
+        `seconds`), and a bound. Raises InvalidInput without scipy."""
         Bounds, LinearConstraint, milp, coo_array = _scipy()
         rows, integral = self._constraints()
         entries = [(row, column, value) for row, terms in enumerate(rows.terms) for column, value in terms.items()]
@@ -263,7 +245,6 @@ class Program:
 
     def _pair(self, rows: _Rows, integral: list[int], one: int, other: int) -> dict[tuple[DeviceGroups, DeviceGroups],
                                                                                     int]:
-        """Return the variables w of two groups, made at the first call."""
         if (one, other) not in self._pairs:
             at = [self._by_device_groups(index) for index in (one, other)]
             pair = {}
@@ -286,7 +267,6 @@ class Program:
 
 
 def _scipy() -> tuple[Any, ...]:
-    """Import what is used of scipy, late, since only this solver needs it."""
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -325,16 +305,8 @@ class Proof:
 
 def prove(problem: Problem, warm: Placement | None = None, stop: Callable[[], bool] = lambda: False,
           seconds_each: float | None = None, costed: CostedProblem | None = None) -> Iterator[Proof]:
-    """Yield ever better bounds and placements, until both are the same.
-
-    Args:
-        warm: an answer to start from, as the hybrid's.
-        stop: asked after each program.
-        seconds_each: time limit of HiGHS for one program.
-
-    Raises:
-        InvalidInput: the cluster has too many subsets.
-    """
+    """Yield ever better bounds and placements, until both are the same; `stop` is asked after each program. `warm` is
+    an answer to start from; `seconds_each` limits HiGHS for one program. Raises InvalidInput for too many subsets."""
     run = _Proof(costed or CostedProblem(problem), warm)
     for _ in run.steps(seconds_each):
         yield run.state()

@@ -38,7 +38,6 @@ def impossible(costed: CostedProblem) -> list[Diagnostic]:
 
 
 def _shortfall(costed: CostedProblem, number: int) -> Diagnostic:
-    """Describe the shortfall on the device and the strategy that come nearest to having room."""
     task = costed.problem.tasks[number]
     missing, needed, device, strategy = min(_needs(costed, number), key=lambda need: need[0])
     state = "weights, gradients and optimizer" if task.kind == TRAIN else "weights"
@@ -51,8 +50,7 @@ def _shortfall(costed: CostedProblem, number: int) -> Diagnostic:
 
 
 def _needs(costed: CostedProblem, number: int) -> Iterator[tuple[float, float, str, Strategy]]:
-    """Yield missing bytes, needed bytes and the type of device, of the fullest stage, for each strategy and device
-    group."""
+    """Yield missing and needed bytes and the type of device, of the fullest stage, by strategy and device group."""
     task, cost, hardware = costed.problem.tasks[number], costed.costs.tasks[number], costed.problem.hardware
     for tp in slices_of(task, [max(device_group.each for device_group in hardware.device_groups)]):
         blocks = sum(blocks_of(hardware.all, tp, hardware))
@@ -64,8 +62,7 @@ def _needs(costed: CostedProblem, number: int) -> Iterator[tuple[float, float, s
                     yield needed - cost.room(device_group), needed, device_group.kind, strategy
 
 
-_WIDTH = 60
-"""Characters of a chart."""
+_WIDTH = 60  # characters of a chart
 _MARKS = "123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -85,7 +82,6 @@ class Bound:
 
 
 def doubled(problem: Problem) -> dict[str, Problem]:
-    """Return the problem with twice as much of each resource, by name."""
     hardware, found = problem.hardware, {}
     for name, change in (("compute", lambda device_group: replace(device_group, peak=2 * device_group.peak)),
                          ("memory bandwidth",
@@ -112,7 +108,6 @@ def _faster(link: NetworkLink) -> NetworkLink:
 
 
 def bounds(problem: Problem, placement: Placement) -> list[Bound]:
-    """Return what bounds each task."""
     before, after = _durations(problem, placement), {name: _durations(changed, placement)
                                                      for name, changed in doubled(problem).items()}
     found = []
@@ -136,7 +131,6 @@ def _durations(problem: Problem, placement: Placement) -> list[float]:
 
 
 def _again(problem: Problem, placement: Placement) -> Placement:
-    """Return the placement, costed for another problem with at least as much of everything."""
     costed = CostedProblem(problem)
     found = costed.placed(placement.grouping, placement.subsets, (
         costed.costs.layout(number, layout.strategy, layout.arrangement)

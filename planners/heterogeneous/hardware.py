@@ -42,7 +42,6 @@ class Network:
         self._spans = cache(self._spanning)
 
     def inside(self, group: int) -> NetworkLink:
-        """Return the link between two devices of a machine."""
         return self._inside[group]
 
     def slices(self, group: int, tp: int, nbytes: float) -> float:
@@ -52,11 +51,9 @@ class Network:
         return 2 * (tp - 1) * (link.latency + nbytes / tp / link.bandwidth)
 
     def hop(self, source: int, target: int, run: int, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of a micro-batch's activations from a stage to the next (Narayanan et al. 2021, §3.2).
-
-        `run` consecutive stages are in this device group; as many as one machine has slices for stay inside it. What
-        leaves it shares its link with the shares of the same machine.
-        """
+        """Return the seconds of a micro-batch's activations to the next stage (Narayanan et al. 2021, §3.2). `run`
+        consecutive stages are in this device group; as many as one machine has slices for stay inside it. What leaves
+        it shares its link with the shares of the same machine."""
         group = self._device_groups[source]
         if source == target and (group.machines == 1 or run * strategy.tp <= group.each):
             return self._inside[source].seconds(nbytes)
@@ -74,8 +71,7 @@ class Network:
         return 2 * math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
 
     def experts(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of an all-to-all of tokens among the devices that share the experts (Lepikhin et al. 2021,
-        §3.2)."""
+        """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2)."""
         if strategy.ep == 1:
             return 0.0
         link, _ = self._spans(groups, strategy.ep * strategy.tp)
@@ -120,8 +116,7 @@ _LOGITS_AT_ONCE = 2**25
 _OWN, _DIVIDED = 4, 12
 """Bytes of a trained parameter beside its weight: its gradient; master weight and Adam's state, which the shares of a
 stage divide among themselves (Rajbhandari et al. 2020, §5.1)."""
-Rows = Any
-"""A number of rows, or an array of such numbers."""
+Rows = Any  # a number of rows, or an array of such numbers
 
 
 class Roofline:
@@ -156,7 +151,6 @@ class Roofline:
         return self._pass(group, roof) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
 
     def _pass(self, group: DeviceGroup, roof: Rows) -> Rows:
-        """Return the seconds of a pass through a layer, calibrated by runs."""
         return group.slowdown * (self.task.measured.launch + self.task.measured.times * roof)
 
     def state(self, strategy: Strategy) -> float:
@@ -182,11 +176,9 @@ class Roofline:
         return under_way * whole, logits
 
     def room(self, group: DeviceGroup) -> float:
-        """Return the bytes of a device that may be filled."""
         return group.memory * self._shares.filled
 
     def fits(self, group: DeviceGroup, strategy: Strategy, stage: int) -> float:
-        """Return how many layers a device of this group has room for."""
         none, one = self.fills(strategy, stage, 0), self.fills(strategy, stage, 1)
         return (self.room(group) - none) // (one - none)
 
@@ -230,7 +222,6 @@ class Roofline:
         return task.measured.times * (self._flops(task.read, 2 * task.seen) / self._peak(devices) + decode)
 
     def arithmetic(self, devices: list[tuple[DeviceGroup, int]]) -> float:
-        """Return the seconds of the arithmetic alone, divided among these devices by their peaks."""
         task = self.task
         if task.kind == GENERATE:
             flop = self._flops(task.read, 2 * task.seen) + self._flops(task.answer, 4 * self._context)
@@ -258,12 +249,8 @@ _MAX_SUBSETS = 4096
 
 
 def hardware_of(cluster: Cluster, dtype: Dtype = "bfloat16", fold: bool | None = None) -> Hardware:
-    """Return the device groups and links of a cluster that passed `check_cluster`.
-
-    Args:
-        dtype: whose peak rate counts; where a device lacks it, the first that it has.
-        fold: whether alike machines are one device group; default: if there are many.
-    """
+    """Return the device groups and links of a cluster that passed `check_cluster`. Where a device lacks `dtype`, its
+    first peak rate counts. `fold`: whether alike machines are one device group; default: if there are many."""
     if fold is None:
         fold = math.prod((kind.devices + 1) ** kind.count for kind in cluster.machines.values()) > _MAX_SUBSETS
     kinds = [(kind, number) for kind, said in cluster.machines.items() for number in range(1 if fold else said.count)]
@@ -284,7 +271,6 @@ def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: D
 
 
 def _between(cluster: Cluster, one: str, other: str) -> NetworkLink:
-    """Return the link between machines of two kinds, or of one that has several, at what both can send."""
     link = cluster.between(one, other) or Link(gb_s=1.0)
     limits = [cluster.machines[name].network_gb_s or math.inf for name in (one, other)]
     return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * _GB)

@@ -34,10 +34,8 @@ from planners.heterogeneous.problem import (
     turns_of,
 )
 
-FEW = 6
-"""Blocks that are arranged in every way."""
-_ORDERED = 3
-"""Device groups whose every order is tried."""
+FEW = 6  # blocks that are arranged in every way
+_ORDERED = 3  # device groups whose every order is tried
 
 
 def blocks_of(subset: DeviceSubset, tp: int, hardware: Hardware) -> DeviceSubset:
@@ -73,8 +71,7 @@ def few(blocks: DeviceSubset) -> bool:
 
 
 def in_rows(blocks: DeviceSubset, pp: int, order: tuple[int, ...], by_stage: bool) -> Arrangement:
-    """Return blocks in the order of the device groups, dealt to share after share or to stage after stage; the rest
-    idle."""
+    """Return blocks in the order of the device groups, dealt by share or by stage; the rest idle."""
     dp = sum(blocks) // pp
     runs = [(group, blocks[group]) for group in order if blocks[group]]
     if not by_stage and len(runs) == 1 or pp == 1:
@@ -106,8 +103,8 @@ def _alike(runs: list[tuple[int, int]], pp: int, dp: int) -> Arrangement:
 
 
 def orders(blocks: DeviceSubset, hardware: Hardware) -> list[tuple[int, ...]]:
-    """Return orders of the device groups that have blocks: all of few; of more, by zone, speed and memory, each
-    ascending and descending."""
+    """Return orders of the device groups that have blocks: all of few; of more, by zone, speed and memory, both ways.
+    """
     used = [group for group, count in enumerate(blocks) if count]
     if len(used) <= _ORDERED:
         return list(permutations(used))
@@ -120,7 +117,6 @@ def orders(blocks: DeviceSubset, hardware: Hardware) -> list[tuple[int, ...]]:
 
 
 def swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the orders in which two device groups are swapped."""
     for one in range(len(order)):
         for other in range(one + 1, len(order)):
             changed = list(order)
@@ -128,20 +124,15 @@ def swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield tuple(changed)
 
 
-_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Into how many stages many blocks are arranged."""
-_BETTER = 4
-"""Part of the strategies that are arranged in several ways: one in so many."""
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # into how many stages many blocks are arranged
+_BETTER = 4  # part of the strategies that are arranged in several ways: one in so many
 _PARTS, _SUBSETS = 3, 5
 """Combinations of device groups that are tried, and the number of groups up to which all are candidates."""
-_LESS = 1 - 1e-9
-"""Layouts that differ by rounding only are equal: larger micro-batches come first."""
-_SMALL = 8
-"""Devices of a subset of which any may stay idle."""
+_LESS = 1 - 1e-9  # layouts that differ by rounding only are equal: larger micro-batches come first
+_SMALL = 8  # devices of a subset of which any may stay idle
 Draft = tuple[TaskLayout | None, Strategy, DeviceSubset]
 """A layout in the first arrangement (None: it does not fit), its strategy, and the subset's blocks."""
-Pair = tuple[TaskLayout | None, TaskLayout | None]
-"""The best alone, and the best taking turns."""
+Pair = tuple[TaskLayout | None, TaskLayout | None]  # the best alone, and the best taking turns
 
 
 class LayoutSearch:
@@ -199,7 +190,6 @@ class LayoutSearch:
         return self._exactly[key]
 
     def _drafts(self, task: int, subset: DeviceSubset) -> list[Draft]:
-        """Return each strategy in one arrangement."""
         if (task, subset) not in self._drafted:
             found: list[Draft] = []
             for tp, pp in self._cuts(task, subset) if any(subset) else ():
@@ -225,7 +215,6 @@ class LayoutSearch:
             yield from self._arranged(task, *drafts[number][1:])
 
     def _cuts(self, task: int, subset: DeviceSubset) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of tp and pp that the subset allows."""
         groups, cut = self.problem.hardware.device_groups, self.problem.freedom.cut
         for tp in slices_of(self.problem.tasks[task], [groups[group].each for group,
                                                        count in enumerate(subset) if count]):
@@ -241,7 +230,6 @@ class LayoutSearch:
                 yield layout
 
     def _arranged(self, task: int, strategy: Strategy, blocks: DeviceSubset) -> Iterator[TaskLayout]:
-        """Yield layouts in several orders of the device groups, the best of which is improved by swaps."""
         best: tuple[float, tuple[int, ...], bool] | None = None
         ahead = orders(blocks, self.problem.hardware)
         seen = set(ahead)
@@ -326,7 +314,6 @@ class CostedProblem:
         return found.seconds if found else math.inf
 
     def rough(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        """Return the seconds of an iteration at a first look."""
         found = self._with(self.layouts.rough, grouping, subsets)
         return found.seconds if found else math.inf
 
@@ -336,7 +323,6 @@ class CostedProblem:
         return self.placed(grouping, subsets, (layout(task, subsets[group], turns) for task, (group, turns) in places))
 
     def ideal(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        """Return a lower bound for any layouts on these subsets."""
         return self._without_layouts(self.ideal_of, grouping, subsets)
 
     def estimate(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:

@@ -11,7 +11,6 @@ from planners.heterogeneous.problem import DeviceSubset, Placement, Problem, Rep
 
 
 def digests_of(spec: Spec, problem: Problem) -> Digests:
-    """Return the digests by which a plan file recognises this problem."""
     tasks = [{name: value for name, value in asdict(task).items() if name != "measured"} for task in problem.tasks]
     return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(spec.cluster.model_dump(mode="json")),
                    work=digest([tasks, problem.mode]))
@@ -58,7 +57,6 @@ def ranks_of(problem: Problem, subsets: tuple[DeviceSubset, ...]) -> list[list[i
 
 
 def placement_of(problem: Problem, plan: PlacedPlan) -> Placement:
-    """Return the placement in a plan file, for a problem with the same digests."""
     index = {task.name: number for number, task in enumerate(problem.tasks)}
     grouping = tuple(tuple(index[name] for name in group.tasks) for group in plan.groups)
     starts, first = [], 0

@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
 SYNC, ASYNC = "sync", "async"
-DeviceSubset = tuple[int, ...]
-"""Devices of each device group."""
-DeviceGroups = frozenset[int]
-"""Indices of the device groups that a subset has devices of."""
+DeviceSubset = tuple[int, ...]  # devices of each device group
+DeviceGroups = frozenset[int]  # indices of the device groups that a subset has devices of
 Grouping = tuple[tuple[int, ...], ...]
 """The tasks of each group, by index; ordered, and so are the groups by their first task."""
 
@@ -61,11 +59,9 @@ class DeviceGroup:
 
     @cached_property
     def counts(self) -> DeviceSubset:
-        """Numbers of devices that a subset may take, ascending.
-
-        Of one machine any number. Of several: whole machines, or a part that divides those larger than itself, so that
-        whatever adds up to no more than all devices fits the machines.
-        """
+        """Numbers of devices that a subset may take, ascending: of one machine any; of several whole machines, or a
+        part that divides those larger than itself, so that whatever adds up to no more than all devices fits the
+        machines."""
         if self.machines == 1:
             return tuple(range(self.each + 1))
         parts, part = [], self.each
@@ -88,11 +84,9 @@ class Hardware:
 
 
 class Measured(NamedTuple):
-    """Measurements of a task; without runs nothing is known, and rows count at their longest.
-
-    `times`: seconds over those of the roofline. `launch`: seconds of each pass of a micro-batch, or of a token of all
-    rows, through a layer, however little it computes. Tokens of a row: mean `prompt` and `response`, `read` of a prompt
-    that several rows share, and `longest` of the responses that are generated together.
+    """Measurements of a task; without runs rows count at their longest. `times`: seconds over those of the roofline.
+    `launch`: seconds of each pass of a micro-batch, or of a token of all rows, through a layer. Tokens of a row: mean
+    `prompt` and `response`, `read` of a prompt that several rows share, `longest` of the responses generated together.
     """
 
     times: float = 1.0
@@ -105,11 +99,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTask:
-    """A node that runs a model: the model's sizes and the work of an iteration.
-
-    `kv` is the bytes that one token has in the cache of one layer; `active` the parameters that compute for a token.
-    `prompt` and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`.
-    """
+    """Node that runs a model: the model's sizes and the work of an iteration. `kv` is the bytes of one token in the
+    cache of one layer, `active` the parameters that compute for a token; `prompt` and `response` are tokens of a row.
+    Training passes over the rows `epochs` times, in `mini_batches`."""
 
     name: str
     role: str
@@ -189,10 +181,8 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Fractions of the peak rates that devices and links reach, and of a device's memory that may be filled.
-
-    0.5 of the arithmetic is what large training runs report (Narayanan et al. 2021, table 1: 0.44 to 0.52).
-    """
+    """Fractions of the peak rates that devices and links reach, and of memory that may be filled; 0.5 of the arithmetic
+    is what large training runs report (Narayanan et al. 2021, table 1: 0.44 to 0.52)."""
 
     compute: float = 0.5
     memory: float = 0.7
@@ -202,12 +192,9 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Freedom:
-    """Decisions that a solver may take; the others are as a homogeneous system has them.
-
-    groupings: those that may be chosen. assignment: False: every group spans all device groups evenly, and shards are
-    laid out in the order of the cluster file. cut: tp and pp of all tasks. balance: False: equal shares of rows and of
-    layers.
-    """
+    """Decisions that a solver may take: the `groupings` to choose from, tp and pp of all tasks (`cut`), and whether to
+    choose otherwise than a homogeneous system. Without `assignment` every group spans all device groups evenly, shards
+    in the cluster file's order; without `balance` shares have equal rows and layers."""
 
     groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
@@ -245,16 +232,12 @@ class Replicas(NamedTuple):
     count: int
 
 
-Arrangement = tuple[Replicas, ...]
-"""The device group of each shard of a task, up to what makes no difference."""
+Arrangement = tuple[Replicas, ...]  # the device group of each shard of a task, up to what makes no difference
 
 
 class TaskLayout(NamedTuple):
-    """Split of a task over a device subset, and its cost.
-
-    `seconds` is alone; `swap` what moving its state between device and host memory adds when it takes turns. `rows` are
-    those of one share of each entry of the arrangement, `layers` those of each stage.
-    """
+    """Split of a task over a device subset, and its cost: `seconds` alone, `swap` for moving its state between device
+    and host when it takes turns. `rows` are of one share of each entry of the arrangement, `layers` of each stage."""
 
     strategy: Strategy
     arrangement: Arrangement
@@ -294,5 +277,4 @@ def turns_of(problem: Problem, grouping: Grouping) -> list[bool]:
 
 @cache
 def groups_of(grouping: Grouping) -> list[int]:
-    """Return the group of each task."""
     return [index for _, index in sorted((task, index) for index, group in enumerate(grouping) for task in group)]

@@ -25,17 +25,12 @@ from distflow.errors import Diagnostic, InvalidInput
 from planners.heterogeneous.layouts import FEW, CostedProblem
 from planners.heterogeneous.problem import TRAIN, DeviceGroup, DeviceSubset, Grouping, Hardware, Placement, Problem
 
-MOST = 8
-"""Of more tasks, not all groupings are listed: there are 4,140 of eight, 21,147 of nine."""
+MOST = 8  # of more tasks, not all groupings are listed: there are 4,140 of eight, 21,147 of nine
 _LISTED = 6
 
 
 def groupings(problem: Problem) -> list[Grouping]:
-    """Return all allowed groupings.
-
-    Raises:
-        InvalidInput: there are too many tasks.
-    """
+    """Return all allowed groupings. Raises InvalidInput if there are too many tasks."""
     if problem.freedom.groupings is not None:
         return list(problem.freedom.groupings)
     count = len(problem.tasks)
@@ -73,13 +68,11 @@ def allowed(problem: Problem, grouping: Grouping) -> bool:
 
 
 def _with(grouping: Grouping, task: int) -> list[Grouping]:
-    """Return the groupings with one more task: in each of the groups, or in one of its own."""
     joined = [(*grouping[:index], (*group, task), *grouping[index + 1:]) for index, group in enumerate(grouping)]
     return [*joined, (*grouping, (task,))]
 
 
 def _joined(problem: Problem, groups: list[list[int]]) -> Grouping:
-    """Return the grouping with all training of a role moved to the group of the first of it."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(groups):
         for task in list(group):
@@ -112,7 +105,6 @@ def whole_device_groups(hardware: Hardware, groups: int, random: np.random.Gener
 
 
 def is_whole(split: Split) -> bool:
-    """Return whether no device group is divided."""
     return all(sum(count > 0 for count in column) <= 1 for column in zip(*split))
 
 
@@ -142,7 +134,6 @@ def crossover(hardware: Hardware, one: Split, other: Split, random: np.random.Ge
 
 
 def mutation(hardware: Hardware, split: Split, random: np.random.Generator) -> Split:
-    """Return the split with one device group divided at random."""
     index = int(random.integers(len(hardware.device_groups)))
     columns = [list(column) for column in zip(*split)]
     columns[index] = rounded(hardware.device_groups[index], (random.dirichlet(np.ones(len(split))) + 1e-9).tolist())
@@ -150,15 +141,14 @@ def mutation(hardware: Hardware, split: Split, random: np.random.Generator) -> S
 
 
 def random_split(hardware: Hardware, groups: int, random: np.random.Generator) -> Split:
-    """Return a split with every device group divided at random."""
     return _subsets(rounded(device_group, (random.dirichlet(np.ones(groups)) + 1e-9).tolist())
                     for device_group in hardware.device_groups)
 
 
 def adjacent_splits(hardware: Hardware, split: Split) -> Iterator[Split]:
-    """Yield the splits of a local search step: one group gives devices of a device group to another, as few as possible
-    or all; takes idle ones, or leaves its own idle; all groups leave a device group; or two groups exchange what they
-    have of two device groups."""
+    """Yield the splits of a local search step: a group gives or takes devices of a device group, as few as possible or
+    all, idle ones included; all groups leave a device group; two groups exchange what they have of two device groups.
+    """
     columns = [list(column) for column in zip(*split)]
     for index, device_group in enumerate(hardware.device_groups):
         for changed in _given(device_group, columns[index]):
@@ -189,7 +179,6 @@ def _given(device_group: DeviceGroup, column: list[int]) -> Iterator[list[int]]:
 
 
 def _pass(device_group: DeviceGroup, column: list[int], giver: int, taker: int, less: int = 0) -> None:
-    """Leave the giver `less` devices and give the taker what is then free."""
     column[giver] = less
     column[taker] = _most(device_group, column[taker] + device_group.devices - sum(column))
 
@@ -199,7 +188,6 @@ def _subsets(columns: Iterable[Sequence[int]]) -> Split:
 
 
 def _most(device_group: DeviceGroup, limit: float) -> int:
-    """Return the largest number that a subset may take within a limit."""
     return device_group.counts[max(0, bisect_right(device_group.counts, limit) - 1)]
 
 
@@ -210,22 +198,16 @@ def _next(device_group: DeviceGroup, count: int) -> int | None:
 
 BUDGET, THOROUGH = 4_000, 50_000
 """Layouts that may be costed: usually, and on clusters of few devices, where the leaf enumerates all of them."""
-_PARENTS, _CHILDREN = 4, 8
-"""Splits of a grouping that have children, and how many children it gets at estimates."""
-_DRAWN = 400
-"""Groupings that are drawn where there are too many to list."""
-_ARMS = 8
-"""Groupings that are left when layouts begin to be costed."""
+_PARENTS, _CHILDREN = 4, 8  # splits of a grouping that have children, and how many children it gets at estimates
+_DRAWN = 400  # groupings that are drawn where there are too many to list
+_ARMS = 8  # groupings that are left when layouts begin to be costed
 _SPLITS, _DRAFTS = 32, 4096
 """Splits by whole device groups that a grouping begins with, at least, and those of all groupings together."""
 _ELITE, _WHOLE = 2, 2
 """Splits of a grouping that are costed first: the best ones, and the best ones that divide no device group."""
-_HOPE = 1.15
-"""How many times as long an adjacent split may take at a first look to be costed in full."""
-_RESTARTS = 64
-"""Local searches from anywhere, if the budget lasts."""
-_MAPPINGS = 1000
-"""Assignments of tasks to subsets that are enumerated, at most."""
+_HOPE = 1.15  # how many times as long an adjacent split may take at a first look to be costed in full
+_RESTARTS = 64  # local searches from anywhere, if the budget lasts
+_MAPPINGS = 1000  # assignments of tasks to subsets that are enumerated, at most
 
 
 @dataclass(frozen=True)
@@ -244,13 +226,8 @@ class Progress:
 
 def search(problem: Problem, seed: int = 0, budget: int | None = None, stop: Callable[[], bool] = lambda: False,
            quality: float = 0.0, costed: CostedProblem | None = None) -> Iterator[Progress]:
-    """Yield ever better placements.
-
-    Args:
-        budget: layouts that may be costed; default: `BUDGET`, or `THOROUGH` for few devices.
-        stop: asked between steps; planners have no clock, callers have.
-        quality: the gap at which the search stops.
-    """
+    """Yield ever better placements, until the gap is at most `quality`. `budget` limits the layouts costed; default:
+    `BUDGET`, or `THOROUGH` for few devices. `stop` is asked between steps: planners have no clock, callers have."""
     costed = costed or CostedProblem(problem)
     if budget is None:
         budget = THOROUGH if sum(problem.hardware.all) <= FEW else BUDGET

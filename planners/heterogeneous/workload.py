@@ -20,11 +20,8 @@ from planners.transfers import through_dock
 
 
 def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
-    """Return the joint problem of a DAG, a run and a cluster. Modes with groups of ranks are planned as async.
-
-    Raises:
-        InvalidInput: there is no plan, the cluster describes no machines, or the sizes of a model are not known.
-    """
+    """Return the joint problem; modes with groups of ranks are planned as async. Raises InvalidInput without a plan,
+    machines in the cluster file, or known sizes of a model."""
     if not spec.cluster.machines:
         where = spec.cluster_source.location(()) if spec.cluster_source else None
         raise InvalidInput(Diagnostic("mixed hardware is planned for a cluster with `machines`", where,
@@ -45,11 +42,7 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
 
 
 def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
-    """Return the settings of each role and the sizes of its model.
-
-    Raises:
-        InvalidInput: the sizes of one are not known.
-    """
+    """Return the settings of each role and the sizes of its model."""
     found = {}
     for role in sorted({task.role for task in tasks}):
         settings, shape = spec.settings_of(role), spec.shape_of(role)
@@ -94,7 +87,6 @@ def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge,
 
 
 def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the model tasks that a node follows directly or through COMPUTE nodes, with the bytes read from each."""
     found: list[tuple[str, int]] = []
     for earlier in dict.fromkeys([*spec.dag.nodes[node].dependencies, *read.get(node, {})]):
         if earlier in index:
