@@ -15,15 +15,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 Reward = str | list[str] | dict[str, Any]
 """Annotation of a setting that holds a recipe of rewards: see `distflow.contracts.rewards`."""
-Regex = str
-"""Annotation of a setting that is a regular expression."""
+Regex = str  # annotation of a setting that is a regular expression
 
-Loss = str
-"""Annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`."""
-Environment = str
-"""Annotation of a setting that names an environment."""
-Template = str
-"""Annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`."""
+Loss = str  # annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`
+Environment = str  # annotation of a setting that names an environment
+Template = str  # annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
@@ -37,18 +33,13 @@ _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError,
 class NodeMarks:
     """Arguments of `@node`: what a contract needs beyond the signature."""
 
-    writes: tuple[str, ...] = ()
-    """Columns that it returns, in order; `{role}` stands for the node's."""
-    type: str = "COMPUTE"
-    """MODEL_INFERENCE, MODEL_TRAIN or COMPUTE."""
-    keep_together: str | None = None
-    """Column whose equal values stay on one rank."""
-    repeats: str | None = None
-    """Setting with the number of rows that it returns for each row that it gets."""
+    writes: tuple[str, ...] = ()  # columns that it returns, in order; `{role}` stands for the node's
+    type: str = "COMPUTE"  # MODEL_INFERENCE, MODEL_TRAIN or COMPUTE
+    keep_together: str | None = None  # column whose equal values stay on one rank
+    repeats: str | None = None  # setting with the number of rows that it returns for each row that it gets
     refills: str | None = None
     """For a function that writes `keep`: setting with the most draws of prompts until a batch of them is kept."""
-    default_for: tuple[str, ...] = ()
-    """Roles whose nodes of this type run it when they name no function."""
+    default_for: tuple[str, ...] = ()  # roles whose nodes of this type run it when they name no function
     requires: dict[str, str] = field(default_factory=dict)
     """Setting → optional column that must be there when the setting is not zero."""
     belongs_to: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -57,8 +48,7 @@ class NodeMarks:
     """Setting → (another setting, the values with which alone it may be given)."""
     refuses: dict[str, dict[Any, str]] = field(default_factory=dict)
     """Setting → value that its annotation leaves out → why, and what to write instead."""
-    head: str | None = "lm"
-    """Head that the role of a model function must have: "lm" or "value"; None for any."""
+    head: str | None = "lm"  # head that the role of a model function must have: "lm" or "value"; None for any
     samples: bool | None = None
     """Whether the engine of a model function must be ready to sample; default: if it repeats rows."""
     row_wise: bool = False
@@ -108,8 +98,6 @@ def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RewardMarks:
-    """Arguments of `@reward`."""
-
     timeout: float = 10.0
     retries: int = 1
     concurrency: int = 16
@@ -181,10 +169,8 @@ def loss(function: F) -> F:
 
 @dataclass(frozen=True)
 class Turn:
-    """Answer of an environment to a turn of the model: what it shows, whether that was the last turn, its reward.
-
-    The rewards of a trajectory's turns are added up. What is shown with the last turn is not read by the model.
-    """
+    """Answer of an environment to a turn of the model: what it shows (the model does not read that of the last turn),
+    whether that was the last, and its reward, which is added to those of the trajectory's other turns."""
 
     observation: str = ""
     done: bool = False
@@ -229,11 +215,7 @@ def _register(registry: dict[str, Any], function: F) -> F:
 
 
 def load_module(name: str, hint: str = "") -> types.ModuleType:
-    """Import a module of node functions, which registers them.
-
-    Raises:
-        InvalidInput: the import fails; the message names the line that raised, and ends with `hint`.
-    """
+    """Import a module of node functions, which registers them. Raises InvalidInput with the failing line and `hint`."""
     try:
         return importlib.import_module(name)
     except _IMPORT_FAILS as error:

@@ -47,10 +47,8 @@ class EnvironmentContract(Signature):
 
 
 def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return a mistake for each name that is no environment, and for settings that do not fit the environment.
-
-    Puts the environments that exist into `spec.environments`, by node.
-    """
+    """Return the mistakes in names and settings of environments; put those that exist into `spec.environments`, by
+    node."""
     mistakes: list[Diagnostic] = []
     for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
         try:
@@ -101,10 +99,8 @@ def environment_contract(environment: type) -> EnvironmentContract:
 
 
 def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
-    """Return the environment of that name (or `module:Name`); if there is none, None and the names of all known ones.
-
-    A module is imported only if no source shows the name.
-    """
+    """Return the environment of that name (or `module:Name`), else None and the names of all known ones; a module is
+    imported only if no source shows the name."""
     module, separator, own = name.rpartition(":")
     modules = [module] if separator else [*shipped_modules(), *modules]
     found = {kind.name: kind for each in modules for kind in environments_in(each)}
@@ -128,8 +124,7 @@ def _modules(spec: CheckedSpec) -> set[str]:
 
 
 def environments_in(module: str) -> list[EnvironmentContract]:
-    """Return the classes that a module's source marks with `@environment`; [] if it cannot be read (reported
-    elsewhere)."""
+    """Return the classes that a module's source marks with `@environment`; [] if it cannot be read."""
     found = (_of_definition(each) for each in definitions(module, "environment"))
     return [kind for kind in found if kind]
 
@@ -150,12 +145,8 @@ def _of_definition(definition: Definition) -> EnvironmentContract | None:
 
 def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,
                    named_at: tuple[str, ...]) -> list[Diagnostic]:
-    """Return what is wrong with the settings at `path` of the DAG, which go to something that a node names.
-
-    Args:
-        whose: as "environment `Lookup`".
-        named_at: path of the setting that names it.
-    """
+    """Return what is wrong with the settings at `path` of the DAG. `whose` is as "environment `Lookup`", `named_at` the
+    path of the setting that names it."""
     given = spec.dag.nodes[path[1]].settings.get(path[-1])
     wrong = check_given(given if isinstance(given, dict) else {}, signature.settings, whose,
                         f"with: {{…, {path[-1]}: {{SETTING}}}}")

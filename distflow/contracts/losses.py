@@ -28,11 +28,7 @@ def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
 
 
 def load_loss(key: str) -> Callable[..., Any]:
-    """Return the function that `MODULE:FUNCTION` names.
-
-    Raises:
-        InvalidInput: its module fails when it is imported, or has no such function with `@loss` above it.
-    """
+    """Return the function that `MODULE:FUNCTION` names, with `@loss` above it; raise InvalidInput if there is none."""
     module, _, name = key.partition(":")
     function = getattr(decorators.load_module(module), name, None)
     if function is None or not hasattr(function, "__distflow_loss__"):
@@ -41,13 +37,11 @@ def load_loss(key: str) -> Callable[..., Any]:
 
 
 def location_of(key: str) -> Location:
-    """Return the location of the `def` of `MODULE:FUNCTION`."""
     module, _, name = key.partition(":")
     return next((each.where for each in definitions(module, "loss") if each.name == name), Location(module))
 
 
 def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
-    """Check the value of one setting that may name a loss."""
     source, path = spec.dag_source, ("nodes", node, "with")
     given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
     if not isinstance(value, str) or ":" not in value:

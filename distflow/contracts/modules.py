@@ -25,8 +25,7 @@ class Definition:
     item: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     decorator: ast.expr
     where: Location
-    aliases: dict[str, ast.expr]
-    """Expressions that the module gives names to at its top: annotations may use them."""
+    aliases: dict[str, ast.expr]  # expressions that the module gives names to at its top: annotations may use them
 
     @property
     def name(self) -> str:
@@ -50,7 +49,6 @@ def definitions(module: str, decorator: str) -> tuple[Definition, ...]:
 
 
 def check_syntax(module: str) -> None:
-    """Raise InvalidInput if a module's source is not Python."""
     _decorated(module, module_file(module))
 
 
@@ -95,7 +93,6 @@ def _imported_names(body: list[ast.stmt]) -> dict[str, str]:
 
 
 def _kind_of(decorator: ast.expr, names: dict[str, str]) -> str | None:
-    """Return which of distflow's decorators this is; None if it is another."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
     first, _, rest = ast.unparse(called).partition(".")
     whole = ".".join(part for part in (names.get(first, first), rest) if part)
@@ -125,11 +122,8 @@ def where_looked_for(module: str) -> str:
 
 
 def check_imports(module: str, path: Path) -> list[Diagnostic]:
-    """Return a mistake for each module that a user's module imports when it is loaded and that is missing.
-
-    Imports inside a function, a condition or a `try` may be missing on purpose. Modules of the same package are
-    checked too.
-    """
+    """Return a mistake for each missing module that a user's module, or one of its package, imports when it is loaded.
+    Imports inside a function, a condition or a `try` may be missing on purpose."""
     mistakes, known, left = [], {module}, [(module, path)]
     while left:
         name, file = left.pop()
@@ -160,8 +154,7 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield (module, line, text) of the top-level imports of a file; nothing if it is not Python (reported
-    elsewhere)."""
+    """Yield (module, line, text) of the top-level imports of a file; nothing if it is not Python."""
     try:
         body, lines = _body(module, path), path.read_text(encoding="utf-8").splitlines()
     except InvalidInput:

@@ -131,8 +131,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-ANNOTATION = "Reward"
-"""Annotation of a setting that holds a recipe."""
+ANNOTATION = "Reward"  # annotation of a setting that holds a recipe
 SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.programs", "workers.isolation.rewards.judge")
 """Modules of the shipped rewards."""
 _RESERVED = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
@@ -151,14 +150,11 @@ class RewardContract(Signature):
 
     columns: dict[str, Read] = field(default_factory=dict)
     batched: bool = False
-    checked: bool = False
-    """Whether its decorator has a `check`."""
+    checked: bool = False  # whether its decorator has a `check`
 
 
 @dataclass(frozen=True)
 class _RewardSetting:
-    """Setting of the DAG or the run that holds a recipe."""
-
     source: YamlSource
     path: tuple[str, ...]
     value: Any
@@ -316,7 +312,6 @@ def _of_definition(definition: Definition) -> RewardContract:
 
 
 def _contract(plain: Signature) -> RewardContract:
-    """Return the contract of a reward. Raises InvalidInput if its parameters or its name cannot be those of one."""
     names = [read.name for read in plain.reads]
     batched = any(name in _PER_SAMPLE.values() for name in names)
     if mixed := [name for name in names if name in _PER_SAMPLE] if batched else []:

@@ -61,13 +61,10 @@ class Setting:
 
     name: str
     annotation: str = ""
-    default: str = REQUIRED
-    """REQUIRED if it has none."""
-    limits: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `Field` that bound its value."""
+    default: str = REQUIRED  # REQUIRED if it has none
+    limits: dict[str, Any] = field(default_factory=dict)  # arguments of `Field` that bound its value
     description: str = ""
-    kind: Any = field(default=Any, compare=False, repr=False)
-    """Type that pydantic checks."""
+    kind: Any = field(default=Any, compare=False, repr=False)  # type that pydantic checks
 
     @property
     def value(self) -> Any:
@@ -91,7 +88,6 @@ class Setting:
         return replace(self, limits={**self.limits, "ge": least}, kind=Annotated[self.kind, Field(ge=least)])
 
     def errors(self, value: Any) -> list[Any]:
-        """Return pydantic's errors about a value."""
         if self.kind is Any:
             return []
         try:
@@ -103,10 +99,7 @@ class Setting:
         return []
 
     def wrong(self, value: Any, example: str) -> tuple[str, str] | None:
-        """Return what is wrong with a value, as `must be …, not …`, and a hint; None if nothing is.
-
-        Args:
-            example: the YAML to write, where SETTING stands for name and value.
+        """Return what is wrong with a value, as `must be …, not …`, and a hint made of `example`; None if nothing is.
         """
         errors = self.errors(value)
         if not errors:
@@ -141,11 +134,8 @@ class Setting:
 
 
 def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str, ast.expr]) -> Setting:
-    """Return a setting from its parsed parameter.
-
-    Raises:
-        Unreadable: its annotation cannot be read without importing the module, or no value or default fits it.
-    """
+    """Return a setting from its parsed parameter. Raises Unreadable if that takes an import, or no value or default
+    fits."""
     text = ast.unparse(argument.annotation) if argument.annotation else ""
     if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
         text = ast.unparse(_Expansion(aliases).visit(ast.parse(text, mode="eval").body))
@@ -174,7 +164,6 @@ def _annotation(text: str) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _name(node: ast.expr | None) -> str:
-    """Return the last part of a dotted name; "" for another expression."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -234,7 +223,6 @@ def expression(text: str) -> ast.expr | None:
 
 
 def _kind(node: ast.expr | None) -> Any:
-    """Return the type of an annotation; Any for what is not known here."""
     if isinstance(node, ast.Constant) and node.value is None:
         return type(None)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
@@ -299,13 +287,8 @@ class Invalid:
 
 def check_given(given: dict[str, Any], known: dict[str, Setting], whose: str, example: str,
                 others: Iterable[str] = ()) -> Iterator[Invalid]:
-    """Yield what is wrong with the values that are given for settings.
-
-    Args:
-        whose: as "reward `math`".
-        example: the YAML to write, where SETTING stands for name and value.
-        others: further keys that may stand beside them.
-    """
+    """Yield what is wrong with the values given for settings. `whose` is as "reward `math`"; `example` the YAML to
+    write, where SETTING stands for name and value; `others` are further keys that may stand beside them."""
     for name, value in given.items():
         if name not in known:
             hint = did_you_mean(name, [*known, *others], "Settings") or "It has no settings at all."

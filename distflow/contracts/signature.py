@@ -47,8 +47,7 @@ BUILT_IN = "workers.functions"
 ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
 HEADS = get_args(Head)
-GROUP = "group"
-"""Column with the prompt that a row stems from. A step's rows are always moved by it."""
+GROUP = "group"  # column with the prompt that a row stems from. A step's rows are always moved by it.
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Read:
     name: str
     form: str = ""
     optional: bool = False
-    reader: str = ""
-    """Description of the reader, where that is not the function itself."""
+    reader: str = ""  # description of the reader, where that is not the function itself
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Signature:
     where: Location
     reads: tuple[Read, ...] = ()
     settings: dict[str, Setting] = field(default_factory=dict)
-    result: str = ""
-    """Annotation of what it returns."""
+    result: str = ""  # annotation of what it returns
     summary: str = ""
 
     @property
@@ -85,8 +82,7 @@ class Contract(Signature):
     """What a node function reads, writes and accepts. `name` is its name in YAML."""
 
     marks: decorators.NodeMarks = decorators.NodeMarks()
-    returns: tuple[str, ...] = ()
-    """Form of each column that it writes, if annotated."""
+    returns: tuple[str, ...] = ()  # form of each column that it writes, if annotated
 
     @property
     def samples(self) -> bool:
@@ -103,11 +99,7 @@ def built_in() -> dict[str, Contract]:
 
 
 def of_module(module: str) -> tuple[Contract, ...]:
-    """Return the contracts of the functions that a module's source marks with `@node`.
-
-    Raises:
-        InvalidInput: there is no such module, it is not Python, or it marks a function in a way that cannot work.
-    """
+    """Return the contracts of the functions that a module's source marks with `@node`. Raises InvalidInput."""
     path = module_file(module)
     if path is None:
         raise InvalidInput(Diagnostic(f"module `{module}` cannot be found", None, where_looked_for(module)))
@@ -143,16 +135,12 @@ def _marks(definition: Definition) -> decorators.NodeMarks | None:
 
 
 def read_signature(definition: Definition) -> Signature:
-    """Return the signature of a function, or that of a class's `__init__`, from its source.
-
-    Raises:
-        InvalidInput: an annotation cannot be read without importing the module, or a default does not fit it.
-    """
+    """Return the signature of a function, or that of a class's `__init__`, from its source. Raises InvalidInput if an
+    annotation cannot be read without an import, or a default does not fit it."""
     return _flawless(*_of_definition(definition))
 
 
 def live_signature(function: Any) -> Signature:
-    """Return the signature of an imported function or class. Raises InvalidInput as `read_signature` does."""
     return _flawless(*_of_live(function))
 
 
@@ -194,7 +182,6 @@ def _signature(name: str, module: str, where: Location, arguments: ast.arguments
 
 
 def _contract(signature: Signature, wrong: list[Diagnostic], marks: decorators.NodeMarks) -> Contract:
-    """Return the contract of a node function. Raises InvalidInput with all that is wrong with it."""
     settings = {name: setting.at_least(1) if name in (marks.repeats, marks.refills) else setting
                 for name, setting in signature.settings.items()}
     reads = signature.reads[1:] if marks.type in ENGINE_TYPES else signature.reads
@@ -319,7 +306,6 @@ def _parsed(annotation: Any) -> ast.expr | None:
 
 
 def _source(annotation: Any) -> str:
-    """Return a live annotation as its source says it."""
     if isinstance(annotation, str):
         return annotation
     if get_origin(annotation) is Annotated:
@@ -343,10 +329,8 @@ def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) ->
 
 
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
-    """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`.
-
-    The folder of the DAG file and the current one are added to `sys.path`.
-    """
+    """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`. The DAG file's folder
+    and the current one are added to `sys.path`."""
     for folder in (str(Path(source.file).resolve().parent), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -362,8 +346,7 @@ class _Finder:
     def __init__(self, dag: Dag, source: YamlSource, mistakes: list[Diagnostic]):
         self.dag, self.source, self.mistakes = dag, source, mistakes
         self.found = built_in()
-        self.broken: set[str] = set()
-        """Modules that could not be read: functions are not reported as missing from them."""
+        self.broken: set[str] = set()  # modules that could not be read: functions are not reported as missing from them
         self.read: set[str] = set()
 
     def read_imports(self) -> None:

@@ -12,16 +12,11 @@ from distflow.errors import Diagnostic
 if TYPE_CHECKING:
     from distflow.contracts.spec import CheckedSpec
 
-ANNOTATION = "Template"
-"""Annotation of a setting that holds a template; its function gets the columns beside its own."""
+ANNOTATION = "Template"  # annotation of a setting that holds a template; its function gets the columns beside its own
 
 
 def fields(template: str) -> list[str]:
-    """Return the columns that a template names, each once.
-
-    Raises:
-        ValueError: the text is no template.
-    """
+    """Return the columns that a template names, each once. Raises ValueError if the text is no template."""
     names = [name for _, name, form, conversion in string.Formatter().parse(template) if name is not None
              and not _refuse_more(name, form, conversion)]
     if not names:
