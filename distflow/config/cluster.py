@@ -14,8 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from distflow.config.yaml_source import Document, YamlSource
 from distflow.errors import Diagnostic, did_you_mean
 
-ZONE, REGION = "zone", "region"
-"""Zone and region of machines whose file names none."""
+ZONE, REGION = "zone", "region"  # zone and region of machines whose file names none
 
 
 class Link(Document):
@@ -40,12 +39,10 @@ class MachineGroup(Document):
     devices: PositiveInt = 8
     count: PositiveInt = 1
     zone: str = ZONE
-    inside: Link | None = None
-    """Between two devices of a machine; default: `links.inside`."""
+    inside: Link | None = None  # between two devices of a machine; default: `links.inside`
     network_gb_s: PositiveFloat | None = None
     """Limit of what a machine sends over all its devices; default: that of the link."""
-    host_gb_s: PositiveFloat = 25.0
-    """Bandwidth between a device and its machine's memory."""
+    host_gb_s: PositiveFloat = 25.0  # bandwidth between a device and its machine's memory
 
 
 class Links(Document):
@@ -75,8 +72,7 @@ class Cluster(Document):
     memory_gib: PositiveFloat | None = None
     devices: dict[str, Device] = {}
     machines: dict[str, MachineGroup] = {}
-    zones: dict[str, str] = {}
-    """Region of each zone; zones that are not named here share one region."""
+    zones: dict[str, str] = {}  # region of each zone; zones that are not named here share one region
     links: Links = Links()
     paths: list[Path] = []
 

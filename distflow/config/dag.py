@@ -10,8 +10,7 @@ from distflow.config.yaml_source import Document
 
 NodeType = Literal["MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE"]
 
-Head = Literal["lm", "value"]
-"""Output of a model for each token: `lm`, logits of the next token; `value`, one number."""
+Head = Literal["lm", "value"]  # output of a model for each token: `lm`, logits of the next token; `value`, one number
 
 COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
 """Roles that a COMPUTE node may name undeclared, since it needs no model."""
@@ -37,10 +36,8 @@ class Node(Document):
     function: str | None = None
     dependencies: list[str] = []
     settings: dict[str, Any] = Field(default={}, alias="with")
-    reads: dict[str, str] = {}
-    """Parameter of the function → column read instead of the one of the same name."""
-    writes: dict[str, str] = {}
-    """Column that the function declares → column written instead."""
+    reads: dict[str, str] = {}  # parameter of the function → column read instead of the one of the same name
+    writes: dict[str, str] = {}  # column that the function declares → column written instead
 
 
 class Dag(Document):

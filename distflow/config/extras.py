@@ -10,11 +10,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def pip_line(extra: str, root: Path = _ROOT) -> str:
-    """Return the shell command that installs an extra of setup.cfg, for a checkout or for an installed package.
-
-    Args:
-        extra: as in `[options.extras_require]` of setup.cfg.
-        root: the folder that holds the package `distflow`; a checkout has setup.cfg there.
+    """Return the shell command that installs an extra of setup.cfg, for a checkout (`root` has setup.cfg) or a package.
     """
     if not (root / "setup.cfg").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -54,8 +54,7 @@ class Spec:
     run: Run
     dag_source: YamlSource
     run_source: YamlSource
-    functions: dict[str, Contract]
-    """Contracts by the name that the DAG uses."""
+    functions: dict[str, Contract]  # contracts by the name that the DAG uses
     cluster: Cluster = field(default_factory=Cluster)
     shapes: dict[str, Shape] = field(default_factory=dict)
     adapters: dict[str, int] = field(default_factory=dict)
@@ -65,8 +64,7 @@ class Spec:
     cluster_source: YamlSource | None = None
     rewards: dict[str, RewardContract] = field(default_factory=dict)
     """Contracts of all rewards that can be named, by name."""
-    environments: dict[str, EnvironmentContract] = field(default_factory=dict)
-    """Contracts of environments by node."""
+    environments: dict[str, EnvironmentContract] = field(default_factory=dict)  # contracts of environments by node
 
     @property
     def folder(self) -> Path:
@@ -113,13 +111,8 @@ class Spec:
 
 
 def load(dag: str, run: str | None = None, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """Read and check the files.
-
-    Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the planner can add its own.
-
-    Raises:
-        InvalidInput: a file is missing, not YAML, or lacks what nothing can replace.
-    """
+    """Read and check the files. Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the
+    planner can add its own. Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     dag_source = _try(mistakes, lambda: _read(find_yaml(dag, "", "DAG")))
     run_source = _try(mistakes, lambda: _read(find_yaml(run or default_run(dag), "runs", "run file")))

@@ -30,17 +30,13 @@ class Engine:
     """Library behind one of the interfaces of `workers.engines`."""
 
     home: str
-    packages: tuple[str, ...] = ()
-    """Distributions, any of which provides it; none if distflow depends on it."""
-    tested: tuple[str, ...] = ()
-    """Prefixes of the versions that distflow was tested with."""
+    packages: tuple[str, ...] = ()  # distributions, any of which provides it; none if distflow depends on it
+    tested: tuple[str, ...] = ()  # prefixes of the versions that distflow was tested with
     extra: str = ""
     cannot: dict[str, str] = field(default_factory=dict)
     """Missing feature → reason. A feature is a size of a layout (tp, pp, cp, ep), `lora`, `images`, `value`, …"""
-    elsewhere: str = ""
-    """Environment variable with the Python of another environment that has it."""
-    remedy: str = ""
-    """Command that installs it elsewhere, if its packages conflict with distflow's."""
+    elsewhere: str = ""  # environment variable with the Python of another environment that has it
+    remedy: str = ""  # command that installs it elsewhere, if its packages conflict with distflow's
 
     @property
     def pip(self) -> str:
@@ -131,7 +127,6 @@ def _features(spec: Spec, role: str) -> list[str]:
 
 
 def _engines_in_use(spec: Spec) -> Iterator[tuple[str, str, str, Engine]]:
-    """Yield (role, key of the run file, name, engine)."""
     for role, settings in spec.run.roles.items():
         if role in spec.dag.roles:
             yield role, "engine", settings.engine, TRAINERS[settings.engine]
@@ -161,8 +156,7 @@ ALL_LINEAR = "all-linear"
 _NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
 """Parts of names of weight matrices that are no inner linear layer's."""
 
-Linears = dict[str, int]
-"""Name of an inner linear layer → its inputs plus its outputs."""
+Linears = dict[str, int]  # name of an inner linear layer → its inputs plus its outputs
 
 
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"
@@ -186,8 +180,7 @@ def check_chat_options(spec: Spec) -> list[Diagnostic]:
 
 
 def lack_of(option: str, template: str, data: Data) -> str:
-    """Return what a chat template lacks for an option of the data; "" if the option is not set or the template has it.
-    """
+    """Return what a chat template lacks for an option of the data; "" if nothing, or if the option is not set."""
     if getattr(data, option) is None or option in template:
         return ""
     return f"does not know `{option}`" if template else "is missing"
@@ -317,10 +310,8 @@ def base_of(spec: Spec, role: str) -> str | None:
     return None
 
 
-_VOCABULARY = 512
-"""Upper bound of the vocabulary that is trained for a model without a folder."""
-WIDENING = 3
-"""Width of the feed-forward layers of a model without a folder, in hidden sizes."""
+_VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
+WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
 
 
 @dataclass(frozen=True)
@@ -329,30 +320,20 @@ class Shape:
 
     parameters: int
     layers: int
-    kv_width: int
-    """Elements of one token's keys in one layer: key-value heads × head size."""
+    kv_width: int  # elements of one token's keys in one layer: key-value heads × head size
     vocabulary: int
     hidden: int
-    positions: int | None = None
-    """Most tokens of prompt and response together; None if the configuration does not say."""
-    dtype: str | None = None
-    """Of the weights on disk, as `bfloat16`; None if the configuration does not say."""
-    vocabulary_head: int = 0
-    """Parameters of the output layer; 0 if it shares those of the embeddings."""
-    labels: int | None = None
-    """Outputs for each token in place of a vocabulary; None for a language model."""
-    token_pixels: int = 0
-    """Pixels of an image that become one token; 0 for a model that takes no images."""
+    positions: int | None = None  # most tokens of prompt and response together; None if the configuration does not say
+    dtype: str | None = None  # of the weights on disk, as `bfloat16`; None if the configuration does not say
+    vocabulary_head: int = 0  # parameters of the output layer; 0 if it shares those of the embeddings
+    labels: int | None = None  # outputs for each token in place of a vocabulary; None for a language model
+    token_pixels: int = 0  # pixels of an image that become one token; 0 for a model that takes no images
     heads: int = 1
     kv_heads: int = 1
-    experts: int = 0
-    """Experts of each layer; 0 for a dense model."""
-    expert_parameters: int = 0
-    """Parameters of the experts of all layers together."""
-    experts_per_token: int = 0
-    """Experts of a layer that compute for a token."""
-    widening: int = 0
-    """Width of the feed-forward layers; 0 where experts have their own."""
+    experts: int = 0  # experts of each layer; 0 for a dense model
+    expert_parameters: int = 0  # parameters of the experts of all layers together
+    experts_per_token: int = 0  # experts of a layer that compute for a token
+    widening: int = 0  # width of the feed-forward layers; 0 where experts have their own
 
     @property
     def active_parameters(self) -> int:
@@ -366,11 +347,7 @@ class Shape:
 
 
 def read_shape(config: Path) -> Shape:
-    """Return the shape that a Hugging Face `config.json` describes.
-
-    Raises:
-        ValueError: it is not the configuration of a language model; names what is missing.
-    """
+    """Return the shape in a Hugging Face `config.json`. Raises ValueError, naming what a language model's lacks."""
     try:
         return shape_of(json.loads(config.read_text(encoding="utf-8")))
     except KeyError as error:

@@ -22,11 +22,7 @@ def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None
 
 
 def find_yaml(name: str, folder: str, what: str) -> Path:
-    """Return the path of a DAG, run or cluster file; the ending .yaml may be left out.
-
-    Raises:
-        InvalidInput: there is none; the message lists the shipped ones.
-    """
+    """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones."""
     for candidate in (name, f"{name}.yaml"):
         path = find(candidate, folder)
         if path and path.is_file():

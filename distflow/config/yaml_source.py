@@ -83,11 +83,8 @@ def parse_value(text: str, shown: str) -> Any:
 
 
 def read(path: Path, shown: str | None = None) -> YamlSource:
-    """Parse a file. Duplicate keys are added to the source's `mistakes`, and the first value is taken.
-
-    Raises:
-        InvalidInput: the file cannot be read, or is not YAML.
-    """
+    """Parse a file. Duplicate keys are added to the source's `mistakes`, and the first value is taken. Raises
+    InvalidInput if the file cannot be read, or is not YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -184,8 +181,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite numb
           "string": "text", "dict": "a mapping", "list": "a list", "model": "a mapping"}
 _PLACEHOLDERS: dict[Any, Any] = {int: 1, float: 1.0, str: ""}
 """Placeholders of required values that are wrong or missing, while other mistakes are looked for."""
-_ROUNDS = 4
-"""Rounds of repairs: wrong values, what is then missing, what is missing below that."""
+_ROUNDS = 4  # rounds of repairs: wrong values, what is then missing, what is missing below that
 
 
 class Document(BaseModel):
@@ -198,11 +194,9 @@ D = TypeVar("D", bound=Document)
 
 
 def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]]:
-    """Validate a source against a kind of document. Return the document and all mistakes.
-
-    A wrong value is replaced by the best guess and its path added to the source's `recovered`, so that later checks
-    find their mistakes in the same run. The document is None if no guess makes it valid.
-    """
+    """Validate a source against a kind of document. Return the document (None if no guess makes it valid) and all
+    mistakes. Wrong values are replaced by guesses, whose paths are added to `recovered`, so that later checks find
+    mistakes too."""
     data, mistakes = copy.deepcopy(source.data), list(source.mistakes)
     for round_ in range(_ROUNDS):
         try:
