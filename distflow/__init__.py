@@ -35,8 +35,7 @@ _HOMES = {
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
 }
-_RENAMED = {"Alarm": "Alert"}
-"""Old public names, which still work, with a warning that names the new one."""
+_RENAMED = {"Alarm": "Alert"}  # old public names, which still work, with a warning that names the new one
 __all__ = ["Alert", "Batch", "DistflowError", "Ragged", "Turn", "__version__", "detector", "environment", "hook",
            "loss", "metric", "node", "reward", "scaling"]
 

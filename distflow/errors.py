@@ -18,18 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_ALIKE = 0.6
-"""Similarity (difflib's ratio) from which a word is proposed in place of another."""
+_ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
 _LISTED = 30
 
 
 class DistflowError(Exception):
-    """Base of all."""
-
-    passing = True
-    """Whether a restarted worker may not meet the error again."""
-    elsewhere = False
-    """Whether the cause is in another process."""
+    passing = True  # whether a restarted worker may not meet the error again
+    elsewhere = False  # whether the cause is in another process
 
 
 @dataclass(frozen=True)

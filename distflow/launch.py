@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
 
 INVALID = 2
-_PATIENCE = 30.0
-"""Seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves."""
+_PATIENCE = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +66,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_spec_arguments(target: argparse.ArgumentParser) -> None:
-    """Add the options that say which DAG and run are meant, on which machines."""
     target.add_argument("--dag", metavar="FILE", help="a path, or the name of a shipped DAG, as grpo.yaml")
     target.add_argument("--run-file", "--run", metavar="FILE", dest="run",
                         help="models, data, steps; default: embedded_DAG.yaml if that is shipped, else embedded.yaml. "
@@ -120,10 +118,7 @@ def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | N
 
 
 def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
-    """Run this machine's part of a run whose machines come and go, one round of membership after the other.
-
-    Return the exit code. Raises InvalidInput if options exclude each other.
-    """
+    """Run this machine's part of a run whose machines come and go, round after round. Return the exit code."""
     from distflow.recovery.membership import MembershipChanged
     from planners import plan as make_plan
     from workers.elastic import ElasticAgent
@@ -192,17 +187,14 @@ def run_in_process(spec: Spec, plan: Plan, folder: Path | None, options: argpars
 
 
 def stay_on_loopback() -> None:
-    """Bind gloo to the loopback interface if the run has one machine, since its connections are not authenticated.
-
-    By default gloo takes the interface of the machine's name. GLOO_SOCKET_IFNAME of the user is kept.
-    """
+    """Bind gloo to loopback, since its connections are not authenticated, if the run has one machine and the user has
+    not set GLOO_SOCKET_IFNAME; by default gloo takes the interface of the machine's name."""
     one_machine = int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1
     if one_machine and "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def load_spec(options: argparse.Namespace) -> Spec:
-    """Load the files that the options name, or those of the run that they resume."""
     if options.resume:
         spec = reload_run(Path(options.resume), options.overrides, getattr(options, "cluster", None))
         if not complete_checkpoints(Path(options.resume, "checkpoints")):
@@ -243,15 +235,11 @@ def folder_before_restart(spec: Spec) -> Path | None:
 
 
 def _torchrun_number(name: str, otherwise: int) -> int:
-    """Return a number that torchrun put into the environment of this process."""
     return int(os.environ.get(name, otherwise))
 
 
 def refuse_foreign_packages() -> None:
-    """Import `planners` and `workers`, whose names are generic, and check that they are distflow's own.
-
-    Raises:
-        InvalidInput: names the package that shadows ours.
+    """Import `planners` and `workers`, whose names are generic, and raise InvalidInput unless they are distflow's own.
     """
     for name in ("planners", "workers"):
         found = importlib.util.find_spec(name)
@@ -265,10 +253,8 @@ def refuse_foreign_packages() -> None:
 
 
 def report(error: DistflowError, rank: int) -> None:
-    """Print the error once for all ranks: on rank 0, and on the others only if torchrun has not ended them by then.
-
-    The other ranks find the same mistakes in what the user wrote, so they wait first.
-    """
+    """Print the error once for all ranks, which find the same mistakes: on rank 0, and on the others, which wait first,
+    only if torchrun has not ended them by then."""
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -15,19 +15,13 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-SOURCE = "source"
-"""The producer of columns that come from the dataset."""
+SOURCE = "source"  # the producer of columns that come from the dataset
 TRAINING, SAMPLING = "training", "sampling"
-TRAINER, ROLLOUT = "trainer", "rollout"
-"""Groups of a run whose training and sampling do not share their ranks."""
-Lineage = tuple[str, ...]
-"""Nodes that repeated a row, outermost first. Written `fan` in plan.json."""
-ROW = "row"
-"""Column of row ids, which is no transfer of its own: ids travel with every row."""
-KEEP = "keep"
-"""Column by which a node drops rows: those where it is False leave the step for all later nodes."""
-REWARD_PARTS = "reward_parts"
-"""Column in which `score` writes the value of each part of a reward, for people to read."""
+TRAINER, ROLLOUT = "trainer", "rollout"  # groups of a run whose training and sampling do not share their ranks
+Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
+ROW = "row"  # column of row ids, which is no transfer of its own: ids travel with every row
+KEEP = "keep"  # column by which a node drops rows: those where it is False leave the step for all later nodes
+REWARD_PARTS = "reward_parts"  # column in which `score` writes the value of each part of a reward, for people to read
 
 
 @dataclass(frozen=True)
@@ -91,11 +85,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Columns that a task gets from one producer: an edge of the DAG.
-
-    kind: "local" (same layout, handed over by reference), "all_to_all" (layouts differ) or "dock" (another group ran
-    the producer). Bytes are estimates with all rows at the run's longest, without ids and lengths.
-    """
+    """Columns that a task gets from one producer: an edge of the DAG. `kind` is "local" (same layout, by reference),
+    "all_to_all" (layouts differ) or "dock" (another group ran the producer). Bytes are estimates at the run's longest
+    rows, without ids and lengths."""
 
     producer: str
     columns: tuple[str, ...]
@@ -118,15 +110,12 @@ class Task:
     layout: Layout
     transfers: tuple[Transfer, ...] = ()
     repeats: int = 1
-    fan: tuple[str, ...] = ()
-    """Lineage of the rows that it reads; `out_fan`, of those that it writes."""
+    fan: tuple[str, ...] = ()  # lineage of the rows that it reads; `out_fan`, of those that it writes
     out_fan: tuple[str, ...] = ()
     keep_together: bool = False
-    draws: int = 1
-    """Most draws of prompts in a step, for each of which this task and all before it run."""
+    draws: int = 1  # most draws of prompts in a step, for each of which this task and all before it run
     samples: bool = False
-    arrives: bool = False
-    """Whether the step begins with its columns, from the dock or from `Plan.early`."""
+    arrives: bool = False  # whether the step begins with its columns, from the dock or from `Plan.early`
 
 
 @dataclass(frozen=True)
@@ -136,8 +125,7 @@ class MemoryItem:
     name: str
     bytes: int
     formula: str
-    phase: str = ""
-    """When the item of a role that swaps is in memory, `TRAINING` or `SAMPLING`; "": always."""
+    phase: str = ""  # when the item of a role that swaps is in memory, `TRAINING` or `SAMPLING`; "": always
 
 
 @dataclass(frozen=True)
@@ -151,13 +139,10 @@ class Plan:
     source: Layout
     added: tuple[tuple[str, str], ...] = ()
     """Dependencies (earlier, later) that the planner added between nodes of equal depth."""
-    memory: tuple[MemoryItem, ...] = ()
-    """Of one rank; all ranks of a group are alike."""
+    memory: tuple[MemoryItem, ...] = ()  # of one rank; all ranks of a group are alike
     notes: tuple[str, ...] = ()
-    inputs: str = ""
-    """Digest of the DAG and the run, by which ranks with other settings are found."""
-    dock: tuple[Transfer, ...] = ()
-    """Transfers from the rollout group to the trainer, by producer."""
+    inputs: str = ""  # digest of the DAG and the run, by which ranks with other settings are found
+    dock: tuple[Transfer, ...] = ()  # transfers from the rollout group to the trainer, by producer
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
@@ -201,10 +186,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Group:
-    """`replicas` sets of ranks that each run one chain, one set after the other from rank `first` on.
-
-    Each replica has `plan.ranks` ranks, numbered from 0 in its plan, and is a process group of its own.
-    """
+    """`replicas` sets of `plan.ranks` ranks that each run one chain, one set after the other from rank `first` on; each
+    numbers its ranks from 0 in its plan, and is a process group of its own."""
 
     name: str
     first: int
@@ -233,8 +216,6 @@ def proportion(rows: Sequence[int]) -> tuple[int, ...]:
 
 
 class RowLineage:
-    """Repetitions of a plan: which nodes repeat rows, and how often."""
-
     def __init__(self, tasks: Iterable[Task], source: Layout):
         self.tasks = {task.node: task for task in tasks}
         self.source = source
@@ -243,7 +224,6 @@ class RowLineage:
         return () if producer == SOURCE else self.tasks[producer].out_fan
 
     def times(self, lineage: Iterable[str]) -> int:
-        """Return how many rows the repetitions of `lineage` make of one."""
         return math.prod(self.tasks[node].repeats for node in lineage)
 
     def unit(self, layout: Layout) -> Lineage:

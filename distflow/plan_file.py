@@ -64,10 +64,8 @@ class PlacedTask(Document):
 
 
 class PlacedPlan(Document):
-    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans.
-
-    `rest_seconds` are added to both: what runs have taken beside their tasks.
-    """
+    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans;
+    `rest_seconds`, what runs have taken beside their tasks, are added to both."""
 
     made_for: Digests
     solver: str
@@ -84,11 +82,7 @@ def digest(value: Any) -> str:
 
 
 def read_plan_file(source: YamlSource, expected: Digests) -> PlacedPlan:
-    """Return the plan of a file.
-
-    Raises:
-        InvalidInput: the file holds no plan, or one for another DAG, cluster or amount of work.
-    """
+    """Return a file's plan. Raises InvalidInput if it holds none, or one for another DAG, cluster or amount of work."""
     plan, mistakes = check(PlacedPlan, source)
     if mistakes or plan is None:
         raise InvalidInput(mistakes)
@@ -123,10 +117,8 @@ class NodeTiming:
 
 
 ALIKE = 0.25
-_NEAR = 0.5
-"""Machines are in one zone if their link has at least this part of the best one's bandwidth."""
-Ends = tuple[int, int]
-"""Two ranks, the lower one first."""
+_NEAR = 0.5  # machines are in one zone if their link has at least this part of the best one's bandwidth
+Ends = tuple[int, int]  # two ranks, the lower one first
 
 
 @dataclass(frozen=True)
@@ -155,12 +147,8 @@ class LinkProbe:
 
 
 def cluster_of_probes(name: str, devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> dict[str, Any]:
-    """Return a `Cluster` as a mapping.
-
-    Args:
-        devices: by rank.
-        links: between neighbours in a machine, and between ranks of the same index in each pair of machines.
-    """
+    """Return a `Cluster` as a mapping. `devices` are by rank; `links` between neighbours in a machine, and between
+    ranks of the same index in each pair of machines."""
     blocks = _blocks(devices)
     types = _types(devices)
     zones = _zones(blocks, devices, links)
@@ -266,12 +254,10 @@ def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Map
 
 
 def _link(measured: Sequence[LinkProbe], parallel: bool = False) -> dict[str, float]:
-    """Return the median link, or with `parallel` the sum of those that were measured at the same time."""
     speeds = [link.gb_s for link in measured]
     return {"gb_s": _number([sum(speeds)] if parallel else speeds),
             "latency_us": _number([link.latency_us for link in measured])}
 
 
 def _number(values: Sequence[float]) -> float:
-    """Return the median, to three digits."""
     return float(f"{median(values):.3g}")
