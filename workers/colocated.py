@@ -25,13 +25,9 @@ from workers.train_context import TrainContext
 
 
 class ColocatedSource:
-    """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer.
-
-    Args:
-        loop: leases prompts; None on a rank that follows the first of those with which it shares a model (`tp_group`).
-        enough: rows in the dock, of whichever draws, at which this rank stops sampling.
-        limit: seconds without new rows after which it stops too, if none are under way here.
-    """
+    """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer. `loop` is None on
+    a rank that follows the first of its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or
+    after `limit` seconds without new rows if none are under way here."""
 
     def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
                  tp_group: dist.ProcessGroup | None, enough: int, limit: float):
@@ -79,8 +75,7 @@ class ColocatedSource:
             raise
 
     def _have_enough(self, dock: DockClient) -> bool:
-        """Return whether to stop sampling. Another rank of the trainer may have stopped before and leased its share.
-        Where no more rows come, the trainer's lease times out and says who has them."""
+        """Return whether to stop: there is enough, another trainer rank has leased its share, or no more rows come."""
         consumers = [each["indexes"][TRAINER] for each in dock.status() if TRAINER in each["indexes"]]
         ready, now = sum(each["ready"] for each in consumers), time.monotonic()
         if ready != self.ready or any(engine.was_busy for engine in self.engines.values()):

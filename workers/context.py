@@ -1,5 +1,4 @@
-"""Context of a rank, which its supervisor prepares once for all its workers; and the process of the autoscaler beside
-it."""
+"""Context of a rank, which its supervisor prepares once for all its workers; the autoscaler's process beside it."""
 
 from __future__ import annotations
 
@@ -35,10 +34,8 @@ from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
 from workers.rollout_channel import RolloutChannel, open_channel
 
-_COUNTED = 2
-"""Exit status of a process that has counted, less the count."""
-_LEFT_OUT = "left out/{}"
-"""Key in the store: a rollout is not started again."""
+_COUNTED = 2  # exit status of a process that has counted, less the count
+_LEFT_OUT = "left out/{}"  # key in the store: a rollout is not started again
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ class RankContext:
 
     @property
     def restart_group(self) -> RestartGroup:
-        """The ranks that compute together with this one."""
         group, replica = self.plan.group_of(self.store.rank)
         if group is None:
             return RestartGroup("the run", range(self.store.ranks), "ranks")
@@ -91,8 +87,7 @@ class RankContext:
         return bool(self.role == ROLLOUT and self.channel and self.channel.over)
 
     def leave_out(self) -> bool:
-        """Take this rank's rollout out of the run, since it is not started again. Return whether another one is left:
-        of two that leave at once, at least one sees that the other has left."""
+        """Take this rank's rollout out of the run. Return whether another is left: of two that leave, one sees it."""
         group, replica = self.plan.group_of(self.store.rank)
         if group is None or group.name != ROLLOUT:
             return False
@@ -116,12 +111,8 @@ class RankContext:
         return self if number <= self.known_change else self._reread()
 
     def agreed(self, number: int) -> RankContext:
-        """Return what `reloaded` has returned, once all ranks of the restart group have the same settings: each reads
-        by itself, and the settings may change in between.
-
-        Raises:
-            Disagreement: on every rank; they still read unlike settings after the wait limit.
-        """
+        """Return `reloaded`'s result once all ranks of the restart group have read the same settings, or raise
+        Disagreement."""
         context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
             mine = digest(context.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
@@ -151,8 +142,7 @@ class RankContext:
                 "place, and what it held is sampled again"} if shard and shard.stdout else {}
 
     def restart_required_processes(self) -> dict[int, str]:
-        """Start the required processes again, after one of them has ended on any of the ranks. Raises DockError: one
-        does not start."""
+        """Start the required processes again, after one of them has ended on any of the ranks."""
         if self.channel:
             self.channel.restart_shard()
         return self.required_processes
@@ -177,12 +167,7 @@ class RankContext:
 def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
              elastic: ElasticAgent | None = None) -> RankContext:
     """Connect to the other ranks, and check that all have the same plan. `folder` and `resume` are those of rank 0;
-    `alone`: nothing will be trained, so that groups need no dock.
-
-    Raises:
-        Disagreement: a rank has another plan, or did not come.
-        InvalidInput: another job has the run that is to go on.
-    """
+    `alone`: nothing will be trained, so that groups need no dock."""
     store = Store(spec.run.wait_limit, elastic.poll, elastic.present) if elastic else Store(spec.run.wait_limit)
     store.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(store.broadcast("folder", str(folder)))

@@ -37,15 +37,8 @@ _POLL, _PORTS = 0.1, 1 << 16
 
 class ElasticAgent:
     """Agent of one rank. The first rank of a machine joins the round for the machine, and tells its other ranks.
-
-    Args:
-        address: HOST:PORT of the store.
-        machines: how many, or `least:most`.
-        plan_for: the plan of so many ranks.
-
-    Raises:
-        InvalidInput: there is no store, it is another run's, or so few machines cannot train and sample.
-    """
+    `machines` is a number or `least:most`, `plan_for` the plan of so many ranks. Raises InvalidInput: there is no
+    store, it is another run's, or so few machines cannot train and sample."""
 
     def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
         self.host, self.port = _address(address)
@@ -101,8 +94,7 @@ class ElasticAgent:
         return self.rendezvous
 
     def _serve_replicas(self) -> None:
-        """Start the replica server if another rank sends its state here. Replicas of an earlier round stay while they
-        may be of use in this one."""
+        """Start the replica server if another rank sends its state here. Replicas of earlier rounds may stay."""
         host = os.environ.get(HOST)
         if host and self.global_rank in self.ring.values():
             self.replica_server, self.replicas_of = ReplicaServer(self.replicas, self.token, host,
@@ -123,7 +115,6 @@ class ElasticAgent:
 
     @property
     def global_rank(self) -> int:
-        """This rank among those of the present round."""
         return self.rendezvous.block * self.local + self.rank
 
     @property
@@ -146,12 +137,10 @@ class ElasticAgent:
         return hmac.digest(os.environ[TOKEN].encode(), b"distflow neighbour", "sha256")
 
     def _replica_key(self, rank: int) -> str:
-        """Return the key under which a rank's replica server publishes its address."""
         return f"{self.rendezvous.number}/replicas/{rank}"
 
     def announce(self, folder: Path) -> None:
-        """Report why this round began, in its first rank's output and in the run's events, as a failure of all
-        ranks."""
+        """Report why this round began, in its first rank's output and as a failure of all ranks in the run's events."""
         if self.rendezvous.why and self.rendezvous.block == self.rank == 0 and folder.is_dir():
             print(f"the machines begin anew: {self.rendezvous.why}", flush=True)
             events = Events()
@@ -162,8 +151,7 @@ class ElasticAgent:
                           verdict=STARTS_AGAIN)
 
     def poll(self) -> None:
-        """Restart the replica server if it has ended. Raises MembershipChanged: there is a later round, or another
-        machine has taken this one's block."""
+        """Restart the replica server if it has ended; raise MembershipChanged in a later round or if replaced."""
         if self.membership.is_superseded(self.rendezvous.number) or not self.membership.holds(self.rendezvous.number,
                                                                                               self.rendezvous.block):
             raise MembershipChanged
@@ -171,11 +159,7 @@ class ElasticAgent:
             self.replica_server.poll()
 
     def wait_for_loss(self) -> None:
-        """Wait until it is known whether a failure is due to the loss of a machine.
-
-        Raises:
-            MembershipChanged: it is.
-        """
+        """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""
         seconds = 1.5 * self.membership.silence
         until = time.monotonic() + seconds
         print(f"rank {os.environ['RANK']} has failed; within {seconds:g} s it shows whether a machine is lost",
@@ -194,7 +178,6 @@ class ElasticAgent:
 
     @property
     def replaces(self) -> bool:
-        """Whether this machine has replaced another one."""
         return self.rendezvous.replaces
 
     @property
@@ -233,11 +216,7 @@ def _address(address: str) -> tuple[str, int]:
 
 
 def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
-    """Check that no sampling model is split over machines: a machine that leaves would take a part of it along.
-
-    Raises:
-        InvalidInput: a model is.
-    """
+    """Check that no sampling model is split over machines: a machine that leaves would take a part of it along."""
     for group in plan.groups:
         width = group.plan.ranks if group.name == ROLLOUT else max(
             (layout.width for _, layout in group.plan.samplers), default=1)
@@ -276,5 +255,4 @@ def _store(host: str, port: int) -> Store:
 
 
 def digest(token: str) -> str:
-    """Digest that a store has of its token."""
     return hashlib.sha256(token.encode()).hexdigest()

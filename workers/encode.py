@@ -1,5 +1,4 @@
-"""Encodes records of a dataset as columns: prompts and targets as tokens, images as pixels with their tokens in the
-prompt."""
+"""Encodes records of a dataset as columns: prompts and targets as tokens, images as pixels and tokens of prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dt
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """Encoder of the images of a dataset, as pixels and as tokens of prompts."""
 
     image_processor: ImageProcessor
     token: int  # the prompt has it once for each token of an image
@@ -39,11 +37,7 @@ class ImageEncoder:
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
         """Return the records' questions by the chat template, and of each record its images, of each image its lines,
-        of each line its pixels [width, 3] (uint8).
-
-        Raises:
-            InvalidInput: an image cannot be read, has no place in the question, or makes the prompt too long.
-        """
+        of each line its pixels [width, 3] (uint8)."""
         prompts, pixels = [], []
         for record in records:
             images = [self.image_processor.pixels(image)
@@ -77,8 +71,7 @@ def image_encoder_of(role: RoleEngines, data: Data, path: Path) -> ImageEncoder 
 
 
 def _with_image_parts(messages: list[Message], images: int) -> list[Message]:
-    """Return the messages as lists of text and images, as chat templates of vision-language models take them. Messages
-    that are lists of parts already have their images."""
+    """Return messages as lists of text and images, as vision-language templates take them; lists stay as they are."""
     count = sum(_image_count(message) for message in messages)
     if count not in (0, images):
         raise InvalidInput(f"a question says {PLACEHOLDER} {count} times and has {images} images: {messages!r}")
@@ -105,13 +98,8 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
             image_encoder: ImageEncoder | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
     """Return a function that encodes questions by the tokenizer's chat template (without one, as they are, on a line of
-    their own), and answers with an end token.
-
-    A prompt longer than `max_prompt_tokens` loses its beginning, a target its end; the metrics count them.
-
-    Raises:
-        InvalidInput: the run file asks for what the tokenizer's chat template does not have.
-    """
+    their own), and answers with an end token. A prompt longer than `max_prompt_tokens` loses its beginning, a target
+    its end; the metrics count them."""
     require_template(tokenizer, data)
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
@@ -152,7 +140,6 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE) -> Dataloader:
-    """Return the training data, encoded for a role."""
     data, path = spec.run.data, data_file(spec, spec.run.data.train)
     records = WithoutEmpty(open_records(path), fields_of(data, data.columns))
     encode = encoder(role.tokenizer, data, image_encoder_of(role, data, path))
@@ -160,8 +147,8 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
 
 
 def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
-    """Return the role whose tokenizer encodes the prompts and whose answers are validated: the first trained one in the
-    chain that has a vocabulary, else the chain's first."""
+    """Return the role that encodes prompts and is validated: the chain's first trained one with a vocabulary, else its
+    first."""
     tasks = [task for task in chain if task.type in ENGINE_TYPES]
     trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
     return next(trained, tasks[0].role)

@@ -36,7 +36,6 @@ Written = tuple[dict[str, ColumnData], torch.Tensor]  # what a task's function w
 
 
 class Executor:
-    """Calls the functions of a chain's tasks with a rank's roles."""
 
     def __init__(self, chain: Sequence[Task], functions: Mapping[str, Callable[..., Any]],
                  roles: Mapping[str, RoleEngines], rank: int):
@@ -51,11 +50,7 @@ class Executor:
         return contextlib.nullcontext()
 
     def run(self, task: Task, inputs: Batch) -> Written:
-        """Return what the task's function writes, and the ids of these rows.
-
-        Raises:
-            ColumnError: it changed an input in place, or returned something else than its columns.
-        """
+        """Return what the task's function writes, and the ids of these rows."""
         ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
         if not len(inputs) and task.type not in ENGINE_TYPES:
             return {}, ids  # a rank without rows has nothing to compute; model functions are collective
@@ -93,8 +88,7 @@ class Executor:
 
 
 class TrainExecutor(Executor):
-    """Executor of a rank that trains. The training loop sets `step`, and `before_update`, which a task that trains
-    calls first."""
+    """Executor of a rank that trains. The loop sets `step`, and `before_update`, called first by a task that trains."""
 
     def __init__(self, plan: Plan, functions: Mapping[str, Callable[..., Any]], roles: Mapping[str, RoleEngines],
                  rank: int, status: RankStatus, seed: int):
@@ -120,8 +114,7 @@ class TrainExecutor(Executor):
         return written
 
     def _run_early(self, task: Task, inputs: Batch) -> Written:
-        """Compute a task on the prompts that have come while others are still sampled. The random numbers of later
-        nodes do not depend on it."""
+        """Compute a task on the prompts that have come. The random numbers of later nodes do not depend on it."""
         with torch.random.fork_rng(self.cuda_devices):
             torch.manual_seed(key_of(self.seed, self.step, *inputs.ids[:1].tolist()))
             written = self._measured(task, inputs)
@@ -146,12 +139,9 @@ def _phase(task: Task) -> Phase:
 @contextlib.contextmanager
 def _rank_timer(phase: Phase, rows: int, began: float) -> Iterator[None]:
     """Measure the seconds that this rank itself computes for one task, by which the others see who holds them up. The
-    time since `began` counts in any case.
-
-    Where a model computes, ranks wait for each other's weights and gradients again and again; so only the CPU time of
-    this thread counts there, since it waits without computing. A GPU computes its collectives too: a slow one shows
-    while it samples, and when it trains all ranks look alike. An engine with processes of its own shows nothing.
-    """
+    time since `began` counts in any case. Where a model computes, ranks wait for each other inside collectives, so that
+    only the CPU time of this thread counts. A GPU computes its collectives too: a slow one shows while it samples, and
+    when it trains all ranks look alike. An engine with processes of its own shows nothing."""
     clock = time.perf_counter if phase == "computing" else time.thread_time
     before, since = time.perf_counter() - began, clock()
     yield
@@ -159,8 +149,7 @@ def _rank_timer(phase: Phase, rows: int, began: float) -> Iterator[None]:
 
 
 class Watch:
-    """Publishes what this rank does. Adds to an error that passes through where it was raised and which ranks are
-    missing."""
+    """Publishes what this rank does; adds to an error that passes where it was raised and which ranks are missing."""
 
     def __init__(self, status: RankStatus, doing: str, where: str, phase: Phase = "waiting"):
         self.status, self.note = status, f"{where}, rank {status.rank}"
@@ -212,8 +201,7 @@ class SampledRows:
 
 
 def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the stream of random numbers of each sampling node: its role's, or one of its own if an earlier node of
-    the role samples too, since rows of two nodes may have equal ids."""
+    """Return each sampling node's random stream: its role's, or its own if a node of the role samples before it."""
     found: dict[str, int | None] = {}
     for task in (task for task in chain if task.samples):
         own = of_role[task.role]
@@ -226,7 +214,6 @@ def _as_form(column: ColumnData, form: str) -> Any:
 
 
 def _as_columns(task: Task, location: str, result: Any, rows: int) -> dict[str, ColumnData]:
-    """Return what a function returned, by column. `location`: of the function."""
     values = () if not task.writes else result if isinstance(result, tuple) else (result,)
     who = f"{location}{task.function} returned"
     if len(values) != len(task.writes):

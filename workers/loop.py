@@ -29,8 +29,7 @@ from workers.train_context import TrainContext
 
 
 def train(ctx: TrainContext) -> bool:
-    """Run the steps that are left. Return False if another worker is to go on with changed settings, on all ranks
-    alike."""
+    """Run the steps that are left. Return False, on all ranks alike, if another worker goes on with new settings."""
     for step in ctx.steps():
         ctx.next_prompts()
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
@@ -46,11 +45,9 @@ def train(ctx: TrainContext) -> bool:
 
 
 def rollout(ctx: RolloutContext, engines: Mapping[str, SharedEngine], over: Callable[[DockClient], bool]) -> None:
-    """Sample the prompts that the trainer has enqueued until `over`: until the run ends on ranks that only sample,
-    until there is enough to train on where a trainer samples. What is under way then is left to other ranks.
-
-    The calling thread drives the engine, which loads newer weights between two tokens.
-    """
+    """Sample the prompts that the trainer has enqueued until `over`: until the run ends, or where a trainer samples
+    until there is enough to train on. What is under way then is left to other ranks. The calling thread drives the
+    engine, which loads newer weights between two tokens."""
 
     def lease_prompts() -> None:
         with ctx.leasing() as dock:
@@ -73,10 +70,8 @@ def rollout(ctx: RolloutContext, engines: Mapping[str, SharedEngine], over: Call
 
 def run_chain(chain: Sequence[Task], buffer: Databuffer, executor: Executor,
               draw_more: Callable[[Task], bool] = lambda task: False) -> None:
-    """Run the tasks in order: each takes its inputs, computes and puts its outputs.
-
-    `draw_more` draws further prompts after a filter that has left too few rows; the tasks up to it run on these too.
-    """
+    """Run the tasks in order: each takes its inputs, computes and puts its outputs. `draw_more` draws further prompts
+    after a filter that has left too few rows; the tasks up to it run on these too."""
     for index, task in enumerate(chain):
         _run_task(task, buffer, executor)
         while task.draws > 1 and draw_more(task):

@@ -66,7 +66,6 @@ class Loopback(RendezvousHandler):
 
     @property
     def completed(self) -> bool:
-        """Whether all ranks have done their work."""
         return self.store is not None and self.store.check([COMPLETED])
 
     def shutdown(self) -> bool:
@@ -75,9 +74,6 @@ class Loopback(RendezvousHandler):
 
 
 def create(parameters: RendezvousParameters) -> Loopback:
-    """Raises:
-        ValueError: torchrun was asked for several machines.
-    """
     if parameters.max_nodes != 1:
         raise ValueError(f"{parameters.max_nodes} machines cannot meet on loopback; start torchrun on each, with "
                          "--rdzv-endpoint on a private network")
@@ -85,8 +81,7 @@ def create(parameters: RendezvousParameters) -> Loopback:
 
 
 def main() -> int:
-    """Run torchrun with the arguments of this process. Return the exit code of the rank that failed first; after a
-    signal 128 and its number, unless all ranks had done their work."""
+    """Run torchrun. Return the first failed rank's exit code, or 128 + signal unless all ranks were done."""
     made: list[Loopback] = []
     rendezvous_handler_registry.register(NAME, lambda parameters: made.append(create(parameters)) or made[-1])
     os.environ[AGENT] = str(os.getpid())

@@ -22,23 +22,16 @@ from distflow.data.exchange import barrier, gather
 from distflow.errors import InvalidInput
 from distflow.plan_file import DeviceProbe, Ends, LinkProbe
 
-_LEAST, _BUDGET = 5, 0.3
-"""Repetitions of a measurement, and seconds that it takes if more of them fit."""
-_LONG = 0.005
-"""Least seconds of a repetition whose size can be chosen: far longer than reading a clock or launching a kernel."""
+_LEAST, _BUDGET = 5, 0.3  # repetitions of a measurement, and seconds that it takes if more of them fit
+_LONG = 0.005  # least seconds of a repetition: far longer than reading a clock or launching a kernel
 _ROUNDS = 20
 _LARGEST = 8192
-_COPIED = 128 * 2**20
-"""Bytes: more than caches hold."""
+_COPIED = 128 * 2**20  # bytes: more than caches hold
 _MACHINES = 16
 
 
 def probe(device: torch.device) -> tuple[list[DeviceProbe], dict[Ends, LinkProbe]]:
-    """Measure the devices of all ranks, by rank, and their links. Collective, over gloo and for GPUs NCCL.
-
-    Raises:
-        InvalidInput: there are too many machines to measure every pair.
-    """
+    """Measure the devices of all ranks, by rank, and their links. Collective, over gloo and for GPUs NCCL."""
     hosts = [part.decode() for part in gather(_host().encode())]
     order = list(dict.fromkeys(hosts))
     if len(order) > _MACHINES:

@@ -39,7 +39,6 @@ disable_progress_bar()
 
 
 class Meshes(NamedTuple):
-    """Device meshes over which a role's model is split."""
 
     trainer: DeviceMesh | None  # for training and inference; None where a role only samples
     rollout: DeviceMesh
@@ -47,8 +46,7 @@ class Meshes(NamedTuple):
 
 
 class RoleEngines:
-    """Engines of a role, the first parameter of a model function. All methods but `encode` and `decode` are collective
-    over the ranks."""
+    """Engines of a role, the first parameter of a model function. All but `encode` and `decode` are collective."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
                  meshes: Meshes, spec: Spec, stream: int | None):
@@ -92,7 +90,6 @@ class RoleEngines:
 
     @property
     def version(self) -> int:
-        """Version of the weights: see `Trainer.version`."""
         return self._trainer.version if self._trainer else 0
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
@@ -105,13 +102,8 @@ class RoleEngines:
     @contextlib.contextmanager
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
                  max_new_tokens: int) -> Iterator[tuple[Session, list[SampledRow]]]:
-        """Open a session with the newest weights, and make `repeats` rows for each prompt, to be added to it.
-
-        Only opening it is collective; the session concerns this rank alone, and the ranks that it leads.
-
-        Raises:
-            EngineError: the model that samples is split over ranks, and none of them leads the others.
-        """
+        """Open a session with the newest weights, and make `repeats` rows for each prompt, to be added to it. Only
+        opening it is collective; the session concerns this rank alone, and the ranks that it leads."""
         if self.split and self.shared_engine is None:
             raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
                               "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
@@ -129,7 +121,6 @@ class RoleEngines:
 
     @property
     def sampler(self) -> Rollout:
-        """The engine that samples."""
         if self.rollout is None:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         return self.rollout

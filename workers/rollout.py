@@ -48,15 +48,11 @@ TOKENS, LOGPROBS, VERSIONS, FINISHED = (f"partial/{name}" for name in ("tokens",
 
 
 class PartialRollouts(Sampler):
-    """Sampler of the rows of one prompt in one node that continues what other ranks have sampled of them. Conversations
-    start again, since their environments do not move."""
+    """Sampler of one prompt's rows in one node: goes on with what other ranks have begun, except with conversations."""
 
     def __init__(self, engine: SharedEngine | Rollout, saved: Batch, restart: bool):
-        """
-        Args:
-            saved: rows that other ranks have begun, with the columns of `partial_rows`.
-            restart: sample rows again that were begun with other weights.
-        """
+        """`saved`: rows that other ranks have begun (`partial_rows`); `restart`: sample those of other weights
+        again."""
         self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
         self.saved, self.restart = saved, restart
         self.rows_under_way: list[SampledRow] = []
@@ -87,8 +83,7 @@ class PartialRollouts(Sampler):
 
 
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
-_MOMENT = 0.2
-"""Seconds that a thread waits for work before it checks whether the run is over."""
+_MOMENT = 0.2  # seconds that a thread waits for work before it checks whether the run is over
 
 
 @dataclass
@@ -100,18 +95,13 @@ class Prompt:
     buffer: Databuffer
     metrics: Metrics
     partial: PartialRollouts
-    turn: int
-    """Number under which its rows are saved if the loop ends before they are complete."""
+    turn: int  # number under which its rows are saved if the loop ends before they are complete
 
 
 class RolloutContext:
     """Everything that `rollout` needs: it runs the rollout group's chain on the prompts that the trainer has enqueued.
-
-    Args:
-        n_loops: how many such loops the run has.
-        n_dedicated: how many of them are on ranks that only sample, if this one is; else 0. A dedicated loop shows its
-            progress as the steps of its rank, and takes over the prompts that other loops leave.
-    """
+    The run has `n_loops` such loops, `n_dedicated` of them on ranks that only sample (0 if this one does not). A
+    dedicated loop shows its progress as its rank's steps, and takes over the prompts that other loops leave."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]],
                  roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel, who: str, n_loops: int,
@@ -127,24 +117,20 @@ class RolloutContext:
         fitting = min(role.settings.generation.batch_rows for role in self.sampling_roles.values()) // channel.rows
         older = -(-channel.prompts * spec.run.staleness // n_dedicated) if n_dedicated else 0
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
-        """Prompts that are sampled at a time: a fair part of a draw; dedicated loops also take those of the draws
-        before it."""
+        """Prompts sampled at a time: a fair part of a draw; dedicated loops also take those of the draws before it."""
         samples = RowLineage(plan.tasks, plan.source).times(self.head[-1].out_fan)
         self.saves_partial = spec.run.mode == "semi_sync" and samples == channel.rows
         """Whether some loops end while others continue with their partial rows; possible if these are the dock's."""
-        self.computing = threading.Lock()
-        """Functions without a model are called one at a time: users need not think of threads."""
+        self.computing = threading.Lock()  # functions without a model need not be thread-safe
         self.doing = ""
-        self.awaited: dict[int, tuple[str, int]] = {}
-        """By lease, the role and the version of its weights for which a prompt waits."""
-        self.all_put = threading.Event()
-        """Set once all prompts that were sampled are in the dock."""
+        self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
+        self.all_put = threading.Event()  # all sampled prompts are in the dock
 
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
             finish_prompts: Callable[[], None]) -> None:
-        """Run both functions in threads and the engines, of which this thread drives the first, until prompts are no
-        more leased. The leases of prompts under way are given back then, with the rows that they have so far; prompts
-        that are complete are put into the dock."""
+        """Run both functions in threads, and the engines, of which this thread drives the first, until no prompts are
+        leased. Prompts under way are given back then, with the rows that they have so far; complete ones are put into
+        the dock."""
         self.engines, self.room = engines, threading.Semaphore(self.max_prompts)
         self.failure: BaseException | None = None
         self.leases: dict[int, tuple[Lease, float]] = {}  # by number, and when each was last renewed
@@ -178,8 +164,7 @@ class RolloutContext:
         return self.ended or self.failure is not None
 
     def _notice(self, job: Future[None]) -> None:
-        """End the loop for an error in any thread. A dedicated loop may find the dock gone when the run is over; one
-        whose rank goes on to train may not."""
+        """End the loop for an error in any thread; a dedicated loop may find the dock gone when the run is over."""
         error = job.exception()
         if isinstance(error, DistflowError) and self.dedicated and (self.stopped or self.channel.over):
             self.ended = True
@@ -237,7 +222,6 @@ class RolloutContext:
         self.pool.submit(sample, prompt).add_done_callback(self._notice)
 
     def _save_partial(self, dock: DockClient) -> None:
-        """Save the partial rows of prompts under way, for the loops that continue them."""
         if self.saves_partial and not self.dedicated and self.failure is None:
             for prompt in self.under_way.values():
                 rows = prompt.partial.partial_rows()
@@ -334,14 +318,12 @@ class RolloutContext:
 
 
 class RolloutExecutor(Executor):
-    """Executor of one thread of a rank that samples."""
 
     def __init__(self, ctx: RolloutContext, step: int, rollouts: PartialRollouts | None):
         self.ctx, self.step, self.rollouts = ctx, step, rollouts
         super().__init__(ctx.plan.tasks, ctx.functions,
                          {name: role.of_draw(step) for name, role in ctx.roles.items()}, rank=0)
-        self.tasks = {task.node: task for task in ctx.plan.tasks}
-        """The tasks with all that their functions return, `keep` too."""
+        self.tasks = {task.node: task for task in ctx.plan.tasks}  # with all that their functions return, `keep` too
 
     def run(self, task: Task, inputs: Batch) -> Written:
         ctx = self.ctx

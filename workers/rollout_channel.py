@@ -28,23 +28,17 @@ from distflow.recovery import store as run_store
 from distflow.rpc.connection import Address
 from distflow.weights.puller import Puller
 
-ORDER, REPORT = "order", "report"
-"""Columns beside those that nodes write: that a row may be sampled, and the metrics of its prompt."""
+ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
-_PARTING, _MOMENT = 10.0, 0.05
-"""Seconds in which all ranks see that the run is over, and between two checks."""
+_PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
 
 @dataclass
 class RolloutChannel:
-    """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows.
-
-    Args:
-        rows: samples of a prompt.
-        prompts: prompts of a step.
-        shard_process: the process of this machine's storage shard, if this rank starts it.
-    """
+    """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows. A
+    prompt has `rows` samples, a step `prompts`. `shard_process`: of this machine's storage shard, if this rank starts
+    it."""
 
     store: Store
     token: bytes
@@ -55,12 +49,10 @@ class RolloutChannel:
     ranks: int
     shard_process: DockProcess | None = None
     layout: DockLayout | None = None
-    version_set: int = 0
-    """Number of the newest set of versions that this process has published."""
+    version_set: int = 0  # newest set of versions that this process has published
 
     def joined(self, store: Store) -> RolloutChannel:
-        """Return the channel of a worker, with a connection of its own to the store. The shard stays with the
-        supervisor."""
+        """Return the channel of a worker, with a store connection of its own; the shard stays with the supervisor."""
         if self.shard_process and self.shard_process.stdin:  # or the shard would not see its supervisor end
             self.shard_process.stdin.close()
         return replace(self, store=store, shard_process=None)
@@ -69,15 +61,13 @@ class RolloutChannel:
         return DockClient(self.addresses, self.token, who)
 
     def weights(self, role: str) -> Store:
-        """Return the store of a role's published weights, with a connection of its own: one that waits would block
-        others."""
+        """Return the store of a role's weights, with a connection of its own: one that waits would block others."""
         return PrefixStore(f"weights/{role}", self.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
     def puller(self, role: str, who: str, transport: str) -> Puller:
         return Puller(self.weights(role), self.token, who, host=self.host, transport=transport)
 
     def rows_of(self, prompts: Tensor) -> Tensor:
-        """Return the ids of all samples of these prompts."""
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
 
     def enqueue_prompts(self, dock: DockClient, first: int, last: int, wait: float) -> None:
@@ -93,7 +83,6 @@ class RolloutChannel:
         self.store.set(f"versions/{self.version_set}", json.dumps(versions))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
-        """Return the versions of a set with which prompts were enqueued."""
         return json.loads(self.store.get(f"versions/{version_set}"))
 
     def begin(self, step: int) -> None:
@@ -121,12 +110,8 @@ class RolloutChannel:
             time.sleep(_MOMENT)
 
     def restart_shard(self) -> None:
-        """Start this machine's storage shard again, empty and at the same address. The next attempt of the trainer
-        enqueues again what the shard held.
-
-        Raises:
-            DockError: the shard does not start.
-        """
+        """Restart this machine's shard, empty, at the same address. The trainer's next attempt enqueues again what it
+        held."""
         if self.shard_process is not None:
             self.shard_process.kill()
             host, port = self.shard_process.address
@@ -139,8 +124,7 @@ class RolloutChannel:
 
 
 class ReceivedColumns:
-    """Columns that a plan's tasks receive from the nodes of the other group with rows of the dock. `rows`: of a
-    prompt."""
+    """Columns that a plan's tasks receive with rows of the dock from the other group's nodes. `rows`: of a prompt."""
 
     def __init__(self, plan: Plan, rows: int):
         lineage = RowLineage(plan.tasks, plan.source)
@@ -187,11 +171,7 @@ def reports_of(rows: Batch) -> list[bytes]:
 
 def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
-    that only samples may be lost. Collective over all groups.
-
-    Raises:
-        EngineError: there are several machines, and none says at which address the others reach it.
-    """
+    that only samples may be lost. Collective over all groups."""
     token = bytes.fromhex(store.broadcast("token", secrets.token_hex(32)))
     store.store.add(_CAME, 1)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks

@@ -46,8 +46,7 @@ class Sink:
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
     def start(self, step: int) -> bool:
-        """Validate before the first step; after a restart from memory conclude the last step again. Return whether the
-        run is over then."""
+        """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
         events.current().step = step + 1
         over = False
         if not self.unconcluded:
@@ -79,7 +78,6 @@ class Sink:
         return values
 
     def warn(self, done: int, detector: str, alert: Alert) -> None:
-        """Report an alert of a detector."""
         if self.folder:
             events.record(detector, what=alert.what, **alert.facts)
             self._say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")

@@ -1,5 +1,4 @@
-"""Sources of a step's prompts: the dataloader in mode sync; in the others prompts with the rows that rollouts have made
-of them, which the dock holds."""
+"""Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock."""
 
 from __future__ import annotations
 
@@ -25,40 +24,27 @@ from workers.train_context import TrainContext
 
 
 class AsyncSource(Dataloader):
-    """Source of the asynchronous modes: prompts of a draw with the rows that rollouts have made of them.
-
-    The `n`-th draw of prompts is enqueued when the weights after `n - staleness` steps are published, so that no token
-    of it is older than that. Collective over the trainer.
-    """
+    """Source of the asynchronous modes: prompts of a draw with the rows that rollouts have made of them. Collective.
+    The `n`-th draw is enqueued when the weights after `n - staleness` steps are published, so that no token of it is
+    older than that."""
 
     def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
                  draws: int | None, limit: float, colocated: ColocatedSource | None = None,
                  fusion: Fusion | None = None):
-        """
-        Args:
-            loader: gives the prompts.
-            draws: number of draws of the whole run; None if it depends on what filters leave.
-            limit: seconds to wait for a draw's rows.
-            colocated: samples on this rank too, until enough rows of a draw are there.
-            fusion: runs nodes on the rows of a draw that have come while others are still sampled.
-        """
+        """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
+        rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
+        come."""
         super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout)
         self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
         self.dock = channel.dock(f"trainer {rank}")
         self.received = ReceivedColumns(plan, channel.rows)
-        self.leases: list[Lease] = []
-        """Of the draws of the step that have been received; rank 0 commits them."""
+        self.leases: list[Lease] = []  # of draws that have been received; rank 0 commits them
         self.rows = Batch(torch.empty(0, dtype=torch.int64))
-        self.enqueued = 0
-        """Draws that rollouts may sample."""
+        self.enqueued = 0  # draws that rollouts may sample
 
     def next(self) -> Batch:
-        """Return the prompts of the next draw whose samples are assigned to this rank.
-
-        Raises:
-            TimedOut: the samples have not come within the limit.
-        """
+        """Return the prompts of the next draw whose samples are assigned to this rank; TimedOut if they do not come."""
         began, number = time.perf_counter(), self.drawn_before
         if self.rank == 0:
             self._enqueue_prompts(number)

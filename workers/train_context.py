@@ -36,14 +36,9 @@ from workers.weight_sync import WeightPublication
 
 
 class TrainContext:
-    """Everything that `train` needs on one rank. Collective over the ranks that train.
-
-    Args:
-        worker: without a supervisor no snapshot outlives this process, and settings do not change.
-        source_of: makes the source of prompts of the context, whose roles and executor it may use.
-        writes: this worker writes to the run folder; without that it cannot `train`.
-        channel: to the ranks that sample while this one trains.
-    """
+    """Everything that `train` needs on one rank. Collective over the ranks that train. Without a supervisor's `worker`
+    no snapshot outlives this process, and settings do not change. `source_of` may use the context's roles and executor.
+    Without `writes`, to the run folder, it cannot `train`."""
 
     def __init__(self, context: RankContext, worker: WorkerContext, status: RankStatus,
                  functions: Mapping[str, Callable[..., Any]], source_of: Callable[[TrainContext], Dataloader],
@@ -93,8 +88,7 @@ class TrainContext:
         return {task.role for task in tasks if task.samples} | ({self.prompted} if self.spec.run.validation else set())
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left. The global randomness of each depends on (seed, step) alone, so that no state
-        of a generator has to be saved."""
+        """Yield the steps left. Global randomness depends on (seed, step) alone: no generator's state is saved."""
         self.status.set("is validating before the first step", "validating")
         if self.sink.start(self.first_step):
             return
@@ -108,7 +102,6 @@ class TrainContext:
             yield step
 
     def begin(self, step: int) -> None:
-        """Begin a step on this rank."""
         self.executor.step = step
         self.executor.seconds.clear()
         torch.manual_seed(key_of(self.spec.run.seed, step))
@@ -143,12 +136,8 @@ class TrainContext:
             yield
 
     def record(self, step: int) -> None:
-        """Write the metrics of the step, and act on what all ranks alike learn with them: changed settings, a request
-        to stop, alerts of detectors.
-
-        Raises:
-            StepFailed: a detector wants the step done again.
-        """
+        """Write the metrics of the step, and act on what all ranks learn alike: changed settings, a request to stop,
+        alerts. Raises StepFailed: a detector wants the step done again."""
         done, metrics = step + 1, current()
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
@@ -189,8 +178,7 @@ class TrainContext:
         return self.stopping or self.superseded
 
     def leave(self, step: int) -> bool:
-        """End before the last step: with a checkpoint if the run is to stop, else with the state that the next worker
-        starts from. Return whether the run is to stop."""
+        """End before the last step, with a checkpoint or the next worker's state. Return whether the run is to stop."""
         done = step + 1
         if self.stopping:
             if self.state.every and done % self.state.every:
@@ -225,8 +213,7 @@ class TrainContext:
 
 
 def _step_report(number: int, values: dict[str, float], metrics: Metrics) -> StepReport:
-    """Return what detectors see of a step whose `values` were collected from `metrics`. Values that each rank measures
-    for itself are left out, so that all ranks agree."""
+    """Return what detectors see of a step, without what each rank measures for itself, so that all ranks agree."""
     values = {name: value for name, value in values.items() if name not in ("seconds", "tokens_per_second")}
     computed: dict[Phase, list[tuple[float, float]]] = {
         phase: [rank.get(phase, (0.0, 0.0)) for rank in metrics.of_ranks]

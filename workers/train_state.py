@@ -47,8 +47,7 @@ class TrainState:
         self.writing: tuple[Future[dict[str, Any]], Slot] | None = None
         self.source_states: deque[dict[str, int]] = deque([source.state_dict()] * 2, maxlen=2)
         """States of the source after the last two steps; the snapshot of the older one is complete on all ranks."""
-        self.from_memory = False
-        """Whether it was restored from memory. A snapshot is taken before the step is validated and saved."""
+        self.from_memory = False  # restored from memory: the last step may lack validation and checkpoint
 
     def report(self) -> None:
         """Report the replication of snapshots, before the metrics of a step are gathered."""
@@ -84,8 +83,8 @@ class TrainState:
             self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk. A write that fails, as on a full disk, loses only this checkpoint: the
-        older ones are complete, and the next is tried."""
+        """Wait until the checkpoint is on disk. A write that fails loses only this checkpoint: the older ones are
+        complete."""
         if self.writing is None:
             return
         (job, slot), self.writing = self.writing, None
@@ -100,12 +99,7 @@ class TrainState:
 
     def restore(self) -> int:
         """Load the newest state that is complete on all ranks, in memory or on disk. Return how many steps are done, 0
-        if there is no state.
-
-        Raises:
-            CheckpointError: a checkpoint belongs to another model, is damaged, or cannot be read.
-            Disagreement: the ranks do not see the same files.
-        """
+        if there is no state. Raises CheckpointError; Disagreement if the ranks do not see the same files."""
         on_disk = complete_checkpoints(self.folder)
         checkpoint, found = None, self._newest_in_memory(on_disk[-1] if on_disk else None)
         if found is None:

@@ -28,14 +28,11 @@ from workers.roles import RoleEngines
 class _Share:
     """One rank's part of a validation set."""
 
-    rows: list[int]
-    """Index of each record in the set."""
+    rows: list[int]  # index of each record in the set
     prompts: Ragged
     images: Ragged | None
-    columns: dict[str, list[str]]
-    """Fields of the records that rewards may read."""
-    cut: int
-    """Number of prompts that lost their beginning."""
+    columns: dict[str, list[str]]  # fields of the records that rewards may read
+    cut: int  # prompts that lost their beginning
 
 
 class Validator:
@@ -47,8 +44,7 @@ class Validator:
         assert settings is not None, "a run without validation has no validator"
         self.role, self.scorer = role, Scorer(settings.reward)
         self.leads = layout.leads(dist.get_rank())
-        self.answers: dict[str, list[dict[str, Any]]] = {}
-        """This rank's latest answers by name of the set: as many rows as `samples.jsonl` has of a step."""
+        self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)
                        for name, path in settings.data.items()}

@@ -26,8 +26,7 @@ class WeightPublication:
         mine = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "host": channel.host, "transport": transport}
         self.publishers = {name: Publisher(channel.weights(name), channel.token, **mine) for name in self.roles}
         self.channel = channel
-        self.published: dict[str, int] = {}
-        """The newest published version of each role."""
+        self.published: dict[str, int] = {}  # newest version of each role
 
     def publish(self) -> None:
         """Publish the weights that have changed. Prompts that are enqueued from now on are sampled with them."""
@@ -49,8 +48,7 @@ def _rollout_dtype(role: RoleEngines) -> torch.dtype:
 
 
 def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:
-    """Load new weights once all ranks of the engine have them. If ranks have pulled different versions, all pull
-    again."""
+    """Load new weights once all ranks of the engine have them; ranks that pulled different versions pull again."""
     weights = updates.arrived() if updates else None
     found = engine.rollout.candidates(weights.key if weights else "")
     if updates is None or weights is None:

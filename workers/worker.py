@@ -44,19 +44,13 @@ from workers.sources import source_of
 from workers.train_context import TrainContext
 from workers.weight_sync import load_if_newer
 
-_STOPPED = 60.0
-"""Seconds that a process without a health monitor may be stopped, unless detector `frozen` has other `seconds`."""
-_PATIENCE = 1.0
-"""Seconds that a process has to end by itself after SIGTERM."""
+_STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
+_PATIENCE = 1.0  # seconds that a process has to end by itself after SIGTERM
 
 
 def work(context: RankContext, worker_context: WorkerContext, export: Path | None = None) -> bool:
-    """Run a worker. Return False if another worker is to go on with changed settings.
-
-    Args:
-        export: where a resumed run writes its models instead of going on. Nothing else is written: the run may be
-            going on elsewhere.
-    """
+    """Run a worker. Return False if another worker is to go on with changed settings. `export`: where a resumed run
+    writes its models instead of going on, and nothing else: the run may be going on elsewhere."""
     began, attempt, own_heartbeat = time.monotonic(), worker_context.attempt, worker_context.heartbeat
     if worker_context.supervisor_pid:
         frozen = context.spec.run.robust.detectors.get("frozen", {})
@@ -121,8 +115,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
 
 def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,
                    channel: RolloutChannel | None, writes: bool) -> TrainContext:
-    """Return the context of the training loop once all ranks have theirs. A start that fails on any rank leaves no new
-    run folder."""
+    """Return the training loop's context once all ranks have theirs; a start that fails leaves no new run folder."""
     functions = _load_functions(context.spec, context.own)
     if channel and context.spec.run.mode == "semi_sync":
         functions |= _load_functions(context.spec, context.plan.groups[1].plan)
