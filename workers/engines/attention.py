@@ -14,10 +14,8 @@ NAME = "distflow_cpu"
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            scaling: float | None = None, **settings) -> tuple[Tensor, None]:
-    """Attend with a mask and grouped queries; transformers' `sdpa` repeats keys and values, which costs more than this.
-
-    query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool.
-    """
+    """Attend with a mask and grouped queries, at less cost than transformers' `sdpa`, which repeats keys and values.
+    query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool."""
     plain = not settings.get("dropout") and settings.get("position_bias") is None
     if not plain or attention_mask is None or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)

@@ -15,21 +15,17 @@ from distflow.data.problems import content_text
 from distflow.errors import InvalidInput
 
 _ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"  # markers that no template contains
-tokenizer_lock = threading.Lock()
-"""A tokenizer keeps its treatment of special tokens between calls, so threads must not interleave."""
+tokenizer_lock = threading.Lock()  # a tokenizer keeps state between calls: threads must not interleave
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the padding token, or the end token if the tokenizer has none."""
     return cast(int, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
                   tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
-    """Return the tokens of a question (text or chat messages) by the chat template, or line by line without one.
-
-    A final message of the assistant is continued.
-    """
+    """Return the tokens of a question (text or chat messages) by the chat template, or line by line without one. A
+    final message of the assistant is continued."""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     with tokenizer_lock:
         if not tokenizer.chat_template:
@@ -41,11 +37,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-    """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files.
-
-    Raises:
-        InvalidInput: the template ignores an option, so that the model would never see it.
-    """
+    """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files."""
     for option in ("enable_thinking", "tools"):
         if lacks := lack_of(option, str(tokenizer.chat_template or ""), data):
             raise InvalidInput(f"`data.{option}` would change nothing: the tokenizer's chat template {lacks}. Take it "

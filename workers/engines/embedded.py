@@ -33,10 +33,8 @@ ARCHITECTURES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 PAD, BOS, EOS, USER, ASSISTANT = "<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"
-IMAGE = "<|image_pad|>"
-"""Placeholder of an image token, as in Qwen's vocabularies; only in vocabularies of vision-language models."""
-IMAGE_ID = 5
-"""Id of `IMAGE`, the first after the other special tokens."""
+IMAGE = "<|image_pad|>"  # an image token, as in Qwen's vocabularies; only for vision-language models
+IMAGE_ID = 5  # of `IMAGE`, the first after the other special tokens
 EMBEDDED_IMAGE_PROCESSOR = ImageProcessor(patch=8, merge=2, min_pixels=16 * 16, max_pixels=64 * 64,
                                           mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 # Every role but the assistant speaks as the user: three more special tokens would never be trained.

@@ -30,8 +30,7 @@ _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORC
 class ExternalRollout(Rollout):
     """Engine of another library. With tp > 1 the ranks of a share run one engine together."""
 
-    library: str
-    """Display name."""
+    library: str  # display name
     session_type: type[RequestSession]
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):

@@ -38,10 +38,8 @@ from workers.engines.vision import image_inputs, same_as_previous, with_dummy_im
 
 @torch.no_grad()
 def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
-    """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`.
-
-    torch's own function refuses parameters of different meshes, as FSDP with tensor parallelism has them.
-    """
+    """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`. torch's own
+    function refuses parameters of different meshes, as FSDP with tensor parallelism has them."""
     parts: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         parts.setdefault(mesh.size() // _pieces(gradient), []).append(
@@ -67,10 +65,8 @@ def _pieces(gradient: Tensor) -> int:
 
 
 def recompute(layer: nn.Module) -> None:
-    """Checkpoint the layer's activations: keep its input alone and recompute the rest (Chen et al. 2016).
-
-    transformers' own checkpointing disables the cache, and with it the shared prompt.
-    """
+    """Checkpoint the layer's activations: keep its input alone and recompute the rest (Chen et al. 2016). transformers'
+    own checkpointing disables the cache, and with it the shared prompt."""
     number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
     layer.forward = functools.partial(_checkpoint, layer.forward, number)
 

@@ -36,7 +36,6 @@ slots at a time."""
 
 
 class HFRollout(Rollout):
-    """A plain transformers model that samples."""
 
     def __init__(self, model: PreTrainedModel, generation: Generation, pad_token: int, end_tokens: list[int],
                  shared: Iterable[nn.Parameter] = ()):
@@ -245,11 +244,8 @@ class Decoding(Session):
             self._drop(rows[0])
 
     def _read(self, rows: list[SampledRow]) -> list[Past]:
-        """Prefill what the model has not read of these rows.
-
-        Every row reads as many tokens as the row with most unread ones, some of them again instead of padding: the
-        columns of a row then have no gap.
-        """
+        """Prefill what the model has not read of these rows. Every row reads as many tokens as the row with most unread
+        ones, some of them again instead of padding: the columns of a row then have no gap."""
         lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
         # The last token is always read, for its logits; an image cannot be read from its middle on.
         read = torch.tensor([min(row.past.length, len(row.sequence) - 1) if row.past and not row.images else 0

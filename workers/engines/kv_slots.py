@@ -23,16 +23,12 @@ class Past:
     index: int
     length: int
     logits: Tensor | None = None
-    shift: int = 0
-    """Positions minus tokens: below 0 with images."""
+    shift: int = 0  # positions minus tokens: below 0 with images
 
 
 class Slots(Cache):
-    """A transformers cache that rows join and leave.
-
-    All rows end at the same column, so that a step writes one column whatever the lengths. The model sees a window as
-    wide as the longest row.
-    """
+    """A transformers cache that rows join and leave. All rows end at the same column, so that a step writes one column
+    whatever the lengths. The model sees a window as wide as the longest row."""
 
     layers: list[_Window]
 

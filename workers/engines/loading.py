@@ -68,12 +68,8 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
 
 
 def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a tokenizer without an end token: targets would teach none, and padding would have no token.
-
-    Raises:
-        InvalidInput: proposes the end token of the model's configuration, which is not used silently since the chat
-            template may end a turn with another.
-    """
+    """Refuse a tokenizer without an end token: targets would teach none, and padding would have no token. That of the
+    model's configuration is only proposed, since the chat template may end a turn with another."""
     if tokenizer.eos_token_id is not None:
         return
     named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id

@@ -23,14 +23,11 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 
 
 class SharedPrompt(nn.Module):
-    """Base of the heads: a transformers model with one forward pass for training and inference.
+    """Base of the heads: a transformers model with one forward pass for training and inference. Responses are computed
+    in up to `chunks` pieces of similar length, which saves padding; it must be 1 where layers communicate when
+    called."""
 
-    Responses are computed in up to `chunks` pieces of similar length, which saves padding; it must be 1 where layers
-    communicate when called.
-    """
-
-    after_last = 0
-    """1 for a head that is also applied after the last token of each response."""
+    after_last = 0  # 1 for a head that is also applied after the last token of each response
 
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()

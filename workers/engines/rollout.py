@@ -29,26 +29,18 @@ class SampledRow:
     last turn; `finished` is False where it was cut off by the limit or aborted."""
 
     id: int
-    sequence: Tensor
-    """All tokens before the turn, the prompt included; on the CPU."""
-    prompt: int
-    """Number of prompt tokens."""
-    limit: int
-    """Longest turn in tokens."""
+    sequence: Tensor  # all tokens before the turn, the prompt included; on the CPU
+    prompt: int  # number of prompt tokens
+    limit: int  # longest turn in tokens
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     finished: bool = False
-    images: Ragged | None = None
-    """Images of the prompt: one row of the column."""
-    key: int | None = None
-    """Replaces the session's key."""
-    past: Any = None
-    """Whatever the engine keeps of the row between turns."""
-    partial: tuple[Tensor, Tensor, Tensor] | None = None
-    """Tokens of this turn that another engine has sampled, with log-probabilities and versions."""
-    done: bool = False
-    """The other engine has ended the turn."""
+    images: Ragged | None = None  # images of the prompt: one row of the column
+    key: int | None = None  # replaces the session's key
+    past: Any = None  # whatever the engine keeps of the row between turns
+    partial: tuple[Tensor, Tensor, Tensor] | None = None  # sampled by another engine: tokens, logprobs, versions
+    done: bool = False  # the other engine has ended the turn
 
     def resume(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
         """Continue the turn after `tokens` [1 or more] that another engine has sampled."""
@@ -60,7 +52,6 @@ class SampledRow:
             self.partial = tokens, logprobs, versions
 
     def extend(self, observation: Tensor, limit: int) -> None:
-        """Start another turn after `observation`."""
         self.sequence, self.limit = torch.cat([self.sequence, self.tokens, observation]), limit
 
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
@@ -85,8 +76,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
         self.tokenizer, self.texts = tokenizer, tuple(texts)
-        self.window = max(len(text.encode()) for text in self.texts) + _EXTRA_TOKENS
-        """Last tokens of a turn that are decoded: a token has at least one byte."""
+        self.window = max(len(text.encode()) for text in self.texts) + _EXTRA_TOKENS  # tokens decoded: each >= 1 byte
 
     def reached(self, row: SampledRow, tokens: Sequence[int]) -> bool:
         """Return whether the last of `tokens`, sampled here after `row.partial`, completes a text."""
@@ -109,7 +99,6 @@ class Samples:
 
     @staticmethod
     def of(rows: list[SampledRow]) -> Samples:
-        """Collect the last turn of each row."""
         tokens = Ragged.from_rows([row.tokens for row in rows])
         values = {"logprobs": torch.empty(0), "versions": torch.empty(0, dtype=torch.int32)}
         values = {name: torch.cat([getattr(row, name) for row in rows]) if rows else empty
@@ -122,8 +111,7 @@ class Session(ABC):
     """Rows sampled under one key: they join at any time, and each ends on its own. New weights do not end it."""
 
     key: int
-    shared = False
-    """Whether the engine serves other callers too; `step` then only waits."""
+    shared = False  # the engine serves other callers too; `step` then only waits
 
     def key_of(self, row: SampledRow) -> int:
         return self.key if row.key is None else row.key
@@ -162,15 +150,12 @@ class Sampler(ABC):
     """Anything that opens sessions: an engine, or a view of one."""
 
     generation: Generation
-    end_tokens: Tensor
-    """End-of-sequence tokens [E]."""
+    end_tokens: Tensor  # [E]
 
     @abstractmethod
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
         """Open a session. `key`, row ids and positions decide the randomness; `temperature` 0 takes likeliest tokens.
-
-        `keep_cache`: keep the KV cache of ended rows, so that their next turn need not read them again.
-        """
+        `keep_cache`: keep the KV cache of ended rows, so that their next turn need not read them again."""
 
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
                  max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
@@ -197,34 +182,25 @@ class Sampler(ABC):
 
 
 class Rollout(Sampler):
-    """Engine that samples; its weights are replaced in place. It raises EngineError, whatever its library raises.
+    """Engine that samples; its weights are replaced in place. It raises EngineError, whatever its library raises. The
+    ranks of a split model make the same calls with the same rows, and get the same tokens."""
 
-    The ranks of a split model make the same calls with the same rows, and get the same tokens.
-    """
-
-    dtype: torch.dtype
-    """Type of the computation and of the weights to load."""
-    version = -1
-    """Version of the weights; -1 if unknown."""
+    dtype: torch.dtype  # of the computation and of the weights to load
+    version = -1  # of the weights; -1 if unknown
     paused = False
-    stop: StopStrings | None = None
-    """Texts that end a turn, besides `end_tokens`."""
+    stop: StopStrings | None = None  # texts that end a turn, besides `end_tokens`
 
     @classmethod
     @abstractmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
         """Build an engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
-
-        `shared`: parameters that another engine uses too, on the mesh's kind of device.
-        """
+        `shared`: parameters that another engine uses too, on the mesh's kind of device."""
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Replace weights by whole tensors under their Hugging Face names; return the number of bytes.
-
-        A tensor may be overwritten once the next one is requested. Weights that are not named stay as they are.
-        """
+        """Replace weights by whole tensors under their Hugging Face names; return the number of bytes. A tensor may be
+        overwritten once the next one is requested. Weights that are not named stay as they are."""
 
     def candidates(self, key: str) -> set[str]:
         """Return the keys of the weights that have arrived on the engine's ranks ("": none); `key` is this rank's."""

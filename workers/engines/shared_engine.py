@@ -29,9 +29,7 @@ class EngineStopped(EngineError):
 
 class SharedEngine(Sampler):
     """Engine with many callers. `renew` runs between two tokens in the driving thread and may replace the weights.
-
-    Every call of every caller raises EngineError once the engine has failed.
-    """
+    Every call of every caller raises EngineError once the engine has failed."""
 
     def __init__(self, rollout: Rollout, renew: Callable[[SharedEngine], None] = lambda engine: None):
         self.rollout, self.renew = rollout, renew
@@ -52,10 +50,8 @@ class SharedEngine(Sampler):
         return caller
 
     def drive(self, stopped: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
-        """Sample what callers submit until `stopped`, then abort the rows under way.
-
-        They are not aborted if something has `failed`: an error of the engine could hide the cause.
-        """
+        """Sample what callers submit until `stopped`, then abort the rows under way, unless something has `failed`: an
+        error of the engine could hide the cause."""
         try:
             while not stopped():
                 self._run_actions()

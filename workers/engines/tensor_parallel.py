@@ -24,8 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.errors import EngineError
 
-Plan = dict[str, ParallelStyle]
-"""Parallel style of each module, by its name within the layer."""
+Plan = dict[str, ParallelStyle]  # by name of the module within the layer
 
 _ATTENTION: Plan = {"self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
                     "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
@@ -47,11 +46,9 @@ PLANS["my_family"] = PLANS["llama"]"""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split the model, whose whole weights are equal on every rank, over the 1-D `mesh`.
-
-    Embeddings and head (perhaps tied) are split too if the mesh divides the vocabulary; the head must then be called
-    through `workers.engines.vocabulary`.
-    """
+    """Split the model, whose whole weights are equal on every rank, over the 1-D `mesh`. Embeddings and head (perhaps
+    tied) are split too if the mesh divides the vocabulary; the head must then be called through
+    `workers.engines.vocabulary`."""
     config = model.config.get_text_config()
     if type(model.config) is not type(config) or config.model_type not in PLANS:
         family = model.config.model_type

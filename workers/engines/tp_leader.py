@@ -29,14 +29,9 @@ _KEEPALIVE = 1.0  # longest time between two broadcasts: followers time out afte
 
 
 class TPLeader(Rollout):
-    """Engine of the first rank; every call that samples or changes weights is made on all ranks.
-
-    `candidates` returns the weights that the ranks have, each of which pulls its own while it samples. `group` holds
-    the ranks; None: the default group.
-
-    Raises:
-        RankMissing: in any call; a follower has ended, or timed out.
-    """
+    """Engine of the first rank; every call that samples or changes weights is made on all ranks. `candidates` returns
+    the weights that the ranks have, each of which pulls its own while it samples. `group` holds the ranks; None: the
+    default group. Any call raises RankMissing: a follower has ended, or timed out."""
 
     def __init__(self, engine: Rollout, group: dist.ProcessGroup | None = None):
         self.group, self.engine, self.generation, self.end_tokens = group, engine, engine.generation, engine.end_tokens
@@ -146,11 +141,8 @@ class TPFollowerEngine:
         self.sessions: list[_FollowerSession] = []
 
     def run(self) -> None:
-        """Make the leader's calls until it releases this rank.
-
-        Raises:
-            RankMissing: the leader has ended, or is silent for too long.
-        """
+        """Make the leader's calls until it releases this rank; raise RankMissing if it has ended, or is silent too
+        long."""
         released = False
         while not released:
             weights = self.updates.arrived() if self.updates else None

@@ -28,10 +28,8 @@ class Trainer(ABC):
     """One role's model, spread over the ranks of its layout. Methods are collective: every rank calls them with the
     rows of its data-parallel share; ranks that split one copy of the model get the same results."""
 
-    version = 0
-    """Number of optimizer steps and restores since the engine was created."""
-    dp_group: dist.ProcessGroup
-    """This rank and its peers in the other data-parallel shares: together they hold each row once."""
+    version = 0  # number of optimizer steps and restores since the engine was created
+    dp_group: dist.ProcessGroup  # one rank of each data-parallel share: they hold each row once
 
     def __init__(self, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int):
         self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
@@ -168,5 +166,4 @@ def _placeholder(pad_token: int, with_images: bool) -> Batch:
 
 
 def is_placeholder(micro: Batch) -> bool:
-    """Return whether a micro-batch is a placeholder."""
     return bool(micro.ids[0] < 0)

@@ -28,15 +28,11 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 class ImageProcessor:
     """Image processor: the part of Hugging Face's `preprocessor_config.json` that Qwen's models use."""
 
-    patch: int
-    """Side of a patch in pixels."""
-    merge: int
-    """Side of a token in patches."""
-    frames: int = 2
-    """Frames of a patch; a still image is repeated."""
+    patch: int  # side of a patch in pixels
+    merge: int  # side of a token in patches
+    frames: int = 2  # frames of a patch; a still image is repeated
     min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
-    """Bounds on the pixels of a resized image."""
+    max_pixels: int = 28 * 28 * 1280  # bounds on the pixels of a resized image
     mean: tuple[float, float, float] = _CLIP_MEAN
     std: tuple[float, float, float] = _CLIP_STD
 

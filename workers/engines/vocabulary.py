@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-PIECE = 2**25
-"""Logits in memory at a time: 128 MiB in float32. If all fit, they are computed once and kept."""
+PIECE = 2**25  # logits in memory at a time: 128 MiB in float32. If all fit, they are computed once and kept
 
 
 def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `tokens` [N] after `hidden` [N, D], and entropies [N] (detached), both float32.
-
-    `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh dimension.
-    """
+    `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh dimension."""
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
@@ -35,11 +32,9 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
 
 def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, temperature: float,
               group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Compute `score` with a head of `vocabulary` rows that is split over `group`; `weight` holds this rank's rows.
-
-    The last ranks may have fewer rows, none, or padding beyond the vocabulary, which is ignored. Every rank gets the
-    whole gradient of `hidden`.
-    """
+    """Compute `score` with a head of `vocabulary` rows that is split over `group`; `weight` holds this rank's rows. The
+    last ranks may have fewer rows, none, or padding beyond the vocabulary, which is ignored. Every rank gets the whole
+    gradient of `hidden`."""
     rows = -(-vocabulary // dist.get_world_size(group))
     first = rows * dist.get_rank(group)
     return _Scores.apply(hidden, weight[: max(0, vocabulary - first)], tokens, temperature, group, first, rows)

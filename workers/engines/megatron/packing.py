@@ -65,17 +65,12 @@ class PackedAttention(MegatronModule):
 
 @dataclass
 class Packed:
-    tokens: Tensor
-    """[1, T / cp]"""
+    tokens: Tensor  # [1, T / cp]
     sequences: Sequences
-    places: Tensor
-    """[n] index, among this rank's tokens, of each token before a response token."""
-    targets: Tensor
-    """[n] that response token."""
-    numbers: Tensor
-    """[n] its index among all N response tokens."""
-    count: int
-    """Number of all response tokens, N."""
+    places: Tensor  # [n] index, among this rank's tokens, of each token before a response token
+    targets: Tensor  # [n] that response token
+    numbers: Tensor  # [n] its index among all N response tokens
+    count: int  # number of all response tokens, N
 
 
 def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int, device: torch.device) -> Packed:

@@ -39,10 +39,8 @@ class WeightEntry:
     dim: int = 0
     fuse: Fuse = _same
     part: Fuse = _same
-    pads: bool = False
-    """Whether rows are padded with zeros to a multiple of tp, as the vocabulary is."""
-    copies: bool = False
-    """Whether another entry has the same source tensors: tied embeddings at the pipeline's other end."""
+    pads: bool = False  # rows are padded with zeros to a multiple of tp, as the vocabulary is
+    copies: bool = False  # another entry has the same source tensors: tied embeddings
 
     def shapes(self, shapes: Mapping[str, Sequence[int]], layout: Layout) -> list[list[int]]:
         """Return the shapes of a rank's slices."""

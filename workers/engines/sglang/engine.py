@@ -37,8 +37,7 @@ from workers.engines.sglang.weights import Buckets
 
 _HEALTH_TIMEOUT = 60.0  # seconds in which a healthy server samples a token
 _KEEPALIVE = 10.0  # seconds between broadcasts while the server starts, so that no collective times out
-_STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0
-"""Seconds that a step waits for a turn to end, and for the first tokens of new rows."""
+_STEP_TIMEOUT, _FIRST_TIMEOUT = 0.1, 1.0  # seconds that a step waits: for a turn to end, for first tokens
 _CACHES = ["kv_cache", "cuda_graph"]
 
 
@@ -75,7 +74,6 @@ class TPGroup:
                               "machine, or write  rollout: vllm")
 
     def _bytes(self, own: bytes) -> bytes:
-        """Broadcast the first rank's bytes."""
         size = torch.tensor([len(own)], device=self.device)
         dist.broadcast(size, group=self.group, group_src=0)
         text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if self.leads else torch.empty(0, dtype=torch.uint8)
@@ -207,7 +205,6 @@ def _abandon(server: SGLangServer, turns: dict[str, SampledRow]) -> None:
 
 
 class SGLangRollout(ExternalRollout):
-    """A model in an SGLang server."""
 
     library, session_type = "SGLang", PendingRequests
 

@@ -49,11 +49,8 @@ removed here when its processes are killed, which is how SGLang itself ends."""
 
 
 class SGLangServer:
-    """A server process with its children, protected by a key.
-
-    `DISTFLOW_SGLANG_PYTHON` names the Python of the environment that has SGLang (default: this one), and
-    `DISTFLOW_SGLANG_FLAGS` has further flags for the server.
-    """
+    """A server process with its children, protected by a key. `DISTFLOW_SGLANG_PYTHON` names the Python of the
+    environment that has SGLang (default: this one), and `DISTFLOW_SGLANG_FLAGS` has further flags for the server."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
         """`folder` belongs to the server until it is closed and holds its log. The model is split `ranks` ways."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from workers.engines.rollout import matching
 
-BUCKET = 256 << 20
-"""Bytes of a bucket; a larger tensor has a bucket of its own."""
+BUCKET = 256 << 20  # bytes; a larger tensor has a bucket of its own
 _ALIGNED = 16
 Named = list[tuple[str, Tensor]]
 
@@ -65,10 +64,8 @@ class Buckets:
 
 
 def sealed(named: Named) -> str:
-    """Serialise names, shapes and shared-memory handles; the values stay where they are.
-
-    SGLang requires a pickle; it is written here and read by our own server alone.
-    """
+    """Serialise names, shapes and shared-memory handles; the values stay where they are. SGLang requires a pickle,
+    which is written here and read by our own server alone."""
     buffer = io.BytesIO()
     with _files():
         ForkingPickler(buffer).dump(named)

@@ -165,11 +165,9 @@ class VLLMRollout(ExternalRollout):
 
 
 class WeightLoader:
-    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together.
-
-    Iteration stops at a tensor with an unknown name or another shape; vLLM then finishes its load, so that the engine
-    stays usable, and `check` raises.
-    """
+    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at a
+    tensor with an unknown name or another shape; vLLM then finishes its load, so that the engine stays usable, and
+    `check` raises."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size],
                  fused: Mapping[str, list[str]], copies: Mapping[str, str], dtype: torch.dtype,

@@ -79,12 +79,7 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
 
 @contextlib.contextmanager
 def _one_start_at_a_time(device: str, tp: int) -> Iterator[None]:
-    """Start engines with split models one after the other on a CPU, where vLLM uses one name for all of a machine.
-
-    Raises:
-        EngineError: on all ranks; other engines have been starting for too long.
-        RankMissing: a rank has ended meanwhile.
-    """
+    """Start engines with split models one after the other on a CPU, where vLLM uses one name for all of a machine."""
     if device != "cpu" or tp == 1:
         yield
         return
