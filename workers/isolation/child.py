@@ -89,7 +89,6 @@ class Handler:
 
 
 class CallLoop:
-    """Answers the calls of a channel until it is closed."""
 
     def __init__(self, connection: socket.socket, handler: Handler):
         self.channel, self.handler, self.process = Channel(connection), handler, os.getpid()
@@ -191,11 +190,8 @@ class _ForkServer:
                     os.wait()
 
     def _serve_one(self) -> bool:
-        """Serve one request; return False at the end of the connection.
-
-        `fork` with a socket answers the child's id, `exit_code` with a child and seconds to wait answers the code or
-        None, `kill` with children answers nothing.
-        """
+        """Serve one request; return False at the end of the connection. `fork` with a socket answers the child's id,
+        `exit_code` with a child and seconds to wait the code or None, `kill` with children nothing."""
         packet, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
         if not packet:
             return False

@@ -60,7 +60,6 @@ class Episode(Call):
 
 
 class EnvProcess(ChildProcess):
-    """A child with its environments, and the steps that wait for it."""
 
     config: EnvSettings
 
@@ -121,10 +120,8 @@ class EnvProcess(ChildProcess):
 
 
 class EnvPool:
-    """Environments by row: `step` sends a turn of the model, `turns` returns the answers that have arrived.
-
-    Not thread-safe, except for `wake`. The processes end with the thread that created the pool.
-    """
+    """Environments by row: `step` sends a turn of the model, `turns` returns the answers that have arrived. Not
+    thread-safe, except for `wake`. The processes end with the thread that created the pool."""
 
     def __init__(self, config: EnvSettings):
         self.config = config

@@ -27,9 +27,7 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def environments_for(session: Session, config: EnvSettings) -> Iterator[EnvPool | EnvClient]:
     """Yield environments for the rows of a session and drop them afterwards; the processes stay for the next session.
-
-    Sessions of several threads share the pool as clients; a thread alone uses the pool directly, which is faster.
-    """
+    Sessions of several threads share the pool as clients; a thread alone uses it directly, which is faster."""
     if session.shared:
         with service_of(config).client(session.wake) as client:
             yield client
@@ -57,14 +55,10 @@ def close_all() -> None:
 
 
 class EnvService:
-    """Serves clients from a thread of its own, the only one that touches the pool.
-
-    Every call of every client raises EngineError once the pool has failed.
-    """
+    """Serves clients from a thread of its own, the only one that touches the pool; all calls fail once the pool has."""
 
     def __init__(self, config: EnvSettings):
-        self.numbers = itertools.count()
-        """Numbers of the rows in the pool: clients of two nodes may have rows of one id."""
+        self.numbers = itertools.count()  # of rows in the pool: clients of two nodes may have rows of one id
         self.owners: dict[int, tuple[EnvClient, int]] = {}  # client of each number, and the row's id there
         self.actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.clients: set[EnvClient] = set()

@@ -19,7 +19,6 @@ from workers.isolation.user_code import guarded
 
 
 class EnvironmentHandler(Handler):
-    """Environments of one kind, by row."""
 
     def __init__(self, kind: str, settings: dict[str, Any]):
         self.kind, self.settings = load_environment(kind), settings
@@ -59,11 +58,6 @@ class EnvironmentHandler(Handler):
 
 
 def _as_message(turn: Any) -> Message:
-    """Return the fields of a turn.
-
-    Raises:
-        TypeError: `turn` is not a valid Turn.
-    """
     good = isinstance(turn, Turn) and isinstance(turn.observation, str) and isinstance(turn.reward, int | float)
     if not good or not math.isfinite(turn.reward):
         raise TypeError(f"`step` returned {turn!r:.200}; it must return Turn(observation: str, done: bool, reward: a "

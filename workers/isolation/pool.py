@@ -110,7 +110,6 @@ class ChildProcess:
         self.channel.connection.close()
 
     def drain(self) -> list[Any]:
-        """Return what the child had sent before it was killed."""
         found: list[Any] = []
         self.channel.connection.settimeout(EXIT_GRACE)
         with contextlib.suppress(EOFError, TimeoutError, *MALFORMED):
@@ -127,14 +126,9 @@ C = TypeVar("C", bound=ChildProcess)
 
 
 class ChildPool(Generic[C]):
-    """Children that one fork server has forked. Not thread-safe, except for `wake`.
-
-    Args:
-        what: what the children run, as messages name it.
-        handler: `module:name` of what makes their `Handler`, in the fork server, from `arguments`.
-        memory_gib: limit of a child and its descendants for shared memory, and of each for its private memory.
-        secrets: environment variables that look like secrets, and are passed on all the same.
-    """
+    """Children that one fork server has forked. Not thread-safe, except for `wake`. `what` they run is named in
+    messages; `module:name` makes their `Handler` in the fork server, from `arguments`; `memory_gib` limits a child and
+    its descendants for shared memory, each for its private memory; `secrets` are passed on all the same."""
 
     def __init__(self, kind: type[C], what: str, handler: str, arguments: Message, memory_gib: float,
                  secrets: dict[str, str] | None = None):
@@ -185,11 +179,7 @@ class ChildPool(Generic[C]):
 
     def receive(self, until: float) -> Iterator[tuple[C, list[Any], str]]:
         """Wait until `until` or `wake` for messages; yield each child that has sent some, what these say, and what is
-        wrong with the child ("" if nothing is).
-
-        Raises:
-            ForkServerLost: the fork server has ended, and so do its children.
-        """
+        wrong with the child ("" if nothing is). Raises ForkServerLost: so do its children end."""
         self.woken = False
         for key, events in self.selector.select(max(0.0, until - time.monotonic())):
             child = key.data

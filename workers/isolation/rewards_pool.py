@@ -46,7 +46,6 @@ class Job:
 
 @dataclass(eq=False)
 class RewardCall(Call):
-    """One call of a reward, for one sample or with `batched` for several."""
 
     job: Job
     keys: list[int]
@@ -148,14 +147,8 @@ class RewardPool:
         atexit.register(self.close)
 
     def run(self, jobs: list[Job], limit: float) -> RewardResults:
-        """Run all jobs.
-
-        Args:
-            limit: seconds for all jobs; samples without a result by then have failed.
-
-        Raises:
-            EngineError: a function has raised a DistflowError: no call of it can succeed.
-        """
+        """Run all jobs for at most `limit` seconds; samples without a result by then have failed. Raises EngineError: a
+        function has raised a DistflowError, so that no call of it can succeed."""
         return _PoolRun(self, jobs, limit).run()
 
     def close(self) -> None:

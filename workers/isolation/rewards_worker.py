@@ -34,7 +34,6 @@ class CallFailure(Exception):
 
 
 class RewardHandler(Handler):
-    """Calls reward functions, of one job at a time."""
 
     def __init__(self) -> None:
         self.loaded: dict[tuple[str, str], Function] = {}
@@ -120,11 +119,7 @@ def _answering(call: Message, kind: type[BaseException]) -> Iterator[Message]:
 
 
 def call_in_rank(function: Function, call: Message, row: list[Any]) -> float | str | None:
-    """Call a reward in this process; return its number, the reason for a failure, or None if it returned None.
-
-    Raises:
-        DistflowError: the function raises it.
-    """
+    """Call a reward in this process; return its number, the reason for a failure, or None if it returned None."""
     reasons: list[str] = []
     with guarded(lambda error: reasons.append(_reason(error)), but=DistflowError):
         value = _call(function, call, row)
@@ -160,11 +155,7 @@ def _number_or_failure(value: Any) -> float | list[str]:
 
 
 def _number(value: Any) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        CallFailure: `value` is no number, or not finite as float32.
-    """
+    """Return a reward as a float; raise CallFailure if it is no number, or not finite as float32."""
     try:
         number = None if isinstance(value, str | bytes | None) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for a tensor of many

@@ -30,8 +30,7 @@ class Scores:
 
     rewards: list[float]
     keep: list[bool]
-    of_term: dict[str, list[float]] = field(default_factory=dict)
-    """Unweighted rewards by name, of the rows that have them."""
+    of_term: dict[str, list[float]] = field(default_factory=dict)  # unweighted, by name, of the rows that have them
     parts: list[dict[str, float]] = field(default_factory=list)  # [B] unweighted rewards of each row by name
     failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)  # (reward, row, reason)
     retried: int = 0
@@ -102,11 +101,8 @@ class Scorer:
         return rest
 
     def count(self, scores: Scores, step: int) -> None:
-        """Count the failures of a batch, which may be a part of its step.
-
-        Raises:
-            RewardsFailed: every sample of `patience` steps in a row has failed.
-        """
+        """Count the failures of a batch, which may be a part of its step; RewardsFailed after `patience` failed
+        steps."""
         steps = self.failures.count(step, len(scores.keep), scores.keep.count(False))
         if steps < self.patience:
             return
@@ -118,7 +114,6 @@ class Scorer:
 
 
 def find_reward(name: str) -> Any:
-    """Return the registered reward function; raise InvalidInput if there is none of that name."""
     if name not in REWARDS:
         for module in SHIPPED:
             load_module(module)

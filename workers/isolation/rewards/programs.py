@@ -81,11 +81,7 @@ def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome]) -> 
 
 
 def _cases(tests: str) -> list[dict[str, str]] | None:
-    """Return inputs and outputs; None if the tests are Python.
-
-    Raises:
-        ValueError: the tests are empty, or JSON of another form.
-    """
+    """Return inputs and outputs; None if the tests are Python."""
     if not tests.strip():
         raise ValueError("there are no tests: whatever runs would pass")
     try:

@@ -1,4 +1,2 @@
-"""Sandbox for untrusted programs. `runner` is the entrance; all else runs in child processes of their own.
-
-Child processes import the standard library alone.
-"""
+"""Sandbox for untrusted programs. `runner` is the entrance; all else runs in children with the standard library
+alone."""

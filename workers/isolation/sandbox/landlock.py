@@ -11,8 +11,7 @@ from workers.isolation.sandbox import kernel
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights by Landlock version; newer versions add none
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
-_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | 1 << 15
-"""Rights that apply to files; the last two are truncate and ioctl."""
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | 1 << 15  # the last two: truncate and ioctl
 
 
 def version() -> int:

@@ -22,8 +22,7 @@ from typing import Any
 from distflow.telemetry.processes import adopt_orphans, die_with, kill_descendants
 from workers.isolation.sandbox import kernel, landlock, seccomp
 
-_NEW_ROOT = "/proc"
-"""Mount point of the program's root: a folder that exists everywhere and holds nothing the program needs."""
+_NEW_ROOT = "/proc"  # root's mount point: exists everywhere, holds nothing that the program needs
 _FIRST_USER = 1_000_000_000  # A caller that is root gives each program a user id of its own: this plus the process id
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")

@@ -17,8 +17,7 @@ from pathlib import Path
 from distflow.telemetry.processes import children
 
 _FILES = ("/dev/shm/", "/memfd:")
-_INTERVAL, _RATIO = 0.25, 20.0
-"""Shortest pause between polls in seconds, and the shortest in multiples of the time that a poll takes."""
+_INTERVAL, _RATIO = 0.25, 20.0  # shortest pause between polls: seconds, multiples of a poll's time
 Inode = tuple[int, int]
 
 

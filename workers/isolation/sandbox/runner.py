@@ -62,11 +62,8 @@ _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.isolation.sandb
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
-
-    `ended` is `exited` (with `status`), `killed` (by signal -`status`), `time` (above its wall-clock or CPU time) or
-    `output` (printed too much).
-    """
+    """How a program ended: `exited` (with `status`), `killed` (by signal -`status`), `time` (above its wall-clock or
+    CPU time) or `output` (printed too much)."""
 
     ended: Literal["exited", "killed", "time", "output"]
     status: int
@@ -219,10 +216,8 @@ def _in_memory(text: str) -> IO[bytes]:
 
 
 class _Folder:
-    """Temporary folder that is removed with its contents, whatever their rights and depth.
-
-    It is locked while its owner lives; the next process removes unlocked folders of owners that were killed.
-    """
+    """Temporary folder that is removed with its contents, whatever their rights and depth. It is locked while its owner
+    lives; the next process removes unlocked folders of owners that were killed."""
 
     def __enter__(self) -> str:
         _remove_abandoned(tempfile.gettempdir())

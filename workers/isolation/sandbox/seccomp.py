@@ -54,12 +54,8 @@ Instruction = tuple[int, int, int, int]
 
 
 def confine(network: bool, alone: bool) -> None:
-    """Install the filter in this process, for itself and all descendants.
-
-    Args:
-        network: allow sockets.
-        alone: there is no namespace: also refuse calls that reach other processes, files and IPC objects.
-    """
+    """Install the filter for this process and all descendants. `network` allows sockets; `alone`, without a namespace,
+    refuses calls that reach other processes, files and IPC objects."""
     program = _program(network, os.getpid() if alone else None)
     packed = b"".join(struct.pack("=HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))

@@ -16,7 +16,6 @@ _SECRET = re.compile(r"(^|_)(TOKEN|SECRETS?|PASSWORD|PASSWD|PASS|API_?KEY|KEY|CR
 
 
 def without_secrets() -> dict[str, str]:
-    """Return the variables of this process without the secret ones."""
     passed = set(os.environ.get(PASSED, "").split(","))
     return {name: value for name, value in os.environ.items() if name in passed or not _SECRET.search(name)}
 
