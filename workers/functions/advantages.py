@@ -25,10 +25,8 @@ def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_
 
 def generalized_advantage(rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor, gamma: float, lam: float,
                           mask_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return advantages by GAE (Schulman et al. 2016, Eq. 16), and returns; both 0 where the token is not trained.
-
-    With `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`; returns are `A + V`.
-    """
+    """Return advantages by GAE (Schulman et al. 2016, Eq. 16), and returns; both 0 where the token is not trained. With
+    `delta_t = r_t + gamma * V_(t+1) - V_t` it is `A_t = delta_t + gamma * lam * A_(t+1)`; returns are `A + V`."""
     _check(rewards_T, lengths_B, mask_T, gamma=gamma, lam=lam)
     if values_T.shape != rewards_T.shape:
         raise ValueError(f"rewards {tuple(rewards_T.shape)} and values {tuple(values_T.shape)} differ: one per token")

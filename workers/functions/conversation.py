@@ -90,8 +90,7 @@ class _Piece(NamedTuple):
 class _Episode:
     row: SampledRow
     columns: dict[str, str]
-    saved: bool
-    """Whether its turns are written to the run folder."""
+    saved: bool  # its turns are written to the run folder
     pieces: list[_Piece] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0

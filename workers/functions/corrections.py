@@ -30,8 +30,7 @@ from workers.roles import RoleEngines
 
 
 class Mismatch:
-    """Metrics of the step's first optimizer step, in which the weights are still those that sampled: see
-    `docs/metrics.md`."""
+    """Metrics of the step's first optimizer step, whose weights are those that sampled: see `docs/metrics.md`."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64)  # tokens, and the sums of d, w and w**2

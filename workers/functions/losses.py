@@ -47,11 +47,7 @@ def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip:
 
 
 def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
-    """Return the user's loss `MODULE:FUNCTION` in the form of `surrogate`.
-
-    Raises:
-        InvalidInput: there is no such function; when it is called, that it returned no loss for each token.
-    """
+    """Return the user's loss `MODULE:FUNCTION` as `surrogate` returns one; it is checked when called."""
     function = load_loss(key)
     wanted = [name for name in inspect.signature(function).parameters if name in PARAMETERS]
 
@@ -81,12 +77,10 @@ def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
 
 def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float,
                         dual_clip: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7), with bounds `1 - clip_low` and `1 + clip_high`.
-
-    PPO has both equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). `dual_clip`, above 1, caps the
-    loss of a negative advantage, which has no bound in `r` otherwise, at `-dual_clip * A` (Ye et al. 2020, "Mastering
-    Complex Control in MOBA Games with Deep Reinforcement Learning").
-    """
+    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7), with bounds `1 - clip_low` and `1 + clip_high`. PPO
+    has both equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). `dual_clip`, above 1, caps the loss
+    of a negative advantage, unbounded in `r` otherwise, at `-dual_clip * A` (Ye et al. 2020, "Mastering Complex
+    Control in MOBA Games with Deep Reinforcement Learning")."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     advantages_T = advantages_T.detach()
     ratio_T = _ratio(logprobs_T, old_T)
@@ -120,10 +114,8 @@ def sequence_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
 
 def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
                            clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5).
-
-    The cap never takes a token's gradient away. There is no bound from below, as in the paper's runs.
-    """
+    """Return the policy gradient with capped importance weights (CISPO: MiniMax-M1 2025, Eq. 4 and 5). The cap never
+    takes a token's gradient away; there is no bound from below, as in the paper's runs."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()
     loss_T = -ratio_T.clamp(max=1.0 + clip_high) * advantages_T.detach() * logprobs_T

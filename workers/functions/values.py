@@ -20,11 +20,9 @@ from workers.roles import RoleEngines
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
                        clip: float | None) -> tuple[Tensor, Tensor]:
-    """Return `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`, and where the bound was active.
-
-    The pessimistic clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation details of
-    PPO", number 9); without `clip` half the squared error.
-    """
+    """Return `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`, and where the bound was active. The
+    pessimistic clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation details of PPO",
+    number 9); without `clip` half the squared error."""
     if not values_T.shape == old_T.shape == returns_T.shape:
         shapes = [tuple(x_T.shape) for x_T in (values_T, old_T, returns_T)]
         raise ValueError(f"values, old values and returns differ in shape: {shapes}")
