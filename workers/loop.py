@@ -11,8 +11,8 @@
     rollout          lease → load newer weights → run_chain → put, on ranks that sample for others
     run_chain        take → compute → put, for each task; the only place where a task runs
 
-A step is recorded and in memory before other groups learn of it: a worker that dies between two of these lines repeats
-none of them.
+A step is recorded, and its snapshot begun, before other groups learn of it: a worker that dies between two of these
+lines repeats one finished step at most.
 """
 
 from __future__ import annotations

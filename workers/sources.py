@@ -1,4 +1,8 @@
-"""Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock."""
+"""Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock.
+
+The staleness bound: `AsyncSource` enqueues prompts at most `staleness` steps ahead of the trainer, and a rollout
+samples a prompt with at least the weights that it was enqueued with (`workers/rollout.py`).
+"""
 
 from __future__ import annotations
 
