@@ -201,7 +201,8 @@ class Checkpoints:
                 raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
                                       "model, its engine or the DAG changed since?") from error
             engine.load_state_dict(state[name])
-        progress = read_progress(checkpoint) or {}
+        if (progress := read_progress(checkpoint)) is None:
+            raise CheckpointError(f"{checkpoint} does not say how far its run was")
         return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM)}
 
     def newest(self) -> Path | None:

@@ -63,7 +63,9 @@ class Store:
         Raises:
             Disagreement: rank 0 has not come within the wait limit.
         """
-        if self.rank == 0 and value is not None:
+        if self.rank == 0:
+            if value is None:  # or all ranks would wait
+                raise TypeError(f"rank 0 broadcasts {topic} without a value")
             self.store.set(topic, value)
         self._wait(topic, {0: topic})
         return self.store.get(topic).decode()

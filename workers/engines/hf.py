@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -312,7 +313,7 @@ class Decoding(Session):
         table = max(int(limits.max()), self.state["tokens"].shape[1])
         keys = torch.tensor([self.key_of(row) for row in rows], device=self.device)
         noise = uniform(keys[:, None], ids[:, None], first[:, None] + torch.arange(table, device=self.device))
-        logits = torch.stack([past.logits for past in pasts if past.logits is not None])
+        logits = torch.stack([cast(torch.Tensor, past.logits) for past in pasts])
         fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
                  "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
                  "shift": torch.tensor([past.shift for past in pasts], device=self.device),

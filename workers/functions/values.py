@@ -62,7 +62,9 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
     """
     rewards_T = _at_last_token(rewards, values) if isinstance(rewards, Tensor) else rewards.values.double()
     mask_T = None if response_mask is None else response_mask.values
-    if kl and reference_logprobs is not None:
+    if kl:
+        if reference_logprobs is None:
+            raise ValueError("a KL penalty needs reference_logprobs")
         kl_T = kl_estimate(rollout_logprobs.values, reference_logprobs.values, kl_kind).double()
         kl_T = kl_T if mask_T is None else torch.where(mask_T, kl_T, 0.0)
         current().mean("reward/kl", kl_T.sum(), len(values))
