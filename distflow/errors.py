@@ -23,6 +23,8 @@ _LISTED = 30
 
 
 class DistflowError(Exception):
+    """Base of all errors that distflow raises on purpose; its text says what, where, the cause and the remedy."""
+
     passing = True  # whether a restarted worker may not meet the error again
     elsewhere = False  # whether the cause is in another process
 
