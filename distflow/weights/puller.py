@@ -48,14 +48,14 @@ often a holder may refuse our token: it may just have ended, and another run hav
 
 class ChunkPuller:
     """Fills a chunk store. old: another version, complete, whose chunks need not be transferred. deadline: seconds
-    without a byte after which a source is left. until: when to give up (monotonic)."""
+    without a byte after which a source is left. until: when to give up (monotonic). stopped: give up at once."""
 
     def __init__(self, directory: Directory, head: PublishedVersion, chunks: ChunkStore, old: ChunkStore | None,
                  allocate: Callable[[int], numpy.ndarray], connections: SourceConnections, deadline: float,
-                 until: float):
+                 until: float, stopped: threading.Event):
         self.directory, self.head, self.chunks, self.connections = directory, head, chunks, connections
         self.old, self.allocate = old, allocate
-        self.me, self.deadline, self.until = directory.mine.who, deadline, until
+        self.me, self.deadline, self.until, self.stopped = directory.mine.who, deadline, until, stopped
         self.failed_sources: dict[str, int] = {}
         """By name, the heartbeat of sources that failed: they are not asked before the next one."""
         self.corrupt: Counter[Chunk] = Counter()
@@ -78,7 +78,7 @@ class ChunkPuller:
         """Fetch until all wanted chunks are here. Raises `WeightsLost` if no living process has them, `WeightsLate` if
         the time is over, `WeightsError` if a chunk comes corrupt again and again, or all sources refuse our token."""
         while self.chunks.is_missing():
-            clients = self._leased()
+            clients = [] if self.stopped.is_set() else self._leased()
             if not clients:
                 self._wait_for_sources(self._missing_parts())
                 continue
@@ -183,7 +183,7 @@ class ChunkPuller:
                     self._take(client, asked)
                     heard = time.monotonic()
                     continue
-                if not self.chunks.is_missing():
+                if self.stopped.is_set() or not self.chunks.is_missing():
                     break  # the version before had the rest
                 known = client.count, client.moved
                 client.look()
@@ -203,6 +203,8 @@ class ChunkPuller:
                 self.chunks.unclaim(run)
 
     def _claim(self, client: SourceClient) -> Run | None:
+        if self.stopped.is_set():
+            return None
         for number in self.chunks.unclaimed(client.have):
             if self.chunks.place_part(number, client.map(number), self.allocate) and self.old is not None:
                 self.chunks.copy_unchanged(number, self.old)
@@ -234,7 +236,7 @@ class ChunkPuller:
 
     def _wait_for_sources(self, missing: list[int]) -> None:
         self.directory.update(source="")
-        if time.monotonic() > self.until:
+        if self.stopped.is_set() or time.monotonic() > self.until:
             raise WeightsLate(f"version {self.head.version} has not come in time: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. Its holders may serve others. The last that "
                               f"failed: {self.last_error}")
@@ -245,14 +247,14 @@ class ChunkPuller:
                 time.monotonic() - self.progressed_at > self.deadline:
             raise WeightsLost(f"no living process has all of version {self.head.version}: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.last_error}")
-        time.sleep(_PAUSE)
+        self.stopped.wait(_PAUSE)
 
 
 _LOOK = 0.1
 
 
 class Puller:
-    """Pulls weights, and relays them from the first chunk on. One thread calls its methods.
+    """Pulls weights, and relays them from the first chunk on. One thread calls its methods; `stop` any thread may.
 
     Args:
         who: the process's name; no two living processes of a run have the same.
@@ -270,6 +272,7 @@ class Puller:
         self.source = SourceServer(token, who, host, available, deadline,
                                    lambda serving: self.directory.update(serving=serving))
         self.directory = Directory(store, SourceEntry(who, self.source.address))
+        self.stopped = threading.Event()
         self.whole: Weights | None = None
         self.filling: tuple[ChunkStore, Mapping[str, ShardSlice]] | None = None
         """Incomplete version, with the slices wanted of it; it can be continued."""
@@ -320,14 +323,18 @@ class Puller:
                     last_error = f": {error}"
                     if version is not None:
                         raise
-            if time.monotonic() > until:
+            if self.stopped.is_set() or time.monotonic() > until:
                 raise WeightsLate(f"no version of the weights could be pulled in {seconds:g} s; the newest "
                                   f"published is {self.newest()}{last_error}. The trainer may be down: start it again")
-            time.sleep(_LOOK)
+            self.stopped.wait(_LOOK)
 
     @property
     def sent(self) -> int:
         return self.source.sent
+
+    def stop(self) -> None:
+        """Let the pull that is under way raise `WeightsLate`, and any other after it."""
+        self.stopped.set()
 
     def close(self) -> None:
         self.connections.close()
@@ -353,7 +360,7 @@ class Puller:
             return old
         begun, chunks = time.monotonic(), self._store(head, wanted)
         fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
-                            self.deadline, until)
+                            self.deadline, until, self.stopped)
         fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
         chunks.want(wanted)
         self.source.offer(chunks)

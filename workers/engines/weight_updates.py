@@ -13,7 +13,7 @@ from distflow.weights.manifest import version_of
 from distflow.weights.puller import Puller
 
 _POLL_INTERVAL = 0.05  # seconds between two checks for a new version
-_PULL_TIMEOUT = 5.0  # seconds of pulling after which the thread checks whether it is closed
+_PULL_TIMEOUT = 5.0  # seconds of pulling after which a version is recorded as late
 _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried again
 
 
@@ -50,6 +50,7 @@ class WeightUpdates:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
+        self.puller.stop()
         self.pool.shutdown()
         self.puller.close()
 
@@ -73,7 +74,8 @@ class WeightUpdates:
         try:
             weights = self.puller.pull(seconds=_PULL_TIMEOUT)
         except WeightsLate as error:  # the next pull continues where this one stopped
-            self._record_missed(newest, str(error))
+            if not self.closed:
+                self._record_missed(newest, str(error))
             return
         with self.changed:
             if weights.key == self.key:  # the newest complete version is already loaded

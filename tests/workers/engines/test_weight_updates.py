@@ -107,3 +107,16 @@ def test_what_does_not_come_is_told_once(board: dist.Store, pulled: WeightUpdate
     (said,) = late
     assert said["version"] == 2
     assert "no version of the weights could be pulled" in said["why"]
+
+
+def test_closing_does_not_wait_for_weights_that_do_not_come(board: dist.Store, pulled: WeightUpdates, late: list,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that fails would otherwise report it only after the pull's time-out."""
+    monkeypatch.setattr(weight_updates, "_PULL_TIMEOUT", LIMIT)
+    lose(board)
+    tried = pulled.tried
+    until(lambda: pulled.tried > tried)  # later pulls have the longer limit
+    began = time.monotonic()
+    pulled.close()
+    assert time.monotonic() - began < LIMIT / 4
+    assert late == [] or late[0]["version"] == 2
