@@ -66,11 +66,21 @@ def until_step(run: subprocess.Popen, least: int) -> None:
     pytest.fail("".join(said))
 
 
-def all_end(processes: set[int], seconds: float = 90.0) -> bool:
+def still_alive(processes: set[int], seconds: float = 90.0) -> dict[int, str]:
+    """The processes that have not ended in time, with their states, stacks in the kernel and commands."""
     until = time.monotonic() + seconds
     while (left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]) and time.monotonic() < until:
         time.sleep(0.05)
-    return not left
+    return {each: facts_of(each) for each in left}
+
+
+def facts_of(process: int) -> str:
+    with contextlib.suppress(OSError):
+        here = Path(f"/proc/{process}")
+        status = [line for line in (here / "status").read_text().splitlines()
+                  if line.split(":")[0] in ("State", "PPid", "SigBlk", "SigIgn", "SigCgt", "Threads")]
+        return " ".join([(here / "cmdline").read_text().replace("\0", " "), (here / "wchan").read_text(), *status])
+    return "ended just now"
 
 
 def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspace):
@@ -80,7 +90,7 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     run.send_signal(signal.SIGTERM)
     last = run.stdout.read().splitlines()[-1]
     assert run.wait(60) == 128 + signal.SIGTERM
-    assert all_end(processes)
+    assert still_alive(processes) == {}
     (checkpoint,) = (workspace / "runs/told/checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert step >= 2
@@ -142,7 +152,7 @@ def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(workspace):
                 os.kill(process, signal.SIGTERM)
         said = run.stdout.read()
         assert "runs/told was stopped after step" in said
-        assert all_end(processes)
+        assert still_alive(processes) == {}
     finally:
         run.kill()
         run.wait()
@@ -166,7 +176,7 @@ def test_nothing_trains_on_when_the_command_is_killed(distflow):
     processes = set(family_of(run.pid)) - {run.pid}
     assert len(processes) >= 5, "torchrun, two supervisors and two workers"
     run.kill()
-    assert all_end(processes)
+    assert still_alive(processes) == {}
 
 
 def test_the_reason_is_the_last_thing_on_the_screen(distflow, workspace):

@@ -42,10 +42,10 @@ def storm(torchrun: subprocess.Popen, seed: int) -> int:
     return killed
 
 
-def stormy(workspace: Path, ranks: int, seed: int, *more: str) -> list[dict]:
+def stormy(workspace: Path, ranks: int, seed: int, *more: str, steps: int = STEPS) -> list[dict]:
     """The events of a run through a storm, which has ended well with each step made once."""
     (workspace / "storm.yaml").write_text(f"{TINY}robust: {{restarts: {KILLS}}}\n")
-    line = command(ranks, *GRPO, "--name", "stormy", "--set", f"steps={STEPS}", *more)
+    line = command(ranks, *GRPO, "--name", "stormy", "--set", f"steps={steps}", *more)
     with (workspace / "said").open("w") as said:
         torchrun = subprocess.Popen(line, cwd=workspace, env=environment(), stdout=said, stderr=said)
         try:
@@ -55,8 +55,8 @@ def stormy(workspace: Path, ranks: int, seed: int, *more: str) -> list[dict]:
             torchrun.kill()
             torchrun.wait()
     lines = [json.loads(line) for line in (workspace / "runs/stormy/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
-    assert json.loads((workspace / "runs/stormy/summary.json").read_text())["steps"] == STEPS
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
+    assert json.loads((workspace / "runs/stormy/summary.json").read_text())["steps"] == steps
     return [json.loads(line) for line in (workspace / "runs/stormy/events.jsonl").read_text().splitlines()]
 
 
@@ -112,4 +112,4 @@ def test_the_docks_process_may_be_killed(launch, workspace):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_in_mode_async_a_storm_ends_well(workspace, seed):
     """The trainer and both rollouts are hit, each of which has a budget of its own."""
-    stormy(workspace, 3, seed, "--set", "mode=async", "--set", "groups.rollout=2")
+    stormy(workspace, 3, seed, "--set", "mode=async", "--set", "groups.rollout=2", steps=3 * STEPS)

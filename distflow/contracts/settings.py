@@ -95,7 +95,7 @@ class Setting:
         except ValidationError as error:
             return error.errors(include_url=False)
         except TypeError:  # a bound on something that has no order or length
-            return [{"type": "bound", "loc": ()}]
+            return [{"type": "bound", "loc": (), "input": value}]
         return []
 
     def wrong(self, value: Any, example: str) -> tuple[str, str] | None:
@@ -108,7 +108,7 @@ class Setting:
             what, _, hint = str(errors[0]["ctx"]["error"]).partition("\n")
             return what, hint
         limits = [name for each in errors for name in BOUNDS if name in each.get("ctx", {})]
-        if len(limits) < len(errors):
+        if len(limits) < len(errors) and self.annotation:
             kinds = " or ".join(_SAID.get(kind, kind.replace("Literal[", "one of ["))
                                 for kind in self.annotation.split(" | "))
             words = re.findall(r"'([^']*)'", "".join(each.get("ctx", {}).get("expected", "") for each in errors))

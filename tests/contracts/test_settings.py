@@ -89,6 +89,13 @@ def test_what_is_said_and_proposed(parameter: str, value: object, text: str) -> 
     assert said(parameter, value).startswith(text)
 
 
+@pytest.mark.parametrize("value", [0, "many"])
+def test_a_bound_without_an_annotation_is_said(value: object) -> None:
+    """A decorator sets it: the rows that a node makes of one are at least 1."""
+    what, _ = setting("x = 8").at_least(1).wrong(value, "with: {SETTING}")
+    assert what == f"must be at least 1, not {value!r}"
+
+
 def test_what_a_setting_shows() -> None:
     read = setting("x: Annotated[float | None, Field(gt=0, description='seconds')] = None")
     assert (read.annotation, read.default, read.bounds) == ("float | None", "None", "above 0")

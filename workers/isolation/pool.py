@@ -147,7 +147,7 @@ class ChildPool(Generic[C]):
         return [*self.forked.values()]
 
     def start(self) -> None:
-        """Start the fork server; raise EngineError if the handler cannot be made."""
+        """Start the fork server; raise EngineError if the handler cannot be made, ForkServerLost if it ends instead."""
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.mark = uuid.uuid4().hex
         job = {**self.job, "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
@@ -159,13 +159,14 @@ class ChildPool(Generic[C]):
         self.selector.register(self.connection, selectors.EVENT_READ, self)
         self.connection.settimeout(LOAD_TIMEOUT)
         try:
-            reply = msgpack.unpackb(self.connection.recv(1 << 18) or packed({"failed": "its process ended"}),
-                                    unicode_errors="surrogatepass")
+            answer = self.connection.recv(1 << 18)
+            reply = msgpack.unpackb(answer or packed({"failed": "its process ended"}), unicode_errors="surrogatepass")
         except TimeoutError:
-            reply = {"failed": f"importing it takes longer than {LOAD_TIMEOUT:.0f} s"}
+            answer, reply = b"", {"failed": f"importing it takes longer than {LOAD_TIMEOUT:.0f} s"}
         if "failed" in reply:
+            lost = self.server.poll(EXIT_GRACE) is not None
             self.stop()
-            raise EngineError(f"{self.what} could not be loaded: {reply['failed']}")
+            raise (EngineError if answer or not lost else ForkServerLost)(f"{self.what} could not be loaded: {reply['failed']}")
 
     def fork(self) -> C:
         """Return a new child; raise ForkServerLost if the fork server has ended."""

@@ -115,6 +115,16 @@ def test_nothing_is_left_when_a_call_kills_the_fork_server(pool):
     assert gone(hidden)
 
 
+def test_a_fork_server_that_dies_as_it_starts_counts_as_lost(pool, tmp_path):
+    """So that a reward's pool tries again: memory may have run out."""
+    (tmp_path / "my_handler.py").write_text("import os; os.kill(os.getpid(), 9)")
+    pool.stop()
+    with pytest.raises(ForkServerLost, match="tests could not be loaded: its process ended"):
+        pool.fork()
+    (tmp_path / "my_handler.py").write_text(HANDLER)
+    assert pool.fork().pid in pool.forked
+
+
 def test_a_stopped_fork_server_ends_all_the_same(pool):
     ask(pool.fork(), "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3600)")
     hidden = hidden_of(pool)
