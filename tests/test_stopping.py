@@ -104,6 +104,7 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     assert steps == list(range(1, step + 2))
 
 
+@pytest.mark.run
 def test_a_trainer_is_given_the_samples_of_its_last_step(distflow, workspace):
     """Ctrl-C where rollouts sample beside the trainer."""
     run = distflow(*RUN, *LONG, "--name", "told", "--set", "mode=async", "--set", "groups.rollout=1")
@@ -126,7 +127,9 @@ def slow(completions):
 """
 
 
-@pytest.mark.parametrize("mode", [(), ("--set", "mode=async", "--set", "groups.rollout=1")], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", [
+    (), pytest.param(("--set", "mode=async", "--set", "groups.rollout=1"), marks=pytest.mark.run)],
+    ids=["sync", "async"])
 def test_a_run_that_is_told_to_end_in_its_last_step_has_ended_well(distflow, workspace, mode):
     (workspace / "slow_reward.py").write_text(SLOW)
     run = distflow(*RUN, "--name", "whole", "--set", "steps=2", "--set", "imports=[slow_reward]", *mode,
@@ -162,6 +165,7 @@ def test_a_signal_to_all_processes_at_once_leaves_a_checkpoint_too(workspace):
     assert newest == f"step-{json.loads(metrics[-1])['step']:08d}", said
 
 
+@pytest.mark.run
 def test_nothing_trains_on_when_the_command_is_killed(distflow):
     """And before that, nobody else may go on with the run."""
     run = distflow(*RUN, *LONG, "--name", "killed", "--set", "checkpoint.every=1")

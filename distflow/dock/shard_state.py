@@ -333,5 +333,6 @@ class ShardState:
         self.epochs[source] = update["epoch"]
         index.relearn(listed, update["shard"], self.storage.count, replaced)
         self.retire(index.consumer.name, index.release_torn(listed, update["shard"], self.storage.count))
-        for columns, table in parts:
-            index.learn(table, columns)
+        # Rows that were put again into a shard that had lost them, while it could not reach this index.
+        committed = [row for columns, table in parts for row in index.learn(table, columns)]
+        self.retire(index.consumer.name, index.final(committed))

@@ -190,7 +190,7 @@ class Supervisor:
         self._handle_signals(signal.SIG_IGN)
         self._end_worker()
         self._print_stop_message(number)
-        if os.getppid() != self.parent:
+        if self.orphaned:
             sys.exit(128 + number)
         return 128 + number
 
@@ -214,8 +214,7 @@ class Supervisor:
         if self.signal and now - self.signalled_at < _SAME_SIGNAL:
             return
         again, self.signal, self.signalled_at = self.signal, number, now
-        orphan = os.getppid() != self.parent
-        if again or orphan or self.elastic or not self.worker or self.heartbeat.read().phase == "starting":
+        if again or self.orphaned or self.elastic or not self.worker or self.heartbeat.read().phase == "starting":
             raise TerminationRequested(number)
         self.heartbeat.page.stop = ASKED
 
@@ -227,6 +226,11 @@ class Supervisor:
         """On rank 0. torchrun's SIGTERM may follow a failure, which has its own last line on the screen."""
         if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
             events.show(stop_message(self.folder, self.heartbeat.read().step if self.stopped else 0))
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether torchrun, which started this process, has ended."""
+        return os.getppid() != self.parent
 
     @property
     def stopped(self) -> bool:
@@ -255,7 +259,9 @@ class Supervisor:
         return following
 
     def _poll(self) -> None:
-        """Check what concerns the supervisor itself: membership, the run folder's lock, a request to end."""
+        """Check what concerns the supervisor: its parent, membership, the run folder's lock, a request to end."""
+        if self.orphaned:  # SIGTERM may have come while threads of torchrun were still alive
+            raise TerminationRequested(self.signal or signal.SIGTERM)
         if self.elastic:
             self.elastic.poll()
         if self.lock and self.heartbeat.read().phase != "starting":

@@ -286,6 +286,17 @@ def test_a_row_that_is_put_again_after_its_shard_was_lost_is_not_trained_again(d
     fresh.close()
 
 
+def test_committed_rows_that_a_shard_lists_leave_it(dock):
+    """A new shard lists all its rows when it first reaches an index, which may have said before what is committed."""
+    at = dock(1, (UPDATE,))
+    at.put(tokens([1, 3, 5]))
+    state = at.services[0].state
+    with state.changed:
+        state.index("update").finish([1, 3])
+        state.apply(state._listing("update"))
+    until(lambda: left(at) == 1)
+
+
 def test_a_place_in_the_layout_is_not_changed(dock):
     at = dock(2)
     at.addresses.reverse()

@@ -166,7 +166,8 @@ class ChildPool(Generic[C]):
         if "failed" in reply:
             lost = self.server.poll(EXIT_GRACE) is not None
             self.stop()
-            raise (EngineError if answer or not lost else ForkServerLost)(f"{self.what} could not be loaded: {reply['failed']}")
+            raise (ForkServerLost if lost and not answer else EngineError)(
+                f"{self.what} could not be loaded: {reply['failed']}")
 
     def fork(self) -> C:
         """Return a new child; raise ForkServerLost if the fork server has ended."""
