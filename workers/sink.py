@@ -105,7 +105,8 @@ class Sink:
         write_models(trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
-            self._say(f"{self.plan.name}: finished; everything is in {self.path}")
+            self._say(f"{self.plan.name}: finished; everything is in {self.path}. "
+                      f"Look at it:  distflow report {self.path}")
             self.progress.close()
 
     def _say(self, text: str) -> None:

@@ -1,0 +1,181 @@
+"""Writes a report of one or several runs: one HTML file that needs no network and no server.
+
+    read_run       what a run's folder holds, whether the run goes on, has ended or was killed
+    write_report   report.html: figures, curves, time, failures, samples, the DAG and the configuration
+
+The page's data is JSON in the file itself, drawn by `report.html` with plotly, which is in the file too (compressed).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.ettr import account, read
+
+_SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
+_POINTS = 2_000  # most steps of a curve
+_WINDOWS = 60  # of a run, for its sliding ETTR
+_FILES = ("dag.yaml", "run.yaml")
+
+Run = dict[str, Any]
+
+
+def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
+    """Return everything that the page shows of a run. `characters`: most of its samples.
+
+    Raises:
+        InvalidInput: `folder` is no run's folder.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        raise InvalidInput(Diagnostic(f"{folder} has no metrics.jsonl, so it is not the folder of a run", None,
+                                      "Name the folder, as  distflow report runs/grpo-1"))
+    events = read(folder) if (folder / "events.jsonl").is_file() else []
+    plan, summary = (_json(folder / name) for name in ("plan.json", "summary.json"))
+    samples = [*_lines(folder / "samples.jsonl"), *_lines(folder / "validation.jsonl")]
+    return {"name": folder.name, "path": str(folder), "metrics": _columns(list(_lines(folder / "metrics.jsonl"))),
+            "summary": summary, "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
+            "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
+            "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
+            "settings": _settings(folder)}
+
+
+def write_report(folders: Sequence[Path], file: Path) -> int:
+    """Write the report and return its size in bytes.
+
+    Raises:
+        InvalidInput: one of the folders is no run's.
+    """
+    from plotly.offline import get_plotlyjs  # 5 MB: only a report needs it
+
+    characters = _SAMPLE_CHARACTERS // len(folders)
+    runs = [read_run(folder, characters) for folder in folders]
+    page = (resources.files("distflow.telemetry") / "report.html").read_text(encoding="utf-8")
+    plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    data = json.dumps(runs, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    parts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)), "PLOTLY": plotly, "DATA": data}
+    head, *rest = page.split("@@")  # TEXT @@NAME@@ TEXT @@NAME@@ TEXT
+    text = head + "".join(parts[name] + after for name, after in zip(rest[::2], rest[1::2]))
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors="replace")
+    partial.replace(file)
+    return file.stat().st_size
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file; those that are torn are passed over, and a file that is missing has none."""
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict):
+                yield content
+
+
+def _columns(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Return each metric's steps and values, of a long run every n-th step and the last."""
+    found: dict[str, list[list[float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                steps, values = found.setdefault(name, [[], []])
+                steps.append(line["step"])
+                values.append(value)
+    for name, columns in found.items():
+        every = -(-len(columns[0]) // _POINTS)
+        if every > 1:
+            found[name] = [column[:-1:every] + column[-1:] for column in columns]
+    return found
+
+
+def _thinned(samples: list[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    """Return the samples of as many steps as there is room for, the first and the last step among them."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in samples:
+        steps.setdefault(row.get("step", 0), []).append(row)
+    order = sorted(steps)
+    sizes = {step: len(json.dumps(steps[step], ensure_ascii=False)) for step in order}
+    every = 1
+    while every < len(order) and sum(sizes[step] for step in _every(order, every)) > characters:
+        every += 1
+    return [row for step in _every(order, every) for row in steps[step]]
+
+
+def _every(order: list[int], every: int) -> list[int]:
+    return sorted({*order[::every], *order[-1:]})
+
+
+def _nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the nodes with their depth, counted from the nodes that read nothing but the dataset."""
+    depth: dict[str, int] = {}
+    for task in plan.get("tasks", []):
+        depth[task["node"]] = 1 + max((depth.get(read["producer"], -1) for read in task["reads"]), default=-1)
+    return [{"id": task["node"], "role": task["role"], "type": task["type"], "function": task["function"],
+             "depth": depth[task["node"]]} for task in plan.get("tasks", [])]
+
+
+def _edges(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"from": transfer["producer"], "to": task["node"], "kind": transfer["kind"],
+             "columns": transfer["columns"], "bytes": transfer["bytes_per_step"]}
+            for task in plan.get("tasks", []) for transfer in task["transfers"] if transfer["producer"] != "source"]
+
+
+def _failures(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: _number(value) for name, value in vars(recovery).items()} for recovery in account(events).recoveries]
+
+
+def _ettr(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the effective share of the run's time, whole and in windows; their `ends` count in seconds."""
+    costs = account(events)
+    window = costs.total / _WINDOWS
+    if window <= 0:
+        return {}
+    ends = [window * number for number in range(_WINDOWS + 1)]
+    return {"whole": _number(costs.ettr), "ends": ends[1:],
+            "values": [_number(costs.ettr_between(*each)) for each in pairwise(ends)]}
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Return the settings of the run as `section.key: value`."""
+    found: dict[str, str] = {}
+    for name in _FILES:
+        file = folder / name
+        if file.is_file():
+            try:
+                _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
+            except yaml.YAMLError:
+                continue
+    return found
+
+
+def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:
+    if isinstance(content, dict) and content:
+        for key, value in content.items():
+            _flatten(value, f"{prefix}.{key}" if prefix else str(key), found)
+    else:
+        found[prefix] = content if isinstance(content, str) else json.dumps(content, default=str)
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

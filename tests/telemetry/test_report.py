@@ -1,0 +1,144 @@
+"""The page of a run: what it reads, also where a run was killed or is hostile, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.cli import main
+from distflow.errors import InvalidInput
+from distflow.telemetry.report import read_run, write_report
+
+PLAN = {"name": "grpo", "mode": "sync", "ranks": 2, "notes": [], "tasks": [
+    {"node": node, "role": "actor", "type": "MODEL_INFERENCE", "function": f"workers.functions.x:{node}",
+     "reads": [{"producer": producer} for producer in producers],
+     "transfers": [{"producer": producer, "kind": "local", "columns": ["tokens"], "bytes_per_step": 10}
+                   for producer in producers]}
+    for node, producers in {"rollout": ["source"], "reward": ["rollout"], "reference": ["rollout"],
+                            "update": ["reward", "reference"]}.items()]}
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title = 'broken'</script> @@DATA@@ \ud800"
+
+
+def lines(file: Path, content: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in content))
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    def made(name: str, steps: int = 4, rate: str = "0.1") -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines(folder / "metrics.jsonl", [
+            {"step": step, "reward/mean": step / 8, "loss": float("nan") if step == 2 else 0.1, "seconds/rollout": 0.2,
+             "seconds/update": 0.1, "validation/held": step / 9} for step in range(1, steps + 1)])
+        lines(folder / "samples.jsonl", [
+            {"step": step, "row": 0, "questions": "How many pens?", "completions": f"answer {step} {HOSTILE}",
+             "rewards": step / 8, "reward_parts": {"math": step / 8}, "length": 3, "advantage": 0.5}
+            for step in range(1, steps + 1)])
+        failure = {"time": 3.0, "rank": 0, "step": 2, "event": "failure", "unit": "trainer", "ranks": [0, 1], "life": 0,
+                   "phase": "training", "failed_step": 2, "what": "killed", "verdict": "starts again",
+                   "seen_after": 0.5}
+        ready = {"rank": 0, "event": "worker ready", "seconds": {"connect": 0.1, "load": 0.2}}
+        lines(folder / "events.jsonl", [{"time": 1.0, "step": 0, "life": 0, **ready}, failure,
+                                        {"time": 4.0, "step": 2, "life": 1, **ready},
+                                        {"time": 9.0, "step": 4, "rank": 0, "event": "worker ended"}])
+        (folder / "plan.json").write_text(json.dumps(PLAN))
+        (folder / "run.yaml").write_text(f"steps: {steps}\nroles: {{actor: {{learning_rate: {rate}}}}}\n")
+        (folder / "dag.yaml").write_text("name: grpo\n")
+        return folder
+
+    return made
+
+
+def test_what_is_read(run):
+    found = read_run(run("one"))
+    assert found["metrics"]["reward/mean"] == [[1, 2, 3, 4], [0.125, 0.25, 0.375, 0.5]]
+    assert found["metrics"]["loss"][0] == [1, 3, 4], "what is no number is left out"
+    assert [(node["id"], node["depth"]) for node in found["nodes"]] == [
+        ("rollout", 0), ("reward", 1), ("reference", 1), ("update", 2)]
+    assert {(edge["from"], edge["to"]) for edge in found["edges"]} == {
+        ("rollout", "reward"), ("rollout", "reference"), ("reward", "update"), ("reference", "update")}
+    (failure,) = found["failures"]
+    assert (failure["group"], failure["step"], failure["detect"], failure["first"]) == ("trainer", 2, 0.5, None)
+    assert found["ettr"]["whole"] == pytest.approx((1.5 + 5.0) / 8)
+    assert found["settings"] == {"name": "grpo", "steps": "4", "roles.actor.learning_rate": "0.1"}
+
+
+def test_a_run_that_was_killed_is_read(run):
+    """Its last lines are torn, and what comes at a run's end is missing."""
+    folder = run("killed")
+    for name in ("metrics", "samples", "events"):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 5, "rewa')
+    (folder / "plan.json").unlink()
+    (folder / "run.yaml").write_text("steps: [")
+    found = read_run(folder)
+    assert found["metrics"]["reward/mean"][0] == [1, 2, 3, 4]
+    assert found["nodes"] == []
+    assert found["summary"] == {}
+    (folder / "metrics.jsonl").write_text("")
+    assert write_report([folder], folder / "report.html") > 0
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(InvalidInput, match=r"has no metrics.jsonl, so it is not the folder of a run"):
+        read_run(tmp_path)
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert "distflow report runs/grpo-1" in capsys.readouterr().err
+
+
+def test_a_long_run_stays_small(run):
+    """Curves have less points, and samples of steps in between are left out."""
+    found = read_run(run("long", steps=5001), characters=20_000)
+    steps, values = found["metrics"]["reward/mean"]
+    assert len(steps) == len(values) <= 2001
+    assert (steps[0], steps[-1]) == (1, 5001)
+    kept = [row["step"] for row in found["samples"]]
+    assert (kept[0], kept[-1]) == (1, 5001)
+    assert len(json.dumps(found["samples"])) < 25_000
+    assert found["samples_total"] == 5001
+
+
+def test_the_command_says_where(run, tmp_path, capsys, monkeypatch):
+    one, other = run("one"), run("other", rate="0.2")
+    assert main(["report", str(one)]) == 0
+    assert f"wrote {one / 'report.html'}" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(one), str(other)]) == 0
+    assert "wrote report.html" in capsys.readouterr().out
+    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert main(["report", str(one), "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "--out FILE" in capsys.readouterr().err
+
+
+def in_browser(file: Path, fragment: str = "") -> tuple[str, str]:
+    """The page's elements once its scripts have run, and what the browser says of it."""
+    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
+                           f"--user-data-dir={file.parent / 'profile'}", "--enable-logging=stderr", "--dump-dom",
+                           f"{file.as_uri()}{fragment}"], capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.run
+def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
+    file = tmp_path / "report.html"
+    write_report([run("one"), run("other", rate="0.2")], file)
+    page, said = in_browser(file)
+    assert said == ""
+    assert 'data-ready="true"' in page
+    assert "<title>one, other · distflow report</title>" in page, "what a sample holds is no script"
+    assert page.count('class="js-plotly-plot') + page.count("js-plotly-plot\"") >= 6
+    assert page.count('class="sample"') == 4
+    assert "Settings that differ (1 of 3)" in page
+    assert "roles.actor.learning_rate" in page
+    page, said = in_browser(file, "#search=answer%203")
+    assert said == ""
+    assert page.count('class="sample"') == 1
+    assert "<mark>answer 3</mark>" in page
