@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
     from distflow.recovery.autoscaler import scaling
     from distflow.recovery.detectors import Alert, detector
     from distflow.recovery.hooks import hook
+    from distflow.run_handle import RunFailed, RunHandle, load, run
     from distflow.telemetry.metrics import metric
 
 __version__ = "0.1.0"
@@ -34,10 +35,14 @@ _HOMES = {
     "DistflowError": "distflow.errors",
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
+    "run": "distflow.run_handle",
+    "load": "distflow.run_handle",
+    "RunHandle": "distflow.run_handle",
+    "RunFailed": "distflow.run_handle",
 }
 _RENAMED = {"Alarm": "Alert"}  # old public names, which still work, with a warning that names the new one
-__all__ = ["Alert", "Batch", "DistflowError", "Ragged", "Turn", "__version__", "detector", "environment", "hook",
-           "loss", "metric", "node", "reward", "scaling"]
+__all__ = ["Alert", "Batch", "DistflowError", "Ragged", "RunFailed", "RunHandle", "Turn", "__version__", "detector",
+           "environment", "hook", "load", "loss", "metric", "node", "reward", "run", "scaling"]
 
 
 def __getattr__(name: str) -> Any:

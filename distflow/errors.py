@@ -8,6 +8,7 @@ DistflowError
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
 ├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
+├── RunFailed         a run that Python has started has ended before its last step (`distflow.run_handle`)
 └── RankMissing       a rank ended, or did not come in time, while others waited for it
 """
 

@@ -43,8 +43,8 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
                                       "Name the folder, as  distflow report runs/grpo-1"))
     events = read(folder) if (folder / "events.jsonl").is_file() else []
     plan, summary = (_json(folder / name) for name in ("plan.json", "summary.json"))
-    samples = [*_lines(folder / "samples.jsonl"), *_lines(folder / "validation.jsonl")]
-    return {"name": folder.name, "path": str(folder), "metrics": _columns(list(_lines(folder / "metrics.jsonl"))),
+    samples = [*lines(folder / "samples.jsonl"), *lines(folder / "validation.jsonl")]
+    return {"name": folder.name, "path": str(folder), "metrics": _columns(list(lines(folder / "metrics.jsonl"))),
             "summary": summary, "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
@@ -81,7 +81,7 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
+def lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file; those that are torn are passed over, and a file that is missing has none."""
     if file.is_file():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
