@@ -229,8 +229,8 @@ class Supervisor:
 
     @property
     def orphaned(self) -> bool:
-        """Whether torchrun, which started this process, has ended."""
-        return os.getppid() != self.parent
+        """Whether torchrun, which started this process, has ended. A shell that did may end before the run."""
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
 
     @property
     def stopped(self) -> bool:

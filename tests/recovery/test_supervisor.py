@@ -367,6 +367,28 @@ def test_a_process_that_nothing_else_monitors_is_named_and_continued(start, tmp_
     assert above.wait(60) == 0
 
 
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_a_supervisor_ends_with_torchrun_and_not_with_a_shell(start, tmp_path, torchrun):
+    """Also if no signal says so; its worker ends with it."""
+    above = start("def work(context):\n    lived(context)\n    write('worker', os.getpid())\n"
+                  "    while not (folder / 'go').exists():\n        time.sleep(0.01)\n", shell="yes",
+                  **({"TORCHELASTIC_RUN_ID": "none"} if torchrun else {}))
+    worker = int(eventually(tmp_path / "worker"))
+    supervisor = parent(worker)
+    above.kill()
+    if torchrun:
+        assert ends(worker)
+        assert ends(supervisor)
+        return
+    until = time.monotonic() + 60.0
+    while parent(supervisor) == above.pid:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not ends(worker, 1.0)
+    (tmp_path / "go").touch()
+    assert "0 1" in eventually(tmp_path / "left")
+
+
 def test_a_worker_that_ends_because_the_dock_is_stopped_continues_it(start, tmp_path):
     """The dock is continued before anybody misses it for long: else each following worker ends as this one does."""
     above = start(DOCK + "from distflow.telemetry.processes import stopped\n\ndef work(context):\n    lived(context)\n"
