@@ -138,8 +138,8 @@ class RankContext:
     def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
-        return {shard.stdout.fileno(): "the process of this machine's samples has ended; another one takes its "
-                "place, and what it held is sampled again"} if shard and shard.stdout else {}
+        return {shard.process.ended: "the process of this machine's samples has ended; another one takes its place, "
+                "and what it held is sampled again"} if shard else {}
 
     def restart_required_processes(self) -> dict[int, str]:
         """Start the required processes again, after one of them has ended on any of the ranks."""

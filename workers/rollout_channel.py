@@ -53,8 +53,8 @@ class RolloutChannel:
 
     def joined(self, store: Store) -> RolloutChannel:
         """Return the channel of a worker, with a store connection of its own; the shard stays with the supervisor."""
-        if self.shard_process and self.shard_process.stdin:  # or the shard would not see its supervisor end
-            self.shard_process.stdin.close()
+        if self.shard_process:  # or the shard would not see its supervisor end
+            self.shard_process.process.stdin.close()
         return replace(self, store=store, shard_process=None)
 
     def dock(self, who: str) -> DockClient:  # one per thread

@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from distflow.dock.errors import DockError
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard import StorageShardServer
 from distflow.rpc.connection import Address
+from distflow.telemetry.processes import Child, spawn
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
@@ -26,20 +27,18 @@ _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THR
 
 
 class DockProcess(NamedTuple):
-    """Running shard server. `stdout` ends with the process, and the process with `stdin`."""
+    """Running shard server, which ends when its standard input closes."""
 
-    process: subprocess.Popen[str]
-    stdin: IO[str]
-    stdout: IO[str]
+    process: Child
     address: Address
 
     def stop(self) -> None:
-        self.stdin.close()
+        self.process.stdin.close()
         self.process.wait()
-        self.stdout.close()
+        self.process.stdout.close()
 
     def kill(self) -> None:
-        self.process.kill()
+        self.process.signal(signal.SIGKILL)
         self.stop()
 
 
@@ -51,18 +50,15 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, snapshot: Pat
     settings = {"token": token.hex(), "host": host, "port": port, "snapshot": snapshot and str(snapshot),
                 "journal": journal and str(journal), "layout": layout and layout.to_plain(), "number": number}
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen([sys.executable, "-m", "distflow.dock.process"], text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE,
-                               env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
-    assert process.stdin is not None
-    assert process.stdout is not None
+    process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
     print(json.dumps(settings), file=process.stdin, flush=True)
     line = process.stdout.readline()
     if not line:
-        process.wait()
-        raise DockError(f"the shard server at {host}:{port} did not come up (exit code {process.returncode})")
+        raise DockError(f"the shard server at {host}:{port} did not come up (exit status {process.wait()})")
     host, port = json.loads(line)
-    return DockProcess(process, process.stdin, process.stdout, (host, port))
+    return DockProcess(process, (host, port))
 
 
 def main() -> None:

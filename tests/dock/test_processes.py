@@ -59,10 +59,10 @@ def children(token):
 
     yield make
     for child in started:
-        if child.stdin.closed:
+        if child.process.stdin.closed:
             continue
         child.stop()
-        assert child.process.returncode is not None
+        assert child.process.status is not None
 
 
 def consumer(address, token, journal, limit=3.0, pause=0.004):
@@ -164,17 +164,17 @@ def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
     with DockClient([child.address], token, "test", patience=2.0) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
-        child.stdin.close()
-        assert child.process.wait(timeout=10) == 0
+        child.process.stdin.close()
+        assert child.process.poll(10) == 0
         with pytest.raises(Unreachable, match="restore it from its snapshot"):
             dock.put(tokens([1]))
-    child.stdout.close()
+    child.process.stdout.close()
 
 
 def test_a_signal_to_all_processes_of_a_run_is_not_for_the_dock(children):
     """The step that then ends the run needs its samples; its input closes afterwards."""
     child = children()
     for number in (signal.SIGTERM, signal.SIGINT):
-        child.process.send_signal(number)
+        child.process.signal(number)
     child.stop()
-    assert child.process.returncode == 0
+    assert child.process.status == 0

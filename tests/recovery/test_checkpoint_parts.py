@@ -76,7 +76,7 @@ def child():
 
     yield make
     for one in started:
-        if not one.stdin.closed:
+        if not one.process.stdin.closed:
             one.stop()
 
 

@@ -17,10 +17,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from distflow.config.models import ROLLOUTS
 from distflow.errors import EngineError
+from distflow.telemetry.processes import spawn
 from workers.engines.external import torchrun_environment
 
 _TIMEOUT = 900.0  # seconds for a server to start, and to answer any call but `/generate`
@@ -63,10 +64,10 @@ class SGLangServer:
         arguments = [*flags, "--host", "127.0.0.1", "--port", str(self.port), "--nccl-port", str(other), "--api-key",
                      self.key, "--skip-server-warmup", "--log-level-http", "warning", *further]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [self.python, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                cwd=self.folder.name, env=self._environment(device, ranks), start_new_session=True)
-        self.pipe = cast(IO[bytes], self.process.stdin)  # the server ends when it is closed
+            self.process = spawn(
+                [self.python, "-c", _PROGRAM], die_with_parent=0, session=True, stdin=subprocess.PIPE, stdout=log,
+                stderr=subprocess.STDOUT, cwd=self.folder.name, env=self._environment(device, ranks))
+        self.pipe = self.process.stdin  # the server ends when it is closed
         self.pipe.write(json.dumps(arguments).encode() + b"\n")
         self.pipe.flush()
 
@@ -108,8 +109,8 @@ class SGLangServer:
         """Raise EngineError if the server has died, or dies within `patience` seconds."""
         if self.pipe.closed:
             raise EngineError("this SGLang server was closed")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            raise self.failure(f"has ended with {_describe_status(self.process.wait(patience))}")
+        if (status := self.process.poll(patience)) is not None:
+            raise self.failure(f"has ended with {_describe_status(status)}")
 
     def failure(self, what: str) -> EngineError:
         """Return an error with the last lines of the log."""
@@ -175,8 +176,7 @@ class SGLangServer:
         if self.pipe.closed:
             return
         self.pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_TIMEOUT)
+        self.process.poll(_END_TIMEOUT)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
