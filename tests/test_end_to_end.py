@@ -122,5 +122,5 @@ def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
                             capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 1, result.stderr
     assert "a rank did not come within the wait limit" in result.stderr
-    assert "in node `reward` (function workers.functions.rewards:score), step 0, rank 0" in result.stderr
-    assert "missing: rank 1 is in step 0, computing node `reward`, for" in result.stderr
+    assert "in node `reward` (function workers.functions.rewards:score), step 1, rank 0" in result.stderr
+    assert "missing: rank 1 is in step 1, computing node `reward`, for" in result.stderr

@@ -26,7 +26,7 @@ from distflow.plan import KEEP, Plan, Task
 from distflow.plan_file import NodeTiming
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
-from distflow.telemetry import events, timings
+from distflow.telemetry import events, heartbeat, timings
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
@@ -101,8 +101,8 @@ class TrainExecutor(Executor):
 
     @contextlib.contextmanager
     def watch(self, task: Task) -> Iterator[None]:
-        with Watch(self.status, f"is in step {self.step}, waiting for the inputs of node `{task.node}`",
-                   f"in node `{task.node}` (function {task.function}), step {self.step}"), peer_errors():
+        with Watch(self.status, f"waiting for the inputs of node `{task.node}`",
+                   f"in node `{task.node}` (function {task.function})", node=task.node), peer_errors():
             yield
 
     def run(self, task: Task, inputs: Batch) -> Written:
@@ -110,7 +110,7 @@ class TrainExecutor(Executor):
             return self._run_early(task, inputs)
         written = self._measured(task, inputs)
         if KEEP in task.writes:
-            self.status.set(f"is in step {self.step}, waiting to drop rows after node `{task.node}`")
+            self.status.set(f"waiting to drop rows after node `{task.node}`", node=task.node)
         return written
 
     def _run_early(self, task: Task, inputs: Batch) -> Written:
@@ -118,14 +118,14 @@ class TrainExecutor(Executor):
         with torch.random.fork_rng(self.cuda_devices):
             torch.manual_seed(key_of(self.seed, self.step, *inputs.ids[:1].tolist()))
             written = self._measured(task, inputs)
-        self.status.set(f"is in step {self.step}, waiting for the samples of further prompts")
+        self.status.set("waiting for the samples of further prompts")
         return written
 
     def _measured(self, task: Task, inputs: Batch) -> Written:
         if task.type == "MODEL_TRAIN":
             self.before_update()
         began, phase = time.perf_counter(), _phase(task)
-        self.status.set(f"is in step {self.step}, computing node `{task.node}`", phase)
+        self.status.set(f"computing node `{task.node}`", phase, task.node)
         with _rank_timer(phase, len(inputs), began):
             return self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
 
@@ -151,9 +151,10 @@ def _rank_timer(phase: Phase, rows: int, began: float) -> Iterator[None]:
 class Watch:
     """Publishes what this rank does; adds to an error that passes where it was raised and which ranks are missing."""
 
-    def __init__(self, status: RankStatus, doing: str, where: str, phase: Phase = "waiting"):
-        self.status, self.note = status, f"{where}, rank {status.rank}"
-        status.set(doing, phase)
+    def __init__(self, status: RankStatus, doing: str, where: str, phase: Phase = "waiting", node: str = ""):
+        step = heartbeat.current().page.step
+        self.status, self.note = status, f"{where}{f', step {step}' if step else ''}, rank {status.rank}"
+        status.set(doing, phase, node)
 
     def __enter__(self) -> None: ...
 

@@ -33,7 +33,7 @@ def train(ctx: TrainContext) -> bool:
     for step in ctx.steps():
         ctx.next_prompts()
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-        with ctx.finishing(step):
+        with ctx.finishing():
             ctx.record(step)  # metrics and samples; detectors look at them
             ctx.snapshot(step)  # the state after the step, in memory
             ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts

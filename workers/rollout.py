@@ -35,7 +35,7 @@ from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
-from distflow.telemetry import events, heartbeat
+from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session
 from workers.engines.sampling import key_of
@@ -245,7 +245,7 @@ class RolloutContext:
     @contextlib.contextmanager
     def sampling(self, prompt: Prompt) -> Iterator[None]:
         """Wait for the weights with which the prompt may be sampled; afterwards it is complete."""
-        number = prompt.lease.number
+        number, began = prompt.lease.number, timeline.now()
         if self.dedicated:
             heartbeat.current().begin(prompt.step + 1)
         try:
@@ -257,6 +257,8 @@ class RolloutContext:
             with recording(prompt.metrics):
                 yield
             del self.under_way[number]
+            timeline.current().add(timeline.PROMPTS, f"prompt {int(prompt.lease.ids[0]) // self.channel.rows}", began,
+                                   prompt.step + 1)
         finally:
             self.room.release()
         self.complete.put(prompt)
@@ -299,7 +301,8 @@ class RolloutContext:
         dock.report_activity(f"putting samples of step {prompts[0].step}")
         rows = rows_for_trainer(self.plan, buffer).with_columns({REPORT: reports})
         # With their groups: a shard that was restarted meanwhile does not know which prompts were enqueued.
-        dock.put(rows, group=rows.ids // self.channel.rows, wait=self.spec.run.wait_limit)
+        with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
+            dock.put(rows, group=rows.ids // self.channel.rows, wait=self.spec.run.wait_limit)
         for lease in (prompt.lease for prompt in prompts):
             self.leases.pop(lease.number, None)
             try:

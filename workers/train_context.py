@@ -20,7 +20,7 @@ from distflow.plan import Task
 from distflow.recovery.detectors import StepMonitor, StepReport
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.worker_process import WorkerContext
-from distflow.telemetry import events, heartbeat
+from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current
 from distflow.telemetry.trajectories import trajectories
 from workers.context import RankContext
@@ -89,14 +89,14 @@ class TrainContext:
 
     def steps(self) -> Iterator[int]:
         """Yield the steps left. Global randomness depends on (seed, step) alone: no generator's state is saved."""
-        self.status.set("is validating before the first step", "validating")
+        self.status.set("validating before the first step", "validating")
         if self.sink.start(self.first_step):
             return
         for step in range(self.first_step, self.spec.run.steps):
             heartbeat.current().begin(step + 1)
             self.begin(step)
             if self.weights is not None and step == self.first_step:
-                with Watch(self.status, "is publishing the weights of the start", "before the first step"):
+                with Watch(self.status, "publishing the weights of the start", "before the first step"):
                     self.source.reconcile()
                     self.weights.publish()
             yield step
@@ -124,15 +124,15 @@ class TrainContext:
         number = self.source.drawn_before
         for role in self.roles.values():
             role.draw = number
-        with Watch(self.status, f"is waiting for the prompts of draw {number}", f"before draw {number} of prompts"):
+        with Watch(self.status, "waiting for prompts", f"before draw {number} of prompts"):
             prompts = self.source.next()
         fill(prompts, self.source.drawn)
         self.buffer.receive(self.source.take_results())
 
     @contextlib.contextmanager
-    def finishing(self, step: int) -> Iterator[None]:
+    def finishing(self) -> Iterator[None]:
         """Surround what follows the chain of a step."""
-        with Watch(self.status, f"is finishing step {step}", f"at the end of step {step}"), peer_errors():
+        with Watch(self.status, timeline.FINISHING, "at the end of the step"), peer_errors():
             yield
 
     def record(self, step: int) -> None:
@@ -154,20 +154,20 @@ class TrainContext:
 
     def snapshot(self, step: int) -> None:
         """Begin to copy the state after the step to memory that outlives this worker."""
-        self.status.set(f"is taking the snapshot of step {step}", "saving")
+        self.status.set("taking the snapshot", "saving")
         self.state.snapshot(step + 1)
         self.executor.sampled.clear()
 
     def publish(self, step: int) -> None:
         """Release the step's rows and publish its weights, unless no more prompts are sampled."""
-        self.status.set(f"is publishing the weights of step {step}", "publishing")
+        self.status.set("publishing the weights", "publishing")
         self.source.finish()
         if self.weights is not None and step + 1 < self.spec.run.steps:
             self.weights.publish()
 
     def conclude(self, step: int) -> bool:
         """Validate and save if it is time. Return whether this was the last step."""
-        self.status.set(f"is validating and saving after step {step}", "validating")
+        self.status.set("validating and saving", "validating")
         last = self.sink.conclude(step + 1)
         heartbeat.current().finish()
         return last
@@ -196,7 +196,7 @@ class TrainContext:
 
     def finish(self) -> bool:
         """End the run after its last step, and write the models. Return True."""
-        with Watch(self.status, "is ending the run", "at the end of the run", "ending"), peer_errors():
+        with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
             self.sink.close(self.trained)
             dist.barrier()  # a rank that leaves early tears the group down under the others

@@ -27,6 +27,7 @@ from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.restore import FetchedShard, fetch_shard
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.worker_process import WorkerContext
+from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 from workers.roles import RoleEngines
@@ -145,10 +146,11 @@ class TrainState:
 
     def _write(self, step: int, slot: Slot, state: dict[str, Any], progress: dict[str, Any]) -> dict[str, Any]:
         """Write a checkpoint from a snapshot of `state`, whose values are not read; in a thread of its own."""
-        began = time.monotonic()
+        began = timeline.now()
         self.snapshots.wait()
         self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
-        record("checkpoint written", of_step=step, seconds=round(time.monotonic() - began, 3))
+        timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
+        record("checkpoint written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
         return progress
 
     def _state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distflow.plan import Plan
+from distflow.telemetry import timeline
 from distflow.weights.publisher import Publisher
 from workers.engines.devices import is_half
 from workers.engines.shared_engine import SharedEngine
@@ -32,7 +33,8 @@ class WeightPublication:
         """Publish the weights that have changed. Prompts that are enqueued from now on are sampled with them."""
         for name, role in self.roles.items():
             if role.version != self.published.get(name):  # a step may leave nothing to train on
-                self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
+                with timeline.current().span(timeline.WEIGHTS, "publish", role=name, version=role.version):
+                    self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
                 self.published[name] = role.version
         dist.barrier()  # the version is complete as soon as the last rank has its part ready
         if dist.get_rank() == 0:
@@ -54,7 +56,8 @@ def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: Sh
     if updates is None or weights is None:
         return
     if found == {weights.key}:
-        engine.rollout.load(weights.tensors(), weights.version)
+        with timeline.current().span(timeline.WEIGHTS, "load", version=weights.version):
+            engine.rollout.load(weights.tensors(), weights.version)
         if on_new_weights == "restart":
             engine.restart()
         updates.loaded()

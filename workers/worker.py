@@ -27,7 +27,7 @@ from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.stopped import continue_stopped
 from distflow.recovery.worker_process import WorkerContext
-from distflow.telemetry import events, heartbeat
+from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
 from workers.context import RankContext
@@ -57,6 +57,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         continue_stopped(worker_context.supervisor_pid, frozen.get("seconds", _STOPPED))
     heartbeat.set_current(own_heartbeat)
     own_heartbeat.start()
+    timeline.current().begin(role=context.role, attempt=attempt.number)
     context = context.reloaded(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)
@@ -76,10 +77,11 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         context.call("after_restart" if attempt.number else "on_join", attempt)
 
     done = True
-    if context.role == TRAINER:
-        done = _train(context, worker_context, store, channel, ready, export)
-    elif channel:  # else there is no trainer to sample for
-        _sample(context, worker_context, channel, ready)
+    with contextlib.closing(timeline.current()):
+        if context.role == TRAINER:
+            done = _train(context, worker_context, store, channel, ready, export)
+        elif channel:  # else there is no trainer to sample for
+            _sample(context, worker_context, channel, ready)
     dist.destroy_process_group()  # not after an error: it would wait for the others before the error is shown
     return done
 
@@ -130,9 +132,17 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
         status = RankStatus(store, rank, dist.get_world_size())
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
+    if writes:
+        _open_timeline(context)
     if writes and context.lock and not worker_context.supervisor_pid:  # else the supervisor takes it
         context.lock.hold()
     return ctx
+
+
+def _open_timeline(context: RankContext) -> None:
+    rank = context.store.rank
+    if context.spec.run.timeline:
+        timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank)
 
 
 def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
@@ -149,6 +159,7 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
         if dist.get_rank() == 0:
             ctx = _rollout_context(context, worker_context, channel, roles, who)
             ready()
+            _open_timeline(context)
             engines = {name: SharedEngine(engine if plan.ranks == 1 else TPLeader(engine),
                                           partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
                        for name, engine in rollouts.items()}

@@ -1,4 +1,4 @@
-"""`distflow validate`, `run`, `resume`, `export` and `report`: check a DAG, run it, and look at what a run leaves."""
+"""`distflow validate`, `run`, `resume` and `export`: check a DAG, run it, go on with it, write its models."""
 
 from __future__ import annotations
 
@@ -93,24 +93,6 @@ def export(options: argparse.Namespace) -> int:
     return code
 
 
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, as runs/grpo-1; several are compared")
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, of several here")
-
-
-def report(options: argparse.Namespace) -> int:
-    from distflow.telemetry.report import write_report
-
-    folders = [Path(folder) for folder in options.runs]
-    file = Path(options.out) if options.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    try:
-        size = write_report(folders, file)
-    except OSError as error:
-        raise InvalidInput(f"{file} cannot be written: {error.strerror}. Name another file:  --out FILE") from None
-    print(f"wrote {file} ({size / 1e6:.1f} MB): open it in a browser, or send it; it needs no network")
-    return 0
-
-
 VERBS = {
     "validate": Verb("check a DAG, a run and its data, and report every mistake", add_dag_arguments, validate),
     "run": Verb("run a DAG on the GPUs (or cores) of this machine", add_dag_arguments, run),
@@ -118,6 +100,4 @@ VERBS = {
                    _add_resume_arguments, resume),
     "export": Verb("write the models of a run's newest checkpoint as Hugging Face folders", _add_export_arguments,
                    export),
-    "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
-                   _add_report_arguments, report),
 }

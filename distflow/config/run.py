@@ -382,6 +382,8 @@ class Run(Document):
     """Rows that samples.jsonl gets each step."""
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
+    timeline: bool = True
+    """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing."""

@@ -28,6 +28,7 @@ from distflow.data.redistribute import Redistributor
 from distflow.data.row_filter import KeptRows, joined
 from distflow.errors import ColumnError, RankMissing
 from distflow.plan import KEEP, ROW, SOURCE, Layout, Lineage, Plan, RowLineage, Task, Transfer
+from distflow.telemetry import timeline
 from distflow.telemetry.metrics import Metrics
 
 _TEXT = "list[str]"
@@ -164,12 +165,15 @@ class Databuffer:
     def _redistribute(self, producer: str, names: list[str], task: Task) -> None:
         layout, origin = task.layout, self._origin(producer)
         held = self._held(producer, origin, names) if origin.leads(self.rank) else _NOTHING
+        name, before = f"{producer} → {task.node}", self.redistributor.moved
         try:
-            moved = self.redistributor.move(
-                held, layout,
-                b"" if layout in self.assignments else self._count_rows(layout),
-                lambda counts: self._assign(layout, counts).destinations(self.lineage, producer, layout),
-                f"{producer}/{task.node}")
+            with timeline.current().span(timeline.TRANSFERS, name, columns=names) as facts:
+                moved = self.redistributor.move(
+                    held, layout,
+                    b"" if layout in self.assignments else self._count_rows(layout),
+                    lambda counts: self._assign(layout, counts).destinations(self.lineage, producer, layout),
+                    f"{producer}/{task.node}")
+                facts["bytes"] = self.redistributor.moved - before
         except RankMissing as error:
             rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
                                 error.ranks)

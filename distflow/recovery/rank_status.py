@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from distflow.config.run import Phase
-from distflow.telemetry import heartbeat
+from distflow.telemetry import heartbeat, timeline
 
 _SHOWN = 8
 
@@ -21,12 +21,15 @@ class RankStatus:
         self.store, self.rank, self.ranks = store, rank, ranks
         self.activity = ""
 
-    def set(self, activity: str, phase: Phase = "waiting") -> None:
-        """Publish what this rank does from now on, such as "is in step 3, computing node `rollout`"."""
-        self.activity = activity
-        heartbeat.current().enter(phase)
+    def set(self, doing: str, phase: Phase = "waiting", node: str = "") -> None:
+        """Publish what this rank does from now on in the heartbeat's step, such as "computing node `rollout`". `node`:
+        of the DAG, if the rank works for one."""
+        heart = heartbeat.current()
+        self.activity = f"is in step {heart.page.step}, {doing}" if heart.page.step else f"is {doing}"
+        heart.enter(phase)
+        timeline.current().enter(doing, phase, heart.page.step, node)
         with contextlib.suppress(dist.DistError):  # the work may go on without the store
-            self.store.set(f"status/{self.rank}", f"{time.time()} {activity}")
+            self.store.set(f"status/{self.rank}", f"{time.time()} {self.activity}")
 
     def missing(self) -> str:
         """Return which ranks do something else than this one, and for how long; empty if that is unknown."""

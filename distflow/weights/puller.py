@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
+from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, IncomingChunks, Weights
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
@@ -358,7 +359,7 @@ class Puller:
         old = self.whole
         if old is not None and (old.key, old.wanted) == (head.key, wanted):
             return old
-        begun, chunks = time.monotonic(), self._store(head, wanted)
+        begun, chunks = timeline.now(), self._store(head, wanted)
         fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
                             self.deadline, until, self.stopped)
         fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
@@ -371,8 +372,10 @@ class Puller:
             self.source.withdraw(old.key)
         self.directory.update(held=(_held(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
-               unchanged_bytes=chunks.unchanged, seconds=round(time.monotonic() - begun, 3),
+               unchanged_bytes=chunks.unchanged, seconds=round((timeline.now() - begun) / 1e6, 3),
                sources=dict(fetch.received), transports=sorted(fetch.transports))
+        timeline.current().add(timeline.WEIGHTS, "pull", begun, version=head.version, bytes=chunks.moved,
+                               sources=dict(fetch.received))
         return pulled
 
     def _store(self, head: PublishedVersion, wanted: dict[str, ShardSlice]) -> ChunkStore:

@@ -18,6 +18,7 @@ from distflow.data.exchange import gather
 from distflow.errors import ColumnError, RankMissing
 from distflow.plan import Layout, Plan, Task
 from distflow.recovery.rank_status import RankStatus
+from distflow.telemetry import heartbeat
 from distflow.telemetry.metrics import Metrics
 
 ONE, TWO, LAST = Layout(1), Layout(2), Layout(1, 1)
@@ -215,7 +216,8 @@ def wait_in_vain(plan: Plan) -> str:
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
     buffer.redistributor.host_group  # noqa: B018 - all ranks make it
     buffer.start(Batch(torch.arange(0)), range(10, 16))
-    presence.set("is in step 4, " + ("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`"))
+    heartbeat.current().begin(4)
+    presence.set("computing node `a`" if dist.get_rank() == 2 else "waiting for node `b`")
     if dist.get_rank() == 2:
         store.wait(["gave up 0", "gave up 1"])
         return ""

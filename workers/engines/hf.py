@@ -240,6 +240,8 @@ class Decoding(Session):
         chosen: list[list[SampledRow]] = []
         while self.unread and sum(map(len, chosen)) < wanted:
             chosen.append(self.unread.popleft())
+        for row in (row for rows in chosen for row in rows):
+            row.begin()
         for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
             self.ready.extend((row, past) for row in rows)
             self._drop(rows[0])

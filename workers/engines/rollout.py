@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from distflow.telemetry import timeline
 
 
 @dataclass(eq=False)
@@ -41,6 +42,11 @@ class SampledRow:
     past: Any = None  # whatever the engine keeps of the row between turns
     partial: tuple[Tensor, Tensor, Tensor] | None = None  # sampled by another engine: tokens, logprobs, versions
     done: bool = False  # the other engine has ended the turn
+    began: int = 0  # when the engine took up the turn, in the timeline's microseconds; 0: it has not
+
+    def begin(self) -> None:
+        """Note that the engine has taken up the turn."""
+        self.began = timeline.now()
 
     def resume(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
         """Continue the turn after `tokens` [1 or more] that another engine has sampled."""
@@ -56,6 +62,9 @@ class SampledRow:
 
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
         """End the turn with what was sampled in it."""
+        if self.began:
+            timeline.current().add(timeline.ROWS, f"row {self.id}", self.began, tokens=len(tokens))
+            self.began = 0
         if self.partial is not None:
             before = len(self.partial[0])
             self.sequence, self.limit = self.sequence[: len(self.sequence) - before], self.limit + before

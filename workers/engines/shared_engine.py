@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from distflow.errors import DistflowError, EngineError
-from distflow.telemetry import heartbeat
+from distflow.telemetry import heartbeat, timeline
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session
 
 _MOMENT = 0.05  # seconds between checks of an idle engine, and of a caller that waits for an abort
@@ -74,7 +74,9 @@ class SharedEngine(Sampler):
         busy = any(session.busy for session in self.sessions.values())
         if busy != self.was_busy:
             self.was_busy = busy
-            heartbeat.current().enter("generating" if busy else "waiting")
+            heart, phase = heartbeat.current(), "generating" if busy else "waiting"
+            heart.enter(phase)
+            timeline.current().enter("sampling" if busy else "waiting for prompts", phase, heart.page.step)
 
     def wait(self, version: int) -> None:
         """Block until the engine has at least this version of the weights."""

@@ -113,6 +113,7 @@ class PendingRequests(RequestSession):
 
     def add(self, rows: list[SampledRow]) -> None:
         for row in rows:
+            row.begin()
             self.new[f"{self.request_for(row)}."] = row  # the dot: SGLang aborts by prefix
 
     def _advance(self) -> None:

@@ -50,6 +50,7 @@ class VLLMSession(RequestSession):
         if not self.engine.cached:
             raise EngineError("vLLM has no weights since it slept:  wake()  and  load(…)  come before rows")
         for row in rows:
+            row.begin()
             request = self.request_for(row)
             settings, first = self.engine.generation, len(row.sequence) - row.prompt
             params = parameters(self.key_of(row), self.temperature, settings.top_k, settings.top_p, row.id, first,

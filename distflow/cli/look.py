@@ -1,0 +1,91 @@
+"""`distflow report` and `trace`: look at runs that go on or have ended.
+
+    report   a page of one or several runs
+    trace    what each rank did when, for Perfetto or an OpenTelemetry collector
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from distflow.cli.common import Verb
+from distflow.errors import InvalidInput
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, as runs/grpo-1; several are compared")
+    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, of several here")
+
+
+def report(options: argparse.Namespace) -> int:
+    from distflow.telemetry.report import write_report
+
+    folders = [Path(folder) for folder in options.runs]
+    file = Path(options.out) if options.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    try:
+        size = write_report(folders, file)
+    except OSError as error:
+        raise _unwritable(file, error) from None
+    print(f"wrote {file} ({size / 1e6:.1f} MB): open it in a browser, or send it; it needs no network")
+    return 0
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, as 10:14 or 10; default: all")
+    parser.add_argument("--out", metavar="FILE", help="default: trace.json.gz in the run's folder")
+    parser.add_argument("--otlp", metavar="URL", help="send the spans to an OpenTelemetry collector instead, as "
+                                                      "http://127.0.0.1:4318/v1/traces")
+
+
+def trace(options: argparse.Namespace) -> int:
+    from distflow.telemetry import ettr, perfetto, timeline
+
+    folder = Path(options.run)
+    if not (folder / timeline.FOLDER).is_dir():
+        raise InvalidInput(f"{folder} has no timeline: it is not the folder of a run, or no step of it has begun")
+    run = timeline.read(folder, _steps(options.steps) if options.steps else None)
+    if not run.spans:
+        raise InvalidInput(f"--steps {options.steps}: the run has {_range(timeline.read(folder).steps())}")
+    if options.otlp:
+        print(f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}")
+        return 0
+    file = Path(options.out) if options.out else folder / "trace.json.gz"
+    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
+    try:
+        count = perfetto.write_trace(run, events, file)
+    except OSError as error:
+        raise _unwritable(file, error) from None
+    print(f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
+          "in your browser")
+    for host, seconds in run.offsets.items():
+        if seconds:
+            print(f"note: the clock of {host} was corrected by {1e3 * seconds:+.1f} ms")
+    return 0
+
+
+def _steps(text: str) -> range:
+    first, colon, last = text.partition(":")
+    try:
+        found = range(int(first), int(last if colon else first) + 1)
+    except ValueError:
+        found = range(0)
+    if not found:
+        raise InvalidInput(f"--steps {text} names no steps. Give the first and the last:  --steps 10:14")
+    return found
+
+
+def _range(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "no step that is done"
+
+
+def _unwritable(file: Path, error: OSError) -> InvalidInput:
+    return InvalidInput(f"{file} cannot be written: {error.strerror}. Name another file:  --out FILE")
+
+
+VERBS = {
+    "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
+                   _add_report_arguments, report),
+    "trace": Verb("write what each rank did when, as a trace that Perfetto shows", _add_trace_arguments, trace),
+}

@@ -1,0 +1,134 @@
+"""Exports a timeline: as a Chrome trace, which Perfetto (ui.perfetto.dev) opens, or to an OpenTelemetry collector.
+
+A rank is a process with a thread for each track; where spans of a track overlap it has several. An arrow leads from a
+publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.errors import InvalidInput
+from distflow.telemetry import timeline
+from distflow.telemetry.timeline import MAIN, WEIGHTS, RunTimeline, Span
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+_TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, WEIGHTS, timeline.CHECKPOINTS)
+_THREADS = 1000  # most threads of a track
+_BATCH, _TIMEOUT = 1000, 5.0  # spans of a request to a collector, and seconds for it
+_MARKS = {"worker started", "worker ended", "worker ready", "failure", "fault injected", "left out", "scaled",
+          "settings changed", "state restored", "machine joined", "reward_failed", "environment_failed",
+          "weights_source_lost", "weights_late", "lease lost"}
+"""Kinds of events that are marked; the others are spans already."""
+Event = dict[str, Any]
+
+
+def write_trace(run: RunTimeline, events: Iterable[Event], file: Path) -> int:
+    """Write the trace, compressed, and return the number of its spans."""
+    zero = min(span.start for span in run.spans)
+    last = max(span.end for span in run.spans)
+    marks = [event for event in events if event["event"] in _MARKS and zero <= event["time"] <= last]
+    content = {"traceEvents": [*_names(run), *_slices(run, zero), *_arrows(run, zero), *_marks(marks, zero)],
+               "displayTimeUnit": "ms", "otherData": {"begin": zero, "clock_offsets": run.offsets}}
+    with gzip.open(file, "wt", encoding="utf-8") as out:
+        json.dump(content, out)
+    return len(run.spans)
+
+
+def _names(run: RunTimeline) -> Iterator[Event]:
+    for rank in sorted({(span.rank, span.role, span.host) for span in run.spans}):
+        number, role, host = rank
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"rank {number} · {role} · {host}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+    for number, track, thread in sorted({(span.rank, span.track, thread) for span, thread in _threads(run.spans)}):
+        name = {"name": (track or "activity") + (f" {thread % _THREADS + 1}" if track == timeline.ROWS else "")}
+        yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": name}
+
+
+def _threads(spans: list[Span]) -> Iterator[tuple[Span, int]]:
+    """Yield each span with a thread in which it overlaps no other."""
+    ends: dict[tuple[int, str], list[float]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        busy = ends.setdefault((span.rank, span.track), [])
+        free = next((number for number, end in enumerate(busy) if end <= span.start), len(busy))
+        busy[free:free + 1] = [span.end]
+        yield span, _THREADS * _TRACKS.index(span.track) + free
+
+
+def _slices(run: RunTimeline, zero: float) -> Iterator[Event]:
+    for span, thread in _threads(run.spans):
+        facts = {name: value for name, value in span.facts.items() if value not in ("", None)}
+        yield {"ph": "X", "name": span.name or "between activities", "cat": span.facts.get("phase") or span.track,
+               "pid": span.rank, "tid": thread, "ts": _microseconds(span.start - zero),
+               "dur": _microseconds(span.seconds), "args": {"step": span.step, "attempt": span.attempt, **facts}}
+
+
+def _arrows(run: RunTimeline, zero: float) -> Iterator[Event]:
+    weights = [(span, thread) for span, thread in _threads(run.spans) if span.track == WEIGHTS]
+    published = {span.facts["version"]: (span, thread) for span, thread in weights if span.name == "publish"}
+    for pull, thread in weights:
+        if pull.name == "pull" and pull.facts["version"] in published:
+            publish, its_thread = published[pull.facts["version"]]
+            arrow = {"name": "weights", "cat": WEIGHTS, "id": f"{pull.facts['version']}/{pull.rank}"}
+            yield {**arrow, "ph": "s", "pid": publish.rank, "tid": its_thread,
+                   "ts": _microseconds(publish.start - zero)}
+            yield {**arrow, "ph": "f", "bp": "e", "pid": pull.rank, "tid": thread,
+                   "ts": _microseconds(pull.end - zero)}
+
+
+def _marks(events: Iterable[Event], zero: float) -> Iterator[Event]:
+    for event in events:
+        facts = {name: value for name, value in event.items() if name not in ("time", "event")}
+        yield {"ph": "i", "s": "g", "name": event["event"], "pid": event["rank"], "tid": 0,
+               "ts": _microseconds(event["time"] - zero), "args": facts}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 1)
+
+
+def send_spans(run: RunTimeline, endpoint: str, name: str) -> int:
+    """Send the spans to an OpenTelemetry collector by OTLP over HTTP, and return their number.
+
+    Args:
+        endpoint: such as http://127.0.0.1:4318/v1/traces
+        name: the service's name, by which the collector shows them.
+
+    Raises:
+        InvalidInput: opentelemetry is not installed, or the collector does not take them.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    except ImportError as error:
+        raise InvalidInput("spans are sent by packages that are not installed. Install them:  pip install "
+                           "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http") from error
+    made, exporter = InMemorySpanExporter(), OTLPSpanExporter(endpoint, timeout=_TIMEOUT)
+    for rank in sorted({span.rank for span in run.spans}):
+        resource = Resource.create({"service.name": name, "service.instance.id": f"rank {rank}"})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(made))
+        _replay(provider.get_tracer("distflow"), [span for span in run.spans if span.rank == rank])
+    spans = made.get_finished_spans()
+    for first in range(0, len(spans), _BATCH):
+        if exporter.export(spans[first : first + _BATCH]) != SpanExportResult.SUCCESS:
+            raise InvalidInput(f"{endpoint} does not take spans. Is an OpenTelemetry collector there?")
+    return len(run.spans)
+
+
+def _replay(tracer: Tracer, spans: list[Span]) -> None:
+    for span in spans:
+        facts = {key: value if isinstance(value, int | float | str) else json.dumps(value)
+                 for key, value in span.facts.items() if value is not None}
+        begun = tracer.start_span(span.name or "between activities", start_time=round(span.start * 1e9),
+                                  attributes={"step": span.step, "track": span.track or "activity", **facts})
+        begun.end(round(span.end * 1e9))

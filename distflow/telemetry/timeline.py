@@ -1,0 +1,263 @@
+"""Records what each rank does when: `timeline/rankN.jsonl`, for `distflow trace`, `distflow why` and reports.
+
+    Timeline.enter   the rank's activity from now on, until the next one: its main track
+    Timeline.span    something beside it: a transfer, a sampled row, a pull of weights, a checkpoint
+    read             the spans of all ranks, by one clock
+
+A thread writes a line each second. Times are microseconds of CLOCK_MONOTONIC, which the processes of a machine share.
+Clocks of several machines are aligned when the files are read: no rank leaves a collective before the last has come to
+it, and no weights are pulled before they are published, so that each step bounds the difference of two clocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distflow.telemetry import events
+
+FOLDER = "timeline"
+MAIN, TRANSFERS, ROWS, PROMPTS, WEIGHTS, CHECKPOINTS = "", "transfers", "rows", "prompts", "weights", "checkpoints"
+"""Tracks of a rank. On the main one each span begins where the one before it ends."""
+FINISHING = "finishing the step"  # ends with a collective of all ranks that train
+_EVERY = 1.0  # seconds between two lines
+_MOST = 20_000  # spans of a line; more are dropped and counted
+_LARGEST = 64 << 20  # bytes of a file, after which another one is begun; the one before it is kept
+
+
+class Timeline:
+    """Timeline of this process. Its methods may be called from any thread, but `enter` only from one."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, **facts: Any) -> None:
+        """Forget what was recorded. `facts`: of this process, in each line."""
+        self.facts = facts
+        self.path: Path | None = None
+        self.spans: list[tuple[Any, ...]] = []
+        self.activity: tuple[str, str, str, int, int] | None = None  # name, phase, node, step, start
+        self.step = self.dropped = 0
+        self.ended = threading.Event()
+
+    def open(self, path: Path, rank: int) -> None:
+        """Write to this file from now on, by a thread of its own."""
+        self.facts |= {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(),
+                       "base": time.time_ns() // 1000 - _now()}
+        self.path = path
+        threading.Thread(target=self._write_often, name="timeline", daemon=True).start()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.ended.set()
+        if self.activity is not None:
+            self.enter("", "", self.step)
+            self.activity = None
+        self.write()
+
+    def enter(self, name: str, phase: str, step: int, node: str = "") -> None:
+        """Begin an activity, which ends the one before it."""
+        now, before, self.step = _now(), self.activity, step
+        self.activity = name, phase, node, step, now
+        if before is not None:
+            self._add(MAIN, before[0], before[3], before[4], now, {"phase": before[1], "node": before[2]})
+
+    @contextlib.contextmanager
+    def span(self, track: str, name: str, step: int | None = None, **facts: Any) -> Iterator[dict[str, Any]]:
+        """Record the time of a block. `facts` and what the block adds to the dict it gets stand beside it."""
+        start = _now()
+        try:
+            yield facts
+        finally:
+            self.add(track, name, start, step, **facts)
+
+    def add(self, track: str, name: str, start: int, step: int | None = None, **facts: Any) -> None:
+        """Record a span that ends now. start: as `now` has returned it. step: default: of the activity."""
+        self._add(track, name, self.step if step is None else step, start, _now(), facts)
+
+    def _add(self, track: str, name: str, step: int, start: int, end: int, facts: dict[str, Any]) -> None:
+        if len(self.spans) < _MOST:
+            self.spans.append((track, name, step, start, end - start, facts))
+        else:
+            self.dropped += 1
+
+    def write(self) -> None:
+        """Write a line, with what goes on, once rank 0 has made the run's folder. A full disk drops it."""
+        if self.path is None or not self.path.parent.parent.is_dir():
+            return
+        spans, self.spans = self.spans, []
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(exist_ok=True)
+            if os.path.getsize(self.path) > _LARGEST:
+                self.path.replace(_older(self.path))
+        line = {**self.facts, "time": _now(), "now": self.activity, "spans": spans}
+        if self.dropped:
+            line["dropped"], self.dropped = self.dropped, 0
+        events.add_or_drop(self.path, [json.dumps(line)])
+
+    def _write_often(self) -> None:
+        while not self.ended.wait(_EVERY):
+            self.write()
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1000
+
+
+now = _now
+"""Return the time, as `Timeline.add` takes it: microseconds of CLOCK_MONOTONIC."""
+_current = Timeline()
+
+
+def current() -> Timeline:
+    return _current
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.older.jsonl")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did. start: seconds since the epoch. facts: of a main activity its phase and node."""
+
+    rank: int
+    host: str
+    role: str
+    attempt: int
+    track: str
+    name: str
+    step: int
+    start: float
+    seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    @property
+    def label(self) -> str:
+        """Return the node, or else the name."""
+        return self.facts.get("node") or self.name
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """What a rank does at the end of its file. seen: when it wrote last, in seconds since the epoch."""
+
+    rank: int
+    role: str
+    host: str
+    pid: int
+    attempt: int
+    seen: float
+    doing: Span | None
+
+
+@dataclass
+class RunTimeline:
+    spans: list[Span]
+    ranks: dict[int, RankTimeline]
+    offsets: dict[str, float]  # seconds by which each host's clock was corrected
+    dropped: int = 0
+
+    def steps(self) -> list[int]:
+        return sorted({span.step for span in self.spans if span.step > 0})
+
+    def main(self, step: int) -> list[Span]:
+        """Return the activities of a step, of all ranks, in order of time."""
+        return sorted((span for span in self.spans if span.track == MAIN and span.step == step),
+                      key=lambda span: (span.rank, span.start))
+
+
+def read(folder: Path, steps: range | None = None) -> RunTimeline:
+    """Return a run's timeline, or of some `steps` only, counted from 1. A run without one has no spans."""
+    lines = [line for file in sorted((folder / FOLDER).glob("rank*.jsonl")) for line in _lines(file)]
+    bases: dict[str, list[int]] = {}
+    for line in lines:
+        bases.setdefault(line["host"], []).append(line["base"])
+    base = {host: median(each) / 1e6 for host, each in bases.items()}
+    spans = [Span(line["rank"], line["host"], line["role"], line["attempt"], track, name, step,
+                  base[line["host"]] + start / 1e6, took / 1e6, facts)
+             for line in lines for track, name, step, start, took, facts in line["spans"]]
+    offsets = _offsets(spans)
+    ranks = {line["rank"]: _rank(line, base[line["host"]] + offsets.get(line["host"], 0.0)) for line in
+             sorted(lines, key=lambda line: base[line["host"]] + line["time"] / 1e6)}
+    chosen = [replace(span, start=span.start + offsets[span.host]) for span in spans
+              if steps is None or span.step in steps]
+    return RunTimeline(chosen, ranks, offsets, sum(line.get("dropped", 0) for line in lines))
+
+
+def _rank(line: dict[str, Any], base: float) -> RankTimeline:
+    who = line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6
+    if not line["now"]:
+        return RankTimeline(*who, None)
+    name, phase, node, step, start = line["now"]
+    return RankTimeline(*who, Span(line["rank"], line["host"], line["role"], line["attempt"], MAIN, name, step,
+                                   base + start / 1e6, (line["time"] - start) / 1e6, {"phase": phase, "node": node}))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    for text in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # torn by a full disk or the end of its process
+            yield json.loads(text)
+
+
+def _offsets(spans: list[Span]) -> dict[str, float]:
+    """Return by how much each host's clock is to be corrected, in seconds, by the clock of rank 0's host: not at all if
+    no order of two events contradicts that, and otherwise to the middle of what is possible."""
+    if not spans:
+        return {}
+    reference = min(spans, key=lambda span: span.rank).host
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for (host, earlier), (other, later) in _ordered(spans):
+        if host == reference != other:
+            low[other] = max(low.get(other, -math.inf), earlier - later)
+        elif other == reference != host:
+            high[host] = min(high.get(host, math.inf), later - earlier)
+    return {host: _nearest(low.get(host, -math.inf), high.get(host, math.inf))
+            for host in {span.host for span in spans}}
+
+
+def _nearest(low: float, high: float) -> float:
+    if low <= 0 <= high:
+        return 0.0
+    return (low + high) / 2 if math.isfinite(low + high) else low if math.isfinite(low) else high
+
+
+_Moment = tuple[str, float]  # host, and time by its clock
+
+
+def _ordered(spans: list[Span]) -> Iterator[tuple[_Moment, _Moment]]:
+    """Yield pairs of moments of two hosts of which the first cannot have been after the second."""
+    collectives: dict[tuple[int, int], list[Span]] = {}
+    published: dict[Any, list[Span]] = {}
+    for span in spans:
+        if span.track == MAIN and span.name == FINISHING:
+            collectives.setdefault((span.attempt, span.step), []).append(span)
+        elif span.track == WEIGHTS and span.name == "publish":
+            published.setdefault(span.facts.get("version"), []).append(span)
+    for ranks in collectives.values():
+        for one, other in itertools.permutations(_of_each_host(ranks), 2):
+            yield (one.host, one.start), (other.host, other.end)
+    for pull in (span for span in spans if span.track == WEIGHTS and span.name == "pull"):
+        for publish in published.get(pull.facts.get("version"), ()):
+            yield (publish.host, publish.start), (pull.host, pull.end)
+
+
+def _of_each_host(spans: Iterable[Span]) -> list[Span]:
+    """Return for each host the latest to begin: of it the bounds are tightest."""
+    return [*{span.host: span for span in sorted(spans, key=lambda span: span.start)}.values()]

@@ -1,0 +1,226 @@
+"""What each rank did when: written as it happens, read by one clock, and shown by Perfetto or a collector."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.cli import main
+from distflow.errors import InvalidInput
+from distflow.telemetry import perfetto, timeline
+from distflow.telemetry.timeline import Timeline
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def opened(folder: Path, rank: int = 0, role: str = "trainer") -> Timeline:
+    made = Timeline()
+    made.begin(role=role, attempt=0)
+    made.open(folder / "timeline" / f"rank{rank}.jsonl", rank)
+    return made
+
+
+def write_lines(folder: Path, rank: int, host: str, base: float, spans: list[list[Any]]) -> None:
+    """Write what a rank on a machine with another clock would; times and `base` in seconds."""
+    (folder / "timeline").mkdir(exist_ok=True)
+    micro = [[track, name, step, round(1e6 * start), round(1e6 * took), facts]
+             for track, name, step, start, took, facts in spans]
+    line = {"role": "trainer", "attempt": 0, "rank": rank, "host": host, "pid": 7, "base": round(1e6 * base),
+            "time": 0, "now": None, "spans": micro}
+    (folder / "timeline" / f"rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def test_each_activity_ends_where_the_next_begins(folder) -> None:
+    mine = opened(folder)
+    mine.enter("computing node `a`", "generating", 1, "a")
+    with mine.span("transfers", "a → b", columns=["x"]) as facts:
+        facts["bytes"] = 12
+    mine.enter("computing node `b`", "training", 1, "b")
+    mine.enter("waiting for prompts", "waiting", 2)
+    mine.close()
+    run = timeline.read(folder)
+    a, b, wait = (span for span in run.spans if span.track == timeline.MAIN)
+    assert [span.label for span in (a, b, wait)] == ["a", "b", "waiting for prompts"]
+    assert [span.step for span in (a, b, wait)] == [1, 1, 2]
+    assert a.end == pytest.approx(b.start, abs=2e-6)
+    assert b.end == pytest.approx(wait.start, abs=2e-6)
+    transfer, = (span for span in run.spans if span.track == "transfers")
+    assert (transfer.name, transfer.step, transfer.facts) == ("a → b", 1, {"columns": ["x"], "bytes": 12})
+    assert a.start <= transfer.start <= transfer.end <= a.end
+    assert {span.name for span in timeline.read(folder, range(2, 3)).spans} == {"waiting for prompts"}
+
+
+def test_what_goes_on_is_known_though_it_has_not_ended(folder) -> None:
+    mine = opened(folder, 3, "rollout")
+    mine.enter("sampling", "generating", 5)
+    mine.write()  # as its thread does each second
+    rank = timeline.read(folder).ranks[3]
+    assert rank.role == "rollout"
+    assert rank.doing is not None
+    assert (rank.doing.name, rank.doing.step) == ("sampling", 5)
+    assert rank.doing.end == pytest.approx(rank.seen)
+    mine.close()
+    assert timeline.read(folder).ranks[3].doing is None
+
+
+def test_nothing_is_written_before_the_runs_folder_is_there(tmp_path) -> None:
+    mine = opened(tmp_path / "run")
+    mine.enter("sampling", "generating", 1)
+    mine.write()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    mine.close()
+    assert [span.name for span in timeline.read(tmp_path / "run").spans] == ["sampling"]
+
+
+def test_a_file_does_not_grow_for_ever_and_torn_lines_are_passed_over(folder, monkeypatch) -> None:
+    monkeypatch.setattr(timeline, "_LARGEST", 2000)
+    mine = opened(folder)
+    for step in range(1, 60):
+        mine.enter("sampling", "generating", step)
+        mine.write()
+    mine.close()
+    with (folder / "timeline/rank0.jsonl").open("a") as file:
+        file.write('{"role": "tra')
+    files = sorted((folder / "timeline").iterdir())
+    assert [file.name for file in files] == ["rank0.jsonl", "rank0.older.jsonl"]
+    assert all(file.stat().st_size < 3000 for file in files)
+    steps = timeline.read(folder).steps()
+    assert steps == [*range(steps[0], 60)]
+
+
+def test_spans_without_room_are_counted(folder, monkeypatch) -> None:
+    monkeypatch.setattr(timeline, "_MOST", 10)
+    mine = opened(folder)
+    for row in range(25):
+        mine.add("rows", f"row {row}", timeline.now())
+    mine.close()
+    run = timeline.read(folder)
+    assert (len(run.spans), run.dropped) == (10, 15)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 37.5, -4.0])
+def test_clocks_of_two_machines_are_aligned_by_their_collectives(folder, ahead) -> None:
+    """Rank 1's machine is `ahead`; both leave the collectives of steps 1 and 2 at once."""
+    finishing = timeline.FINISHING
+    write_lines(folder, 0, "one", 1000.0, [["", finishing, 1, 10.00, 0.50, {}], ["", finishing, 2, 20.49, 0.02, {}]])
+    write_lines(folder, 1, "two", 1000.0 + ahead - 300.0, [["", finishing, 1, 310.48, 0.02, {}],
+                                                           ["", finishing, 2, 320.00, 0.51, {}]])
+    run = timeline.read(folder)
+    assert run.offsets["one"] == 0.0
+    assert run.offsets["two"] == pytest.approx(-ahead, abs=0.02)
+    ends = {(span.rank, span.step): span.end for span in run.spans}
+    assert ends[0, 1] == pytest.approx(ends[1, 1], abs=0.03)
+
+
+def test_a_rollout_on_another_machine_pulls_nothing_before_it_is_published(folder) -> None:
+    write_lines(folder, 0, "one", 1000.0, [["weights", "publish", 1, 5.0, 0.2, {"version": 3}]])
+    write_lines(folder, 1, "two", 990.0, [["weights", "pull", 1, 5.1, 0.3, {"version": 3}]])
+    run = timeline.read(folder)
+    publish, pull = sorted(run.spans, key=lambda span: span.rank)
+    assert pull.end >= publish.start
+    assert run.offsets["two"] == pytest.approx(9.6)
+
+
+def trace_of(folder: Path) -> list[dict[str, Any]]:
+    with gzip.open(folder / "trace.json.gz") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_once(folder, capsys) -> None:
+    rows = [["rows", f"row {row}", 1, 0.1 * row, 1.0, {"tokens": 5}] for row in range(5)]
+    write_lines(folder, 0, "one", 1000.0, [["", "computing node `a`", 1, 0.0, 2.0, {"phase": "training"}], *rows,
+                                           ["weights", "publish", 1, 2.0, 0.1, {"version": 3}]])
+    write_lines(folder, 1, "one", 1000.0, [["weights", "pull", 1, 2.05, 0.2, {"version": 3}]])
+    failure = {"time": 1001.0, "step": 1, "rank": 1, "event": "failure", "what": "killed"}
+    (folder / "events.jsonl").write_text(json.dumps(failure) + "\n")
+    assert main(["trace", str(folder)]) == 0
+    assert "8 spans of steps 1 to 1" in capsys.readouterr().out
+    events = trace_of(folder)
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0 · trainer · one", "rank 1 · trainer · one"}
+    slices = [event for event in events if event["ph"] == "X"]
+    for thread in {(each["pid"], each["tid"]) for each in slices}:
+        own = sorted((each["ts"], each["dur"]) for each in slices if (each["pid"], each["tid"]) == thread)
+        assert all(start + took <= after for (start, took), (after, _) in zip(own, own[1:])), thread
+    assert min(each["ts"] for each in slices) == 0
+    assert [(event["ph"], event["pid"]) for event in events if event["name"] == "weights"] == [("s", 0), ("f", 1)]
+    mark, = (event for event in events if event["ph"] == "i")
+    assert (mark["name"], mark["ts"], mark["args"]["what"]) == ("failure", 1e6, "killed")
+
+
+def test_mistakes_are_told(folder, capsys) -> None:
+    assert main(["trace", str(folder)]) == 2
+    assert "has no timeline" in capsys.readouterr().err
+    write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.0, 2.0, {}]])
+    for steps, said in (("9", "the run has steps 4 to 4"), ("3:x", "--steps 10:14"), ("7:2", "--steps 10:14")):
+        assert main(["trace", str(folder), "--steps", steps]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_collector_gets_the_spans_with_their_own_times(folder) -> None:
+    message = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.5, 2.0, {"phase": "generating"}]])
+    write_lines(folder, 1, "one", 1000.0, [["transfers", "a → b", 4, 1.0, 0.25, {"bytes": 9, "columns": ["x"]}]])
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        sent = perfetto.send_spans(timeline.read(folder), f"http://127.0.0.1:{server.server_port}/v1/traces", "run")
+        server.shutdown()
+        thread.join()
+    assert sent == 2
+    requests = [message.ExportTraceServiceRequest.FromString(body) for body in bodies]
+    spans = {span.name: span for request in requests for resource in request.resource_spans
+             for scope in resource.scope_spans for span in scope.spans}
+    assert (spans["sampling"].start_time_unix_nano, spans["sampling"].end_time_unix_nano) == (1000.5e9, 1002.5e9)
+    assert {each.key for each in spans["a → b"].attributes} == {"step", "track", "bytes", "columns"}
+
+
+def test_a_collector_that_is_not_there_is_named(folder) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.5, 2.0, {}]])
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_port
+    with pytest.raises(InvalidInput, match="does not take spans"):
+        perfetto.send_spans(timeline.read(folder), f"http://127.0.0.1:{port}/v1/traces", "run")
+
+
+@pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])
+def test_a_run_says_where_all_its_time_goes(launch, workspace, mode) -> None:
+    settings = [part for setting in ("steps=6", *mode) for part in ("--set", setting)]
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", *settings)
+    folder, = (workspace / "runs").iterdir()
+    run = timeline.read(folder)
+    assert run.offsets == dict.fromkeys(run.offsets, 0.0)
+    assert len(run.ranks) == 2
+    for rank in run.ranks:
+        main_track = sorted((span for span in run.spans if span.rank == rank and not span.track), key=lambda s: s.start)
+        gaps = [after.start - before.end for before, after in zip(main_track, main_track[1:])]
+        assert max(map(abs, gaps)) < 1e-3
+    trainer = [span for span in run.main(3) if span.rank == 0]
+    assert "update" in {span.label for span in trainer}
+    assert {"rows"} <= {span.track for span in run.spans}
+    if mode:
+        assert {"publish", "pull", "load", "put samples"} <= {span.name for span in run.spans}
