@@ -24,6 +24,7 @@ roles:
     generation: {max_new_tokens: 8}
 data: {train: train.jsonl, batch: 4, max_prompt_tokens: 48, max_target_tokens: 48}
 checkpoint: {every: 2, keep: 5}
+report: false
 """
 
 REWARD = """

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +20,17 @@ from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.detectors import Alert
-from distflow.telemetry import events, timings
+from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.metrics import current
+from distflow.telemetry.processes import spawn
 from distflow.telemetry.progress import StepProgress
 from distflow.telemetry.run_folder import RunFolder
 from planners import plan as make_plan
 from workers.roles import RoleEngines
 from workers.validation import Validator
 
+_ROOT = Path(__file__).resolve().parents[1]
+_REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
@@ -105,9 +111,20 @@ class Sink:
         write_models(trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
-            self._say(f"{self.plan.name}: finished; everything is in {self.path}. "
-                      f"Look at it:  distflow report {self.path}")
+            look = self.run.report and self._report() or f"Look at it:  distflow report {self.path}"
+            self._say(f"{self.plan.name}: finished; everything is in {self.path}. {look}")
             self.progress.close()
+
+    def _report(self) -> str:
+        """Write the report in a process of its own, which may fail without the run. Return what to do with it; empty if
+        there is none."""
+        timeline.current().write()
+        paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
+                      stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
+        if child.poll(_REPORT_TIMEOUT) is None:
+            child.end()
+        return "" if child.wait() else f"Open {self.path / 'report.html'}"
 
     def _say(self, text: str) -> None:
         if self.progress:
@@ -129,10 +146,14 @@ class Sink:
         values = self.validator.run()
         if self.folder:
             self.folder.write_answers(step, self.validator.answers)
+            self.folder.write_metrics(step, values)
             for name, value in values.items():
-                self.folder.write_metrics(step, {name: value})
-                self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
-                                  f"({time.perf_counter() - start:.1f} s)")
+                kind, _, which = name.partition("/")
+                if kind not in ("validation_low", "validation_high"):
+                    low, high = (values.get(f"{kind}_{end}/{which}", math.nan) for end in ("low", "high"))
+                    within = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}, "
+                    self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
+                              f"({within}{time.perf_counter() - start:.1f} s)")
         reached = values.get(f"validation/{next(iter(settings.data))}", -math.inf)
         return settings.stop_at is not None and reached >= settings.stop_at
 

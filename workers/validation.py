@@ -17,6 +17,7 @@ from distflow.data.dataset import fields_of, open_records
 from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, question_text
 from distflow.plan import Layout, Plan
+from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
 from workers.functions.rewards import as_list, report_failures
@@ -58,9 +59,10 @@ class Validator:
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def run(self) -> dict[str, float]:
-        """Return the mean reward of each set as `validation/NAME`; `data/prompts_cut/NAME` where prompts were cut, and
-        `reward/failed/NAME` where rewards have failed, which count in no mean. Collective."""
-        metrics = Metrics()
+        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `data/prompts_cut/NAME`
+        where prompts were cut, and `reward/failed/NAME` where rewards have failed, which count in no mean.
+        Collective."""
+        metrics, moments = Metrics(), Metrics()
         for name, share in self.shares.items():
             rows = share.rows
             samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0,
@@ -76,11 +78,19 @@ class Validator:
                     rows[: self.shown], share.columns["questions"], share.columns["answers"], own["completions"],
                     scores.rewards)]
             metrics.mean(f"validation/{name}", sum(scores.rewards), sum(scores.keep))
+            moments.add(f"squares/{name}", sum(reward * reward for reward in scores.rewards))
+            moments.add(f"problems/{name}", sum(scores.keep))
             metrics.add(f"reward/failed/{name}", scores.keep.count(False))
             metrics.add(f"data/prompts_cut/{name}", share.cut)
-        values = metrics.collect(gather)
-        rewards = {name: values[name] for name in (f"validation/{each}" for each in self.shares) if name in values}
-        return rewards | {name: value for name, value in values.items() if name not in rewards and value}
+        values, sums = metrics.collect(gather), moments.collect(gather)
+        found: dict[str, float] = {}
+        for name in self.shares:
+            if (mean := values.pop(f"validation/{name}", None)) is not None:
+                found[f"validation/{name}"] = mean
+                problems = int(sums[f"problems/{name}"])
+                bounds = interval_of_mean(mean, sums[f"squares/{name}"] / problems, problems)
+                found |= {f"validation_{end}/{name}": bound for end, bound in zip(("low", "high"), bounds)}
+        return found | {name: value for name, value in values.items() if value}
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:

@@ -382,6 +382,8 @@ class Run(Document):
     """Rows that samples.jsonl gets each step."""
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
+    report: bool = True
+    """Write report.html when the run has come to its end; `distflow report` writes it at any time."""
     timeline: bool = True
     """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)

@@ -43,3 +43,12 @@ def interval(mean: float, mean_of_squares: float, problems: int) -> tuple[float,
     centre = (mean + _Z * _Z / (2 * size)) / (1 + _Z * _Z / size)
     half = _Z / (1 + _Z * _Z / size) * math.sqrt(mean * (1 - mean) / size + (_Z / (2 * size)) ** 2)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def interval_of_mean(mean: float, mean_of_squares: float, problems: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of a mean reward over problems: `interval` if it can be one of values from 0
+    to 1, and else mean ± 1.96 standard errors."""
+    if 0 <= mean_of_squares <= mean <= 1:
+        return interval(mean, mean_of_squares, problems)
+    half = _Z * math.sqrt(max(0.0, mean_of_squares - mean * mean) / max(problems - 1, 1))
+    return mean - half, mean + half

@@ -22,11 +22,15 @@ from typing import Any
 import yaml
 
 from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account, read
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
 _POINTS = 2_000  # most steps of a curve
 _WINDOWS = 60  # of a run, for its sliding ETTR
+_LEARNED = 3  # problems with their first and last answers
+_WARM = 2  # first steps that are no ordinary ones
+_RANKS, _SPANS = 32, 2_000  # of a step whose activities are drawn
 _FILES = ("dag.yaml", "run.yaml")
 
 Run = dict[str, Any]
@@ -48,7 +52,8 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
             "summary": summary, "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
-            "settings": _settings(folder)}
+            "settings": _settings(folder), "learned": _learned(folder / "validation.jsonl"),
+            "steps": _timed_steps(folder)}
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:
@@ -91,6 +96,37 @@ def lines(file: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(content, dict):
                 yield content
+
+
+def _learned(file: Path) -> list[dict[str, Any]]:
+    """Return some problems with the first and the last answer to each: those first that the run has learned."""
+    rows = [row for row in lines(file) if "completions" in row]
+    first, last = (choose((row.get("step", 0) for row in rows), default=0) for choose in (min, max))
+    before, after = ({(row.get("set"), row.get("row")): row for row in rows if row.get("step", 0) == step}
+                     for step in (first, last))
+    both = [{"question": row.get("questions"), "answer": row.get("answers"), "steps": [first, last],
+             "texts": [before[key]["completions"], row["completions"]],
+             "rewards": [before[key].get("rewards"), row.get("rewards")]}
+            for key, row in after.items() if key in before and first < last]
+    return sorted(both, key=lambda pair: (pair["rewards"][0] or 0.0) - (pair["rewards"][1] or 0.0))[:_LEARNED]
+
+
+def _timed_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return what ranks did in an ordinary step, the slowest one and the last one; `start` counts from the step's."""
+    timed = [line for line in lines(folder / "metrics.jsonl") if isinstance(line.get("seconds"), float)]
+    timed = timed[_WARM:] or timed
+    order = sorted(timed, key=lambda line: line["seconds"])
+    kinds = {"the last step": timed[-1], "the slowest step": order[-1], "an ordinary step": order[len(order) // 2]} \
+        if timed else {}
+    found = []
+    for number, kind in {line["step"]: kind for kind, line in kinds.items()}.items():
+        spans = timeline.read(folder, range(number, number + 1), _RANKS).spans
+        shown = [span for span in spans if span.track in (timeline.MAIN, timeline.WEIGHTS) and span.step == number]
+        zero = min((span.start for span in shown), default=0.0)
+        found.append({"step": number, "kind": kind, "spans": [
+            [span.rank, span.role, span.track, span.label, span.facts.get("phase", span.track),
+             round(span.start - zero, 4), round(span.seconds, 4)] for span in shown][:_SPANS]})
+    return [step for step in reversed(found) if step["spans"]]
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:

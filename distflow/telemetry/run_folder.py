@@ -407,7 +407,7 @@ def forget_after(path: Path, step: int, validation: bool = False) -> None:
     with path.open("r+b") as file:  # as bytes: text has more line ends than JSON Lines
         end, dropped, later = 0, False, []
         for line in file:
-            if _step_of(line) > step - (validation and b'"validation/' in line):
+            if _step_of(line) > step - (validation and b'"validation' in line):
                 dropped = True
             elif dropped:
                 later.append(line)

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ MAIN, TRANSFERS, ROWS, PROMPTS, WEIGHTS, CHECKPOINTS = "", "transfers", "rows", 
 FINISHING = "finishing the step"  # ends with a collective of all ranks that train
 _EVERY = 1.0  # seconds between two lines
 _MOST = 20_000  # spans of a line; more are dropped and counted
+_STEPS = re.compile(r'\{"steps": \[(\d+), (\d+)\], ')
 _LARGEST = 64 << 20  # bytes of a file, after which another one is begun; the one before it is kept
 
 
@@ -101,7 +103,8 @@ class Timeline:
             self.path.parent.mkdir(exist_ok=True)
             if os.path.getsize(self.path) > _LARGEST:
                 self.path.replace(_older(self.path))
-        line = {**self.facts, "time": _now(), "now": self.activity, "spans": spans}
+        steps = [span[2] for span in spans] or [self.step]
+        line = {"steps": [min(steps), max(steps)], **self.facts, "time": _now(), "now": self.activity, "spans": spans}
         if self.dropped:
             line["dropped"], self.dropped = self.dropped, 0
         events.add_or_drop(self.path, [json.dumps(line)])
@@ -182,9 +185,12 @@ class RunTimeline:
                       key=lambda span: (span.rank, span.start))
 
 
-def read(folder: Path, steps: range | None = None) -> RunTimeline:
-    """Return a run's timeline, or of some `steps` only, counted from 1. A run without one has no spans."""
-    lines = [line for file in sorted((folder / FOLDER).glob("rank*.jsonl")) for line in _lines(file)]
+def read(folder: Path, steps: range | None = None, most: int | None = None) -> RunTimeline:
+    """Return a run's timeline, or that of some `steps` only, counted from 1, and of the first `most` ranks. A run
+    without one has no spans."""
+    files = [(_rank_of(file), file) for file in (folder / FOLDER).glob("rank*.jsonl")]
+    chosen = sorted({rank for rank, _ in files})[:most]
+    lines = [line for rank, file in sorted(files) if rank in chosen for line in _lines(file, steps)]
     bases: dict[str, list[int]] = {}
     for line in lines:
         bases.setdefault(line["host"], []).append(line["base"])
@@ -195,9 +201,9 @@ def read(folder: Path, steps: range | None = None) -> RunTimeline:
     offsets = _offsets(spans)
     ranks = {line["rank"]: _rank(line, base[line["host"]] + offsets.get(line["host"], 0.0)) for line in
              sorted(lines, key=lambda line: base[line["host"]] + line["time"] / 1e6)}
-    chosen = [replace(span, start=span.start + offsets[span.host]) for span in spans
+    wanted = [replace(span, start=span.start + offsets[span.host]) for span in spans
               if steps is None or span.step in steps]
-    return RunTimeline(chosen, ranks, offsets, sum(line.get("dropped", 0) for line in lines))
+    return RunTimeline(wanted, ranks, offsets, sum(line.get("dropped", 0) for line in lines))
 
 
 def _rank(line: dict[str, Any], base: float) -> RankTimeline:
@@ -209,10 +215,19 @@ def _rank(line: dict[str, Any], base: float) -> RankTimeline:
                                    base + start / 1e6, (line["time"] - start) / 1e6, {"phase": phase, "node": node}))
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    for text in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # torn by a full disk or the end of its process
-            yield json.loads(text)
+def _rank_of(file: Path) -> int:
+    return int(file.name.removeprefix("rank").partition(".")[0])
+
+
+def _lines(file: Path, steps: range | None) -> Iterator[dict[str, Any]]:
+    """Yield the lines with any of these steps, without reading the others, and the last one: a long run has many."""
+    texts = file.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(texts):
+        found = _STEPS.match(text)
+        if steps is None or number == len(texts) - 1 or not found or (
+                int(found[2]) >= steps.start and int(found[1]) < steps.stop):
+            with contextlib.suppress(ValueError):  # torn by a full disk or the end of its process
+                yield json.loads(text)
 
 
 def _offsets(spans: list[Span]) -> dict[str, float]:

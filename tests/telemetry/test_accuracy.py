@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from distflow.telemetry.accuracy import interval, pass_at
+from distflow.telemetry.accuracy import interval, interval_of_mean, pass_at
 
 
 @pytest.mark.parametrize("answers", [1, 2, 5, 7])
@@ -54,3 +54,10 @@ def test_it_covers_the_truth_about_as_often_as_it_says():
 def test_values_outside_of_zero_to_one_are_refused(mean, squares, problems):
     with pytest.raises(ValueError, match="an interval wants"):
         interval(mean, squares, problems)
+
+
+def test_rewards_that_are_no_shares_have_an_interval_by_standard_errors():
+    rewards = [-1.0, 0.5, 2.0, 3.5]  # mean 1.25, deviation 1.9365
+    low, high = interval_of_mean(1.25, sum(reward * reward for reward in rewards) / 4, 4)
+    assert (low, high) == pytest.approx((1.25 - 1.959964 * 1.9365 / 2, 1.25 + 1.959964 * 1.9365 / 2), abs=1e-3)
+    assert interval_of_mean(0.8, 0.8, 10) == interval(0.8, 0.8, 10)

@@ -142,3 +142,47 @@ def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
     assert said == ""
     assert page.count('class="sample"') == 1
     assert "<mark>answer 3</mark>" in page
+
+
+@pytest.fixture
+def timed(run) -> Path:
+    """A run with validation and timelines."""
+    folder = run("one", steps=6)
+    lines(folder / "validation.jsonl", [
+        {"step": step, "set": "validation/held", "row": row, "questions": f"question {row}", "answers": str(row),
+         "completions": f"answer of step {step}", "rewards": reward}
+        for step, rewards in ((0, (0.0, 1.0, 0.0)), (3, (0.0, 0.0, 0.0)), (6, (1.0, 1.0, 0.0)))
+        for row, reward in enumerate(rewards)])
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines(folder / "metrics.jsonl", [{**line, "seconds": 0.5 + (line["step"] == 4) - 0.2 * (line["step"] == 6)} for line in metrics])
+    (folder / "timeline").mkdir()
+    for rank in range(2):
+        spans = [["", "computing node `rollout`", step, 1_000_000 * step, 400_000, {"phase": "generating",
+                                                                                    "node": "rollout"}]
+                 for step in range(1, 7)]
+        line = {"steps": [1, 6], "role": "trainer", "attempt": 0, "rank": rank, "host": "one", "pid": 7,
+                "base": 0, "time": 0, "now": None, "spans": spans}
+        lines(folder / "timeline" / f"rank{rank}.jsonl", [line])
+    return folder
+
+
+def test_learned_answers_and_timed_steps_are_found(timed):
+    found = read_run(timed)
+    first = found["learned"][0]
+    assert (first["question"], first["rewards"], first["steps"]) == ("question 0", [0.0, 1.0], [0, 6])
+    assert first["texts"] == ["answer of step 0", "answer of step 6"]
+    by_kind = {step["kind"]: step["step"] for step in found["steps"]}
+    assert by_kind["the slowest step"] == 4
+    assert by_kind["the last step"] == 6
+    assert found["steps"][0]["spans"] == [[rank, "trainer", "", "rollout", "generating", 0.0, 0.4] for rank in (0, 1)]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.run
+def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
+    write_report([timed], tmp_path / "report.html")
+    page, said = in_browser(tmp_path / "report.html")
+    assert said == ""
+    assert "answer of step 6" in page
+    assert "rank 1 · trainer" in page
+    assert "step 5: an ordinary step" in page

@@ -58,8 +58,12 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     for _ in range(2):
         values = validator.run()
         assert [row["completions"] for row in validator.answers["hard"]] == ["345", "456"]
+        bounds = {name: values.pop(name) for name in [*values] if name.startswith("validation_")}
         assert list(values.items()) == [("validation/easy", 1.0), ("validation/hard", pytest.approx(1 / 3)),
                                         ("data/prompts_cut/hard", 2.0)]
+        for name in ("easy", "hard"):
+            assert 0 < bounds[f"validation_low/{name}"] < values[f"validation/{name}"]
+            assert values[f"validation/{name}"] <= bounds[f"validation_high/{name}"] <= 1
     assert role.encoded == 5
     assert "data/prompts_cut" not in current().collect(lambda part: [part])
 
