@@ -1,5 +1,6 @@
-"""`distflow report` and `trace`: look at runs that go on or have ended.
+"""`distflow watch`, `report` and `trace`: look at runs that go on or have ended.
 
+    watch    a run that goes on, on the terminal
     report   a page of one or several runs
     trace    what each rank did when, for Perfetto or an OpenTelemetry collector
 """
@@ -65,6 +66,18 @@ def trace(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("--once", action="store_true", help="print it once; so it is where there is no terminal")
+
+
+def watch(options: argparse.Namespace) -> int:
+    from distflow.telemetry.watch import watch as show
+
+    show(Path(options.run), options.once)
+    return 0
+
+
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     try:
@@ -85,6 +98,8 @@ def _unwritable(file: Path, error: OSError) -> InvalidInput:
 
 
 VERBS = {
+    "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
+                  watch),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
                    _add_report_arguments, report),
     "trace": Verb("write what each rank did when, as a trace that Perfetto shows", _add_trace_arguments, trace),

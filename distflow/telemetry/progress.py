@@ -15,7 +15,7 @@ from distflow.telemetry import events
 _SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
           ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
 _BAR, _BESIDE = 10, 12  # columns of the bar itself, and of the time left with the space between all parts
-_LONG, _EVERY, _SILENCE = 100, 10, 30.0
+_LONG, _EVERY, _SILENCE = 100, 10, 10.0
 """Without a terminal a run of more steps than `_LONG` has a line each tenth step, and one after so many seconds."""
 
 

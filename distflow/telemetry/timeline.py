@@ -104,7 +104,8 @@ class Timeline:
             if os.path.getsize(self.path) > _LARGEST:
                 self.path.replace(_older(self.path))
         steps = [span[2] for span in spans] or [self.step]
-        line = {"steps": [min(steps), max(steps)], **self.facts, "time": _now(), "now": self.activity, "spans": spans}
+        line = {"steps": [min(steps), max(steps)], **self.facts, "time": _now(), "memory": _resident(),
+                "now": self.activity, "spans": spans}
         if self.dropped:
             line["dropped"], self.dropped = self.dropped, 0
         events.add_or_drop(self.path, [json.dumps(line)])
@@ -112,6 +113,13 @@ class Timeline:
     def _write_often(self) -> None:
         while not self.ended.wait(_EVERY):
             self.write()
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process has."""
+    with contextlib.suppress(OSError):  # another system
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return 0
 
 
 def _now() -> int:
@@ -158,7 +166,8 @@ class Span:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """What a rank does at the end of its file. seen: when it wrote last, in seconds since the epoch."""
+    """What a rank does at the end of its file. seen: when it wrote last, in seconds since the epoch. memory: of its
+    process, in bytes. version: of the weights that it published or loaded last, as far as the line tells."""
 
     rank: int
     role: str
@@ -166,6 +175,8 @@ class RankTimeline:
     pid: int
     attempt: int
     seen: float
+    memory: int
+    version: int | None
     doing: Span | None
 
 
@@ -207,12 +218,35 @@ def read(folder: Path, steps: range | None = None, most: int | None = None) -> R
 
 
 def _rank(line: dict[str, Any], base: float) -> RankTimeline:
-    who = line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6
+    versions = [facts.get("version") for track, name, *_, facts in line["spans"] if track == WEIGHTS and name != "pull"]
+    who = (line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6,
+           line.get("memory", 0), versions[-1] if versions else None)
     if not line["now"]:
         return RankTimeline(*who, None)
     name, phase, node, step, start = line["now"]
     return RankTimeline(*who, Span(line["rank"], line["host"], line["role"], line["attempt"], MAIN, name, step,
                                    base + start / 1e6, (line["time"] - start) / 1e6, {"phase": phase, "node": node}))
+
+
+def newest(folder: Path, most: int | None = None) -> dict[int, RankTimeline]:
+    """Return what each rank, or the first `most`, does now, from the last line of its file: of a run that goes on."""
+    files = sorted((folder / FOLDER).glob("rank*[0-9].jsonl"), key=_rank_of)[:most]
+    lines = (json.loads(text) for file in files if (text := _last_line(file)))
+    return {line["rank"]: _rank(line, line["base"] / 1e6) for line in lines}
+
+
+def _last_line(file: Path) -> bytes:
+    """Return the last whole line of a file, whatever its length."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for back in itertools.accumulate(itertools.repeat(1 << 16), lambda step, _: 4 * step):
+            stream.seek(max(0, size - back))
+            *whole, _torn = stream.read(size).split(b"\n")
+            if len(whole) > 1 or (back >= size and whole):
+                return whole[-1]
+            if back >= size:
+                return b""
+    return b""
 
 
 def _rank_of(file: Path) -> int:

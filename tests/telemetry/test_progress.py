@@ -35,7 +35,7 @@ def test_a_long_run_has_a_line_each_tenth_step(capsys, monkeypatch):
     progress = StepProgress("grpo", 240, 200)
     for step in range(201, 241):
         if step == 227:
-            monkeypatch.setattr(progress, "shown", progress.shown - 31)  # as if it had been silent for half a minute
+            monkeypatch.setattr(progress, "shown", progress.shown - 11)  # as if it had been silent for so many seconds
         progress.step({"loss": 0.5})
     shown = [int(line.split()[2].partition("/")[0]) for line in capsys.readouterr().out.splitlines()]
     assert shown == [201, 210, 220, 227, 230, 240]
