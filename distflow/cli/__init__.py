@@ -13,9 +13,9 @@ from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "run": "runs", "resume": "runs",
-           "board": "board", "watch": "look", "report": "look", "trace": "look", "faults": "running_job",
-           "inject": "running_job", "scale": "running_job", "set": "running_job", "export": "runs",
-           "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog"}
+           "board": "board", "watch": "look", "why": "look", "report": "look", "trace": "look",
+           "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
+           "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog"}
 """Module of `distflow.cli` that describes each verb in its `VERBS`, in the order of the help."""
 
 

@@ -1,6 +1,7 @@
-"""`distflow watch`, `report` and `trace`: look at runs that go on or have ended.
+"""`distflow watch`, `why`, `report` and `trace`: look at runs that go on or have ended.
 
     watch    a run that goes on, on the terminal
+    why      why a run is slow, stuck or dead, or its reward fell
     report   a page of one or several runs
     trace    what each rank did when, for Perfetto or an OpenTelemetry collector
 """
@@ -78,6 +79,19 @@ def watch(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_why_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("--step", type=int, metavar="N", help="explain this step; default: what goes on now")
+
+
+def why(options: argparse.Namespace) -> int:
+    from distflow.telemetry.why import explain
+
+    for line in explain(Path(options.run), options.step):
+        print(line)
+    return 0
+
+
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     try:
@@ -100,6 +114,7 @@ def _unwritable(file: Path, error: OSError) -> InvalidInput:
 VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
+    "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
                    _add_report_arguments, report),
     "trace": Verb("write what each rank did when, as a trace that Perfetto shows", _add_trace_arguments, trace),

@@ -1,0 +1,313 @@
+"""Explains why a run is slow, stuck or dead, and why its reward fell: from the files of its folder.
+
+    stuck        what each rank does and for how long, who waits for whom, and the stacks of the one they wait for
+    dead         the failure that ended it, and what went before
+    slow         the critical path of a step: the chain of activities, across ranks, that made it as long as it was
+    fallen       since which step the reward is lower, and what else changed there
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry import ettr, timeline
+from distflow.telemetry.report import lines
+from distflow.telemetry.run_folder import SUMMARY
+from distflow.telemetry.run_lock import in_use
+from distflow.telemetry.timeline import MAIN, RankTimeline, Span
+
+WAITING = "waiting"
+_SILENT = 10.0  # seconds without a sign after which a rank has stopped
+_LATE = 5.0  # an activity is late after so many times its usual duration, and at least so many seconds
+_AROUND = 3  # steps before and after one in which another group may have worked for it
+_TINY = 1e-4  # seconds: less is no part of a path
+_WARM = 2  # first steps that are no ordinary ones
+_SPLIT, _SURE = 8, 5.0  # fewest steps on each side of a fall, and standard errors that make it one
+_TECHNICAL = ("seconds", "tokens", "samples", "wall", "epoch", "memory", "snapshot", "checkpoint", "data/",
+              "advantages")
+"""First parts of metrics that do not explain a reward."""
+_RELATED = 4  # other metrics that are named for a fall
+_ADVICE = {
+    "generating": "Sampling takes the time. Shorter answers (`roles.NAME.generation.max_new_tokens`), another engine "
+                  "(`roles.NAME.rollout: vllm`), or `mode: async`, where training does not wait for the longest one.",
+    "inference": "A frozen model takes the time. Give its node more ranks (`layouts.NODE`), or in mode async `fuse: "
+                 "true`, which computes it while others sample.",
+    "training": "Training takes the time. More ranks, a larger `roles.NAME.micro_batch_tokens`, or `recompute: false` "
+                "where memory allows.",
+    "computing": "A function without a model takes the time: see its node in `metrics.jsonl` (`seconds/NODE`), and "
+                 "`reward/seconds` if it scores.",
+    "tools": "Environments take the time. Start more of them at a time, or use `mode: async`, which samples other rows "
+             "meanwhile.",
+    "publishing": "Publishing weights takes the time: see `transport`.",
+    "saving": "Snapshots take the time: `robust.snapshots: false` leaves them out.",
+    "validating": "Validation and checkpoints take the time: a larger `validation.every` and `checkpoint.every`.",
+    WAITING: "Nobody computes: data moves, or ranks wait for another group. In mode async a trainer that waits for "
+             "prompts wants more rollouts (`groups.rollout`) or more `staleness`.",
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a critical path. rank: which computes then, or waits with all others."""
+
+    rank: int
+    label: str
+    phase: str
+    seconds: float
+
+
+def explain(folder: Path, step: int | None = None) -> Iterator[str]:
+    """Yield the explanation, line by line.
+
+    Args:
+        step: explain this step; default: what goes on now, or why the run has ended, and an ordinary step.
+
+    Raises:
+        InvalidInput: it is no run's folder, or it has no such step.
+    """
+    if not (folder / "launch.json").is_file():
+        raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
+                                      "Name the folder, as  distflow why runs/grpo-1"))
+    metrics = [line for line in lines(folder / "metrics.jsonl") if isinstance(line.get("seconds"), float)]
+    if step is None:
+        if in_use(folder):
+            yield from stuck(folder, len(metrics))
+        elif not (folder / SUMMARY).is_file():
+            yield from dead(folder)
+    elif step not in {line["step"] for line in metrics}:
+        raise InvalidInput(f"--step {step}: the run has steps 1 to {len(metrics)}" if metrics else
+                           f"--step {step}: no step of the run is done")
+    if metrics:
+        yield from slow(folder, metrics, _ordinary(metrics) if step is None else step)
+        yield from fallen(folder, metrics)
+
+
+def _ordinary(metrics: Sequence[dict[str, Any]]) -> int:
+    """Return the step of median duration."""
+    timed = sorted(metrics[_WARM:] or metrics, key=lambda line: line["seconds"])
+    return timed[len(timed) // 2]["step"]
+
+
+def stuck(folder: Path, done: int) -> Iterator[str]:
+    """Say what ranks do now, which of them the others wait for, and where it stands in its code."""
+    ranks, now = timeline.newest(folder), time.time()
+    usual = _usual_seconds(timeline.read(folder, range(max(1, done - 5), done + 1)).spans)
+    yield f"{folder.name} goes on; {done} steps are done."
+    late: dict[int, float] = {}  # by rank, how much later than usual; without a sign it is later than all others
+    for number, rank in sorted(ranks.items()):
+        if rank.doing is None:
+            continue
+        spent, silence = now - rank.doing.start, now - rank.seen
+        often = usual.get((rank.role, rank.doing.name))
+        yield (f"  rank {number} ({rank.role}): {rank.doing.name}, step {rank.doing.step}, for {spent:.1f} s"
+               f"{f', usually {often:.2f} s' if often is not None else ''}"
+               f"{f'; no sign of it for {silence:.0f} s' if silence > _SILENT else ''}")
+        ratio = spent / max(often or 0.0, 1e-3)
+        if silence > _SILENT:
+            late[number] = math.inf
+        elif _phase(rank.doing) != WAITING and spent > _LATE and ratio > _LATE:
+            late[number] = ratio
+    if late:
+        yield from _culprit(ranks[max(late, key=lambda number: late[number])], ranks, late, now)
+    else:
+        yield "No rank takes much longer than usual."
+
+
+def _culprit(rank: RankTimeline, ranks: dict[int, RankTimeline], late: dict[int, float], now: float) -> Iterator[str]:
+    """Say who waits for a rank. Ranks that are late themselves may wait for it inside a collective."""
+    assert rank.doing is not None
+    named = f"rank {rank.rank} on {rank.host} (process {rank.pid})"
+    waiting = [number for number, other in sorted(ranks.items()) if other.doing and number != rank.rank
+               and (_phase(other.doing) == WAITING or 0 < late.get(number, 0.0) < math.inf)]
+    if waiting:
+        yield f"Waiting for {named}: rank {', '.join(map(str, waiting))}."
+    if now - rank.seen > _SILENT:
+        yield (f"It gives no sign: it is stopped, its machine is gone, or it waits for a disk. Its supervisor restarts "
+               f"it when detector `frozen` says so; at once:  distflow inject RUN kill --rank {rank.rank}")
+    else:
+        yield _ADVICE.get(_phase(rank.doing), "")
+    yield from stacks(rank)
+
+
+def stacks(rank: RankTimeline) -> Iterator[str]:
+    """Yield the stacks of a rank's process, by py-spy, if both are here."""
+    if rank.host != gethostname():
+        yield f"Its stacks:  py-spy dump --pid {rank.pid}   on {rank.host}"
+        return
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if program is None:
+        yield f"To see where it stands:  pip install py-spy;  py-spy dump --pid {rank.pid}"
+        return
+    done = subprocess.run([program, "dump", "--pid", str(rank.pid)], capture_output=True, text=True, check=False)
+    yield "Where it stands:"
+    yield from (f"  {line}" for line in (done.stdout or done.stderr).splitlines())
+
+
+def dead(folder: Path) -> Iterator[str]:
+    """Say what ended a run that has neither come to its end nor goes on."""
+    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
+    failures = [event for event in events if event["event"] == "failure"]
+    yield f"{folder.name} does not go on, and has not come to its end."
+    if not failures:
+        yield "It has no failure in events.jsonl: it was stopped from outside, with torchrun."
+    for event in failures[-3:]:
+        yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
+               f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
+        yield f"    then: {event['verdict']}"
+    yield f"Go on from the newest checkpoint:  distflow resume {folder}"
+
+
+def slow(folder: Path, metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
+    """Say what made a step as long as it was, and what is unusual about it."""
+    seconds = next(line["seconds"] for line in metrics if line["step"] == step)
+    usual = statistics.median(line["seconds"] for line in metrics[_WARM:] or metrics)
+    yield f"Step {step} took {seconds:.2f} s; the median is {usual:.2f} s."
+    path = critical_path(timeline.read(folder, range(step - _AROUND, step + _AROUND + 1)).spans, step)
+    if not path:
+        yield "It has no timeline, which would say where the time went (`timeline: true`)."
+        return
+    total = sum(part.seconds for part in path)
+    parts: dict[tuple[int, str, str], float] = {}
+    for part in path:
+        key = part.rank, part.label, part.phase
+        parts[key] = parts.get(key, 0.0) + part.seconds
+    yield "Its critical path, longest part first:"
+    for (rank, label, phase), taken in sorted(parts.items(), key=lambda item: -item[1]):
+        if taken >= 0.01 * total:
+            yield f"  {taken:8.3f} s  {taken / total:4.0%}  rank {rank}  {phase:10}  {label}"
+    yield from _unusual(metrics, step)
+    by_phase: dict[str, float] = {}
+    for part in path:
+        by_phase[part.phase] = by_phase.get(part.phase, 0.0) + part.seconds
+    yield _ADVICE.get(max(by_phase, key=lambda phase: by_phase[phase]), "")
+
+
+def _unusual(metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
+    mine = next(line for line in metrics if line["step"] == step)
+    for name in sorted(name for name in mine if name.startswith("seconds/") and isinstance(mine[name], float)):
+        usual = statistics.median(line[name] for line in metrics if isinstance(line.get(name), float))
+        if mine[name] > 1.5 * usual and mine[name] - usual > 0.05 * mine["seconds"]:
+            yield f"  unusual: node `{name[8:]}` took {mine[name]:.2f} s, usually {usual:.2f} s"
+
+
+def critical_path(spans: Sequence[Span], step: int) -> list[Segment]:
+    """Return what the end of a step waited for, and what that waited for, back to its beginning; in order of time.
+
+    Where a rank waits, the path goes to the rank that was the last to finish something meanwhile; what is left of the
+    wait is movement of data, or of messages.
+    """
+    main = [span for span in spans if span.track == MAIN]
+    trainer = [span for span in main if span.step == step and span.role == "trainer"]
+    if not trainer:
+        return []
+    begin, last = min(span.start for span in trainer), max(trainer, key=lambda span: span.end)
+    rank, now, path = last.rank, last.end, list[Segment]()
+    while now - begin > _TINY:
+        span = max((each for each in main if each.rank == rank and each.start < now - _TINY),
+                   key=lambda each: each.start, default=None)
+        if span is None or span.end < begin:
+            path.append(Segment(rank, "nothing recorded", WAITING, now - begin))
+            break
+        start = max(span.start, begin)
+        if _phase(span) == WAITING and (other := _finished_last(main, rank, start, now)) is not None:
+            path.append(Segment(rank, span.label, WAITING, now - min(other.end, now)))
+            rank, now = other.rank, min(other.end, now)
+            if other.start >= now - _TINY:
+                now = other.start
+            else:
+                path.append(Segment(rank, other.label, _phase(other), now - max(other.start, begin)))
+                now = max(other.start, begin)
+            continue
+        path.append(Segment(rank, span.label, _phase(span), now - start))
+        now = start
+    return [part for part in reversed(path) if part.seconds > _TINY]
+
+
+def _phase(span: Span) -> str:
+    return span.facts.get("phase") or WAITING
+
+
+def _finished_last(main: Sequence[Span], rank: int, start: float, end: float) -> Span | None:
+    """Return what another rank was the last to do, of what it finished, or still did, between two moments."""
+    busy = [span for span in main if span.rank != rank and _phase(span) != WAITING and span.start < end - _TINY
+            and span.end > start + _TINY]
+    return max(busy, key=lambda span: min(span.end, end), default=None)
+
+
+def _usual_seconds(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
+    """Return the median duration of each activity of a role."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for span in (span for span in spans if span.track == MAIN):
+        found.setdefault((span.role, span.name), []).append(span.seconds)
+    return {key: statistics.median(each) for key, each in found.items()}
+
+
+def fallen(folder: Path, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Say since when the reward is lower than before, and what changed there; nothing if it is not."""
+    name = "environment/reward" if "environment/reward" in metrics[-1] else "reward/mean"
+    rows = [line for line in metrics if isinstance(line.get(name), float)]
+    at = fall([line[name] for line in rows])
+    if at is None:
+        return
+    before, after = (rows[:at], rows[at:])
+    step = rows[at]["step"]
+    yield (f"The reward fell at step {step}: from {_mean(before, name):.3f} before to {_mean(after, name):.3f} since.")
+    for other, shift in _shifts(before, after, name)[:_RELATED]:
+        yield f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations)"
+    for event in _events_near(folder, rows[max(0, at - 2)]["step"], step):
+        yield f"  step {event['step']}: {event['event']} {event.get('what') or event.get('why') or ''}".rstrip()
+    worst = sorted((row for row in lines(folder / "samples.jsonl") if row.get("step", 0) >= step
+                    and isinstance(row.get("rewards"), int | float)), key=lambda row: row["rewards"])[:1]
+    for row in worst:
+        yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {json.dumps(row.get('questions'))[:100]}"
+        yield f"    {json.dumps(row.get('completions'))[:200]}"
+
+
+def fall(values: Sequence[float]) -> int | None:
+    """Return the index since which values are lower, where the two sides differ most; None if they do not differ by
+    more than chance explains."""
+    best, found = _SURE, None
+    for at in range(_SPLIT, len(values) - _SPLIT + 1):
+        before, after = values[max(0, at - 10 * _SPLIT) : at], values[at:]
+        error = (statistics.variance(before) / len(before) + statistics.variance(after) / len(after)) ** 0.5
+        gap = statistics.mean(before) - statistics.mean(after)
+        if gap > best * error and gap > 0:
+            best, found = gap / error if error else float("inf"), at
+    return found
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    return statistics.mean(values) if values else float("nan")
+
+
+def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], reward: str) -> list[tuple[str, float]]:
+    """Return the other metrics by how far their mean moved, in deviations of a step before."""
+    found = []
+    for name in after[-1]:
+        values = [row[name] for row in before if isinstance(row.get(name), float)]
+        if name.startswith(_TECHNICAL) or name == reward or len(values) < _SPLIT:
+            continue
+        spread = statistics.stdev(values)
+        moved = _mean(after, name) - statistics.mean(values)
+        if spread and abs(moved) > 2 * spread:
+            found.append((name, moved / spread))
+    return sorted(found, key=lambda pair: (not pair[0].startswith("reward/"), -abs(pair[1])))
+
+
+def _events_near(folder: Path, first: int, last: int) -> list[dict[str, Any]]:
+    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
+    kinds = ("failure", "settings changed", "state restored", "reward_failed", "environment_failed", "scaled")
+    return [event for event in events if event["event"] in kinds and first <= event["step"] <= last]

@@ -1,0 +1,149 @@
+"""Why a run is slow, stuck or dead, or its reward fell: said from its files, also of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import command, environment
+
+from distflow.cli import main
+from distflow.telemetry import timeline
+from distflow.telemetry.timeline import Span
+from distflow.telemetry.why import Segment, critical_path, explain, fall
+
+
+def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
+    return Span(rank, "one", role, 0, "", name, step, start, end - start, {"phase": phase, "node": ""})
+
+
+def test_a_path_leads_to_the_rank_that_others_wait_for() -> None:
+    """Rank 1 samples longer; rank 0 trains longer."""
+    spans = [span(0, "a", "generating", 0, 2), span(0, "wait", "waiting", 2, 5.5), span(0, "b", "training", 5.5, 9),
+             span(1, "a", "generating", 0, 5), span(1, "wait", "waiting", 5, 5.5), span(1, "b", "training", 5.5, 7),
+             span(1, "finishing", "waiting", 7, 9)]
+    assert critical_path(spans, 1) == [Segment(1, "a", "generating", 5), Segment(0, "wait", "waiting", 0.5),
+                                       Segment(0, "b", "training", 3.5)]
+
+
+def test_a_path_crosses_groups_that_are_in_other_steps() -> None:
+    """The trainer waits for samples of a rollout that counts its own steps; before them the rollout loads weights."""
+    spans = [span(0, "prompts", "waiting", 10, 14), span(0, "update", "training", 14, 15),
+             span(1, "idle", "waiting", 8, 11, "rollout", 3), span(1, "sampling", "generating", 11, 13.5, "rollout", 3)]
+    assert critical_path(spans, 1) == [
+        Segment(1, "idle", "waiting", 1), Segment(1, "sampling", "generating", 2.5),
+        Segment(0, "prompts", "waiting", 0.5), Segment(0, "update", "training", 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_path_is_as_long_as_its_step(seed) -> None:
+    draw, spans = random.Random(seed), []
+    for rank in range(4):
+        now = 0.0
+        for _ in range(30):
+            took = draw.uniform(0.01, 1.0)
+            spans.append(span(rank, "x", draw.choice(["waiting", "generating", "training"]), now, now + took))
+            now += took
+    path = critical_path(spans, 1)
+    assert sum(part.seconds for part in path) == pytest.approx(max(each.end for each in spans), abs=0.02)
+
+
+def test_a_step_without_a_timeline_has_no_path() -> None:
+    assert critical_path([], 1) == []
+    assert critical_path([span(0, "a", "generating", 0, 1, "rollout")], 1) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_is_no_fall_and_growth_is_none_either(seed) -> None:
+    draw = random.Random(seed)
+    assert fall([draw.gauss(0.5, 0.1) for _ in range(200)]) is None
+    assert fall([step / 200 + draw.gauss(0, 0.1) for step in range(200)]) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_fall_is_found_where_it_was(seed) -> None:
+    draw = random.Random(seed)
+    values = [draw.gauss(0.8 if step < 120 else 0.5, 0.1) for step in range(160)]
+    assert fall(values) == pytest.approx(120, abs=5)
+    assert fall([1.0] * 20 + [0.0] * 20) == 20
+
+
+def run_folder(folder: Path, rewards: list[float]) -> Path:
+    (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(
+        {"step": step, "seconds": 1.0 + (step == 9), "seconds/a": 0.5 + (step == 9), "reward/mean": reward,
+         "reward/math": 0.4 * reward + 0.001 * (step % 3), "response/length": 40.0 + step % 5 + 90 * (reward < 0.5)})
+        + "\n" for step, reward in enumerate(rewards, 1)))
+    return folder
+
+
+def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
+    folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
+    (folder / "summary.json").write_text("{}")
+    (folder / "events.jsonl").write_text(json.dumps(
+        {"time": 1.0, "step": 31, "rank": 0, "event": "settings changed", "what": "learning_rate=1"}) + "\n")
+    (folder / "samples.jsonl").write_text(json.dumps(
+        {"step": 40, "questions": "How many?", "completions": "so many words", "rewards": 0.1}) + "\n")
+    said = list(explain(folder))
+    at = next(index for index, line in enumerate(said) if line.startswith("The reward fell at step 31: from 0.814"))
+    assert said[at + 1].startswith("  reward/math: ")
+    assert said[at + 2].startswith("  response/length: ")
+    assert "  step 31: settings changed learning_rate=1" in said
+    assert '    "so many words"' in said
+    said = list(explain(folder, 9))
+    assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
+
+
+def test_mistakes_are_told(tmp_path, capsys) -> None:
+    assert main(["why", str(tmp_path)]) == 2
+    assert "distflow why runs/grpo-1" in capsys.readouterr().err
+    run_folder(tmp_path, [0.5] * 3)
+    assert main(["why", str(tmp_path), "--step", "7"]) == 2
+    assert "the run has steps 1 to 3" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace, capsys) -> None:
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "whole")
+    assert main(["why", str(workspace / "runs/whole")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Step ")
+    assert "critical path" in said
+    assert "training    update" in said
+    (workspace / "runs/whole/summary.json").unlink()
+    assert main(["why", str(workspace / "runs/whole")]) == 0
+    said = capsys.readouterr().out
+    assert "does not go on, and has not come to its end" in said
+    assert "distflow resume" in said
+
+
+def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready, capsys) -> None:
+    """A worker is stopped, as a debugger or a machine in trouble would do."""
+    process = subprocess.Popen(command(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "stuck", "--set",
+                                       "steps=1000"), cwd=workspace, env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    folder = workspace / "runs/stuck"
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step 10/" in line:
+                break
+        victim = timeline.newest(folder)[1].pid
+        os.kill(victim, signal.SIGSTOP)
+        # Its last line grows old by itself: nothing else can be waited for.
+        while True:
+            said = list(explain(folder))
+            if any("no sign of it" in line for line in said):
+                break
+        text = "\n".join(said)
+        assert f"Waiting for rank 1 on {os.uname().nodename} (process {victim}): rank 0." in text
+        assert "distflow inject RUN kill --rank 1" in text
+        assert "Where it stands:" in text or "pip install py-spy" in text
+        os.kill(victim, signal.SIGCONT)
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
