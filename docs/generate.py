@@ -1,15 +1,14 @@
-"""Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py: `make docs`.
+"""Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py, and dags/schema/, the JSON
+schemas of what users write: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import sys
-import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from distflow.cli.json_schema import KINDS, descriptions, schema  # noqa: E402 - needs the path above
 from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
 
-PAGE = ROOT / "docs/run_file.md"
+PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
 HEAD = """# The run file
 
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
@@ -72,13 +72,6 @@ def _section(place: str, kind: type[Document]) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def descriptions(kind: type[Document]) -> dict[str, str]:
-    """Return the text below each field of a document's source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-    return {field.target.id: text.value.value for field, text in zip(body, body[1:])
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)}
-
-
 def _value(schema: dict[str, Any]) -> str:
     """Return which values a key takes."""
     if choices := [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]:
@@ -110,4 +103,7 @@ def _text(text: str | None) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    print(PAGE)
+    SCHEMAS.mkdir(exist_ok=True)
+    for name in KINDS:
+        (SCHEMAS / f"{name}.json").write_text(json.dumps(schema(name), indent=1, ensure_ascii=False) + "\n")
+    print(PAGE, SCHEMAS)

@@ -15,17 +15,13 @@ from distflow.launch import INVALID, refuse_foreign_packages
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "run": "runs", "resume": "runs",
            "board": "board", "watch": "look", "why": "look", "report": "look", "trace": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
-           "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog"}
+           "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",
+           "schema": "author", "completion": "author"}
 """Module of `distflow.cli` that describes each verb in its `VERBS`, in the order of the help."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; exit code 2 for mistakes in what the user wrote."""
-    try:
-        refuse_foreign_packages()  # verbs import them
-    except DistflowError as error:
-        print(error, file=sys.stderr)
-        return INVALID
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(prog="distflow", description="RL post-training with no controller process.")
     parser.add_argument("--version", action="version", version=f"distflow {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
@@ -35,6 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
         child = verbs.add_parser(name, help=verb.help, description=verb.help)
         verb.add_arguments(child)
         child.set_defaults(main=verb.main)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; exit code 2 for mistakes in what the user wrote."""
+    try:
+        refuse_foreign_packages()  # verbs import them
+    except DistflowError as error:
+        print(error, file=sys.stderr)
+        return INVALID
+    parser = make_parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in arguments if not word.startswith("-")), None)  # no option before it takes a value
     if verb is not None and verb not in MODULES:

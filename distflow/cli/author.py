@@ -1,0 +1,161 @@
+"""`distflow new`, `schema` and `completion`: begin an algorithm of your own, and help editors and shells.
+
+    new          a folder with a DAG, a run file, a reward and a test
+    schema       the JSON schema of DAG, run or cluster files
+    completion   a script by which a shell completes verbs, options and names
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import re
+from pathlib import Path
+
+from distflow.cli.common import Verb
+from distflow.config.shipped import SHIPPED, find_yaml
+from distflow.contracts.rewards import shipped_rewards
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+
+SHELLS = ("bash", "zsh", "fish")
+KINDS = ("dag", "run", "cluster")
+_SCORE = re.compile(r"function: score,(?! *with:)")
+_REWARD = '''"""The reward of {name}: change it. `distflow nodes` lists what else there is."""
+
+import re
+
+from distflow import metric, reward
+
+
+@reward
+def {name}_reward(completion: str, answer: str, *, tried: float = 0.1) -> float:
+    """Return 1 for the right number, `tried` for another one, and 0 for none."""
+    said, right = (re.findall(r"-?\\d+", text.replace(",", ""))[-1:] for text in (completion, answer))
+    metric("{name}/answered", bool(said))
+    return 1.0 if said and said == right else tried if said else 0.0
+'''
+_TEST = '''"""What the reward pays for, and that the algorithm is valid:  pytest {name}"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from {name} import {name}_reward
+
+
+def test_the_right_number_earns_most():
+    assert {name}_reward("6 * 7 = 42", "#### 42") == 1.0
+    assert {name}_reward("6 * 7 = 41", "#### 42") == 0.1
+    assert {name}_reward("I cannot say", "#### 42") == 0.0
+
+
+def test_the_algorithm_is_valid():
+    command = [sys.executable, "-m", "distflow", "validate", "{name}.yaml", "--run", "run.yaml"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+'''
+_MODELINE = "# yaml-language-server: $schema="
+
+
+def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("algorithm", metavar="DAG", help="a shipped algorithm with a reward to begin with, as grpo")
+    parser.add_argument("name", metavar="NAME", help="of the new algorithm, its folder and its module, as my_algo")
+
+
+def new(options: argparse.Namespace) -> int:
+    name, folder = options.name, Path(options.name)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in shipped_rewards():
+        meant = re.sub(r"\W+", "_", name).strip("_").lower()
+        meant = meant if meant != name else f"my_{meant}"
+        raise InvalidInput(f"`{name}` cannot name an algorithm, which is a Python module too. Use small letters, "
+                           f"digits and _:  distflow new {options.algorithm} {meant}")
+    if folder.exists():
+        raise InvalidInput(f"{folder} exists. Choose another name, or delete it.")
+    files = _files(options.algorithm, name)
+    folder.mkdir()
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {name}", "  pytest",
+                     f"  distflow run {name}.yaml --run run.yaml", "",
+                     f"The reward is in {name}.py. The model starts from random weights and learns slowly: after",
+                     "`distflow demo` begin with its weak start instead:",
+                     f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model=../runs/demo-sft-1/model"]))
+    return 0
+
+
+def _files(algorithm: str, name: str) -> dict[str, str]:
+    """Return the files of a new algorithm.
+
+    Raises:
+        InvalidInput: no such algorithm is shipped, or it has no reward of its own.
+    """
+    dag = find_yaml(algorithm, "", "DAG").read_text(encoding="utf-8")
+    if not _SCORE.search(dag):
+        begin = sorted(file.stem for file in SHIPPED.glob("*.yaml") if _SCORE.search(file.read_text(encoding="utf-8")))
+        raise InvalidInput(Diagnostic(f"{algorithm} scores no answers, so that it has no place for a reward", None,
+                                      did_you_mean(algorithm, begin, "These have one")))
+    dag = _SCORE.sub(f"function: score, with: {{reward: {name}_reward}},", _without_modeline(dag))
+    dag = re.sub(r"^name: .*$", f"name: {name}\nimports: [{name}]", dag, flags=re.MULTILINE)
+    run = _without_modeline((SHIPPED / "runs/embedded.yaml").read_text(encoding="utf-8"))
+    run = re.sub(r"^#.*\n", "# A tiny model and arithmetic problems, for two CPU cores.\n", run, count=1)
+    run = re.sub(r"^steps: .*$", "steps: 50", run, flags=re.MULTILINE)
+    return {f"{name}.yaml": dag + _modeline("dag"), "run.yaml": run + _modeline("run"),
+            f"{name}.py": _REWARD.format(name=name), f"test_{name}.py": _TEST.format(name=name)}
+
+
+def _without_modeline(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE))
+
+
+def _modeline(kind: str) -> str:
+    return f"{_MODELINE}{SHIPPED / 'schema' / f'{kind}.json'}\n"
+
+
+def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=KINDS, help="of file")
+
+
+def schema(options: argparse.Namespace) -> int:
+    from distflow.cli.json_schema import schema as schema_of
+
+    print(json.dumps(schema_of(options.kind), indent=1, ensure_ascii=False))
+    return 0
+
+
+def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    from distflow.cli import make_parser
+
+    parser = make_parser()
+    dags = " ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
+    completes = {"DAG": shtab.cmd(f"printf '%s\\n' {dags}; compgen -f -X '!*.yaml' 2>/dev/null"),
+                 "RUN": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY, "FILE": shtab.FILE}
+    for action in _actions(parser):
+        if isinstance(action.metavar, str) and action.metavar in completes:
+            action.complete = completes[action.metavar]  # pyright: ignore[reportAttributeAccessIssue]
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the options and arguments of a parser and of its verbs."""
+    found = []
+    for action in parser._actions:
+        found.append(action)
+        if isinstance(action, argparse._SubParsersAction):
+            found += [each for child in action.choices.values() for each in _actions(child)]
+    return found
+
+
+VERBS = {
+    "new": Verb("make a folder with an algorithm of your own: DAG, run file, reward and test", _add_new_arguments, new),
+    "schema": Verb("print the JSON schema of DAG, run or cluster files, for editors", _add_schema_arguments, schema),
+    "completion": Verb("print a script by which a shell completes commands:  source <(distflow completion bash)",
+                       _add_completion_arguments, completion),
+}

@@ -1,0 +1,100 @@
+"""An algorithm of one's own from one command, and completion by a real shell."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, environment
+
+from distflow.cli import MODULES, main
+from distflow.config.shipped import SHIPPED
+
+ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "remax"])
+def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys, algorithm) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", algorithm, "my_algo"]) == 0
+    assert "pytest" in capsys.readouterr().out
+    folder = tmp_path / "my_algo"
+    assert {file.name for file in folder.iterdir()} == {"my_algo.yaml", "run.yaml", "my_algo.py", "test_my_algo.py"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, env=ENVIRONMENT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    schema, = (Path(line.partition("$schema=")[2]) for line in (folder / "run.yaml").read_text().splitlines()
+               if "$schema=" in line)
+    assert schema.is_file()
+
+
+@pytest.mark.run
+def test_a_new_algorithm_trains(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo", "my_algo"]) == 0
+    done = subprocess.run([sys.executable, "-m", "distflow", "run", "my_algo.yaml", "--run", "run.yaml", "--set",
+                           "steps=2", "--set", "validation=null"], cwd=tmp_path / "my_algo", env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout
+    assert '"my_algo/answered"' in (tmp_path / "my_algo/runs/my_algo-1/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("grpo", "My Algo"), "distflow new grpo my_algo"), (("grpo", "math"), "distflow new grpo my_math"),
+    (("grpo", "class"), "my_class"), (("grpoo", "mine"), "grpo"), (("sft", "mine"), "has no place for a reward"),
+    (("grpo", "taken"), "taken exists")])
+def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, arguments, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    assert main(["new", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+def completed(words: str, folder: Path) -> set[str]:
+    """What bash offers for the last of these words."""
+    script = subprocess.run([sys.executable, "-m", "distflow", "completion", "bash"], cwd=ROOT, env=ENVIRONMENT,
+                            capture_output=True, text=True, check=True).stdout
+    *before, last = words.split(" ")
+    count = len(before)
+    asked = f"""{script}
+COMP_WORDS=({" ".join(before)} '{last}'); COMP_CWORD={count}; COMP_LINE='{words}'; COMP_POINT={len(words)}
+$(complete -p distflow | sed 's/.*-F \\([^ ]*\\).*/\\1/') distflow '{last}' '{before[-1]}'
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", asked], cwd=folder, capture_output=True, text=True, check=True)
+    return {line.strip() for line in done.stdout.splitlines() if line.strip()}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_verbs_options_and_algorithms(tmp_path) -> None:
+    assert {"report", "resume"} <= completed("distflow re", tmp_path) <= set(MODULES)
+    assert "--steps" in completed("distflow trace --s", tmp_path)
+    (tmp_path / "grow.yaml").write_text("")
+    offered = completed("distflow validate gr", tmp_path)
+    assert {"grpo", "grpo_tools"} <= offered
+    assert completed("distflow schema c", tmp_path) == {"cluster"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script(shell, capsys) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(verb in script for verb in MODULES)
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True)
+
+
+def test_every_algorithm_with_a_reward_can_be_a_beginning(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun = [file.stem for file in sorted(SHIPPED.glob("*.yaml")) if "function: score," in file.read_text()
+             and file.stem != "evaluate" and main(["new", file.stem, f"my_{file.stem}"]) == 0]
+    assert len(begun) > 8
+    for name in begun:
+        assert main(["validate", f"my_{name}/my_{name}.yaml", "--run", f"my_{name}/run.yaml"]) == 0, name
+    capsys.readouterr()

@@ -1,0 +1,70 @@
+"""JSON schemas that editors use: shipped files fit them, misspelt keys do not, and the shipped schemas are fresh."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import ROOT
+
+from distflow.cli import main
+from distflow.cli.json_schema import KINDS, schema
+from distflow.config.yaml_source import read
+
+jsonschema = pytest.importorskip("jsonschema")
+FILES = {"dag": [*(ROOT / "dags").glob("*.yaml"), *(ROOT / "examples").glob("*/*.yaml")],
+         "run": [*(ROOT / "dags/runs").glob("*.yaml")], "cluster": [*(ROOT / "dags/clusters").glob("*.yaml")]}
+EVERY = [pytest.param(kind, file, id=f"{kind}-{file.stem}") for kind, files in FILES.items() for file in sorted(files)]
+
+
+@pytest.fixture(scope="module")
+def validators() -> dict[str, jsonschema.Draft202012Validator]:
+    found = {kind: jsonschema.Draft202012Validator(schema(kind)) for kind in KINDS}
+    for validator in found.values():
+        validator.check_schema(validator.schema)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "file"), EVERY)
+def test_shipped_files_fit_and_misspelt_keys_do_not(validators, kind: str, file: Path) -> None:
+    content = read(file).data
+    assert [error.message for error in validators[kind].iter_errors(content)] == []
+    for key in content:
+        wrong = copy.deepcopy(content)
+        wrong[f"{key}x"] = wrong.pop(key)
+        assert not validators[kind].is_valid(wrong), key
+
+
+def test_settings_of_functions_are_checked(validators) -> None:
+    dag = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+    for settings in ({"klip": 0.2}, {"clip": "much"}, {"clip": -1}):
+        dag["nodes"]["update"]["with"] = settings
+        assert not validators["dag"].is_valid(dag), settings
+    dag["nodes"]["update"] |= {"function": "my_rl.losses:update", "with": {"klip": 0.2}}
+    assert validators["dag"].is_valid(dag), "a function of the user's own has settings that are not known here"
+
+
+@pytest.mark.parametrize("generation", [{"stop": "\n"}, {"stop": ["\n", "END"]}])
+def test_shorthands_are_taken(validators, generation) -> None:
+    run = {"steps": 1, "data": {"train": "x.jsonl"},
+           "roles": {"actor": {"model": "models/mine", "lora": {"targets": "all-linear"}, "generation": generation}}}
+    assert [error.message for error in validators["run"].iter_errors(run)] == []
+    run["roles"]["actor"]["model"] = 3
+    assert not validators["run"].is_valid(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shipped_schemas_are_what_the_command_prints(kind, capsys) -> None:
+    assert main(["schema", kind]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["title"] == f"distflow {kind} file"
+    assert (ROOT / f"dags/schema/{kind}.json").read_text() == shown, "make docs writes it anew"
+
+
+@pytest.mark.parametrize(("kind", "file"), [each for each in EVERY if "examples" not in each.values[1].parts])
+def test_shipped_files_name_their_schema(kind: str, file: Path) -> None:
+    line = next(line for line in file.read_text().splitlines() if line.startswith("# yaml-language-server: "))
+    assert (file.parent / line.partition("$schema=")[2]).resolve() == ROOT / f"dags/schema/{kind}.json"
