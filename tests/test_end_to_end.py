@@ -124,3 +124,19 @@ def test_a_wait_in_vain_ends_and_names_the_culprit(workspace):
     assert "a rank did not come within the wait limit" in result.stderr
     assert "in node `reward` (function workers.functions.rewards:score), step 1, rank 0" in result.stderr
     assert "missing: rank 1 is in step 1, computing node `reward`, for" in result.stderr
+
+
+def test_a_run_that_gets_no_better_ends_and_keeps_its_best(launch, workspace):
+    """The reward of a random model that learns nothing does not grow; the learning rate is as good as none."""
+    done = launch(2, *GRPO, "--name", "patient", "--set", "steps=9", "--set", "roles.actor.learning_rate=1e-12",
+                  "--set", "validation={data: {heldout: train.jsonl}, every: 1, patience: 2, best: true, "
+                           "reward: brevity}")
+    assert "no better mean than" in done.stdout
+    lines = [json.loads(line) for line in (workspace / "runs/patient/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation/heldout" in line] == [0, 1, 2]
+    assert (workspace / "runs/patient/best/model/model.safetensors").is_file()
+    assert not (workspace / "runs/patient/best.partial").exists()
+    again = launch(2, "--resume", "runs/patient", "--set", "validation.patience=4")
+    assert "in 4 validations" in again.stdout, "a resumed run knows what was best"
+    lines = [json.loads(line) for line in (workspace / "runs/patient/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation/heldout" in line] == [0, 1, 2, 3, 4]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.progress import StepProgress
+from distflow.telemetry.report import lines
 from distflow.telemetry.run_folder import RunFolder
 from planners import plan as make_plan
 from workers.roles import RoleEngines
@@ -40,16 +42,28 @@ class Sink:
     """Writer of the run folder. Collective; rank 0 writes."""
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
-                 validator: Validator | None, save: Callable[[int], None], devices: int):
+                 validator: Validator | None, save: Callable[[int], None], trained: Mapping[str, RoleEngines],
+                 devices: int):
         """`unconcluded`: the last step before a restart may lack its validation."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
-        self.unconcluded, self.devices = unconcluded, devices
+        self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
         self.folder = RunFolder(path, resumed_at, unconcluded) if dist.get_rank() == 0 else None
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
+        self.best, self.worse = self._best_so_far()
         if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
+
+    def _best_so_far(self) -> tuple[float, int]:
+        """Return the best mean of the first validation set before this worker, and how many validations came since."""
+        means: list[float] = []
+        if self.folder and self.resumed and self.run.validation:
+            name = f"validation/{next(iter(self.run.validation.data))}"
+            means = [line[name] for line in lines(self.folder.metrics) if isinstance(line.get(name), float)]
+        best, worse = json.loads(gather(json.dumps(
+            [max(means), len(means) - 1 - means.index(max(means))] if means else [-math.inf, 0]).encode())[0])
+        return best, worse
 
     def start(self, step: int) -> bool:
         """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
@@ -106,9 +120,9 @@ class Sink:
             self.folder.tensorboard.flush()
             self.progress.close()
 
-    def close(self, trained: dict[str, RoleEngines]) -> None:
+    def close(self) -> None:
         """Write the models as Hugging Face folders, and the summary, after the last step."""
-        write_models(trained, self.path)
+        write_models(self.trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
             look = self.run.report and self._report() or f"Look at it:  distflow report {self.path}"
@@ -137,8 +151,17 @@ class Sink:
                 self._say(f"{self.plan.name}  step {step}: node `{task.node}` left {batch - short:.0f} of "
                                   f"{batch} prompts in {task.draws} draws; the step went on with them")
 
+    def _write_best(self) -> None:
+        """Write the models to `best/`, in place of those that were the best so far."""
+        partial = self.path / "best.partial"
+        write_models(self.trained, partial)
+        if self.folder:
+            shutil.rmtree(self.path / "best", ignore_errors=True)
+            partial.rename(self.path / "best")
+
     def _validate(self, step: int) -> bool:
-        """Validate. Return whether the model has reached `stop_at`, the same on all ranks."""
+        """Validate. Return whether the run ends for it, the same on all ranks: the model has reached `stop_at`, or was
+        no better for as long as `patience` says."""
         settings = self.run.validation
         if self.validator is None or settings is None:
             return False
@@ -155,10 +178,19 @@ class Sink:
                     self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
                               f"({within}{time.perf_counter() - start:.1f} s)")
         reached = values.get(f"validation/{next(iter(settings.data))}", -math.inf)
+        if reached > self.best:
+            self.best, self.worse = reached, 0
+            if settings.best:
+                self._write_best()
+        else:
+            self.worse += 1
+        if settings.patience and self.worse >= settings.patience:
+            self._say(f"{self.plan.name}  step {step}: no better mean than {self.best:.3f} in {self.worse} validations")
+            return True
         return settings.stop_at is not None and reached >= settings.stop_at
 
 
-def write_models(trained: dict[str, RoleEngines], folder: Path) -> None:
+def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:
     """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if there are several. Collective."""
     for name, role in trained.items():
         role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))

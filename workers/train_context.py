@@ -80,7 +80,7 @@ class TrainContext:
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = Validator.of(self.spec, self.plan, self.prompted, self.roles) if run.validation else None
         return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
-                    self.context.plan.ranks)
+                    self.trained, self.context.plan.ranks)
 
     def _sampling_roles(self) -> set[str]:
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
@@ -198,7 +198,7 @@ class TrainContext:
         """End the run after its last step, and write the models. Return True."""
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
-            self.sink.close(self.trained)
+            self.sink.close()
             dist.barrier()  # a rank that leaves early tears the group down under the others
         return True
 

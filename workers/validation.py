@@ -1,7 +1,8 @@
-"""Validation: greedy answers to held-out problems, and their rewards."""
+"""Validation: answers to held-out problems, and their rewards."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,12 @@ from distflow.plan import Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
+from workers.engines.rollout import Samples
 from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 from workers.roles import RoleEngines
+
+_RIGHT = 1.0  # reward of an answer that counts as right in pass@k
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Validator:
         """`layout`: of the engine that samples; ranks that split a model answer the same questions."""
         settings = spec.run.validation
         assert settings is not None, "a run without validation has no validator"
-        self.role, self.scorer = role, Scorer(settings.reward)
+        self.role, self.scorer, self.settings = role, Scorer(settings.reward), settings
         self.leads = layout.leads(dist.get_rank())
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
@@ -59,29 +63,18 @@ class Validator:
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def run(self) -> dict[str, float]:
-        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `data/prompts_cut/NAME`
-        where prompts were cut, and `reward/failed/NAME` where rewards have failed, which count in no mean.
-        Collective."""
-        metrics, moments = Metrics(), Metrics()
+        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `validation_pass/NAME`
+        where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut, and `reward/failed/NAME`
+        where rewards have failed, which count in no mean. Collective."""
+        metrics, moments, settings = Metrics(), Metrics(), self.settings
         for name, share in self.shares.items():
-            rows = share.rows
-            samples = self.role.generate(share.prompts, torch.arange(len(rows)), temperature=0.0,
-                                         images=share.images)
-            if not self.leads:
-                continue
-            own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
-            scores = self.scorer.score({**share.columns, **own}, rows)
-            report_failures(scores, rows)
-            self.answers[name] = [
-                {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
-                for row, question, answer, text, reward in zip(
-                    rows[: self.shown], share.columns["questions"], share.columns["answers"], own["completions"],
-                    scores.rewards)]
-            metrics.mean(f"validation/{name}", sum(scores.rewards), sum(scores.keep))
-            moments.add(f"squares/{name}", sum(reward * reward for reward in scores.rewards))
-            moments.add(f"problems/{name}", sum(scores.keep))
-            metrics.add(f"reward/failed/{name}", scores.keep.count(False))
-            metrics.add(f"data/prompts_cut/{name}", share.cut)
+            ids = torch.tensor(share.rows, dtype=torch.int64).repeat_interleave(settings.samples) * settings.samples
+            ids += torch.arange(settings.samples).repeat(len(share.rows))
+            samples = self.role.generate(share.prompts, ids, settings.samples, settings.max_new_tokens,
+                                         settings.temperature, share.images)
+            if self.leads:
+                self._score(name, share, samples, metrics, moments)
+                metrics.add(f"data/prompts_cut/{name}", share.cut)
         values, sums = metrics.collect(gather), moments.collect(gather)
         found: dict[str, float] = {}
         for name in self.shares:
@@ -91,6 +84,30 @@ class Validator:
                 bounds = interval_of_mean(mean, sums[f"squares/{name}"] / problems, problems)
                 found |= {f"validation_{end}/{name}": bound for end, bound in zip(("low", "high"), bounds)}
         return found | {name: value for name, value in values.items() if value}
+
+    def _score(self, name: str, share: _Share, samples: Samples, metrics: Metrics, moments: Metrics) -> None:
+        """Report the rewards of this rank's answers, a mean for each problem that has any."""
+        count = self.settings.samples
+        rows = [row for row in share.rows for _ in range(count)]
+        columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
+        own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
+        scores = self.scorer.score({**columns, **own}, rows)
+        report_failures(scores, rows)
+        self.answers[name] = [
+            {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}
+            for row, question, answer, text, reward in itertools.islice(zip(
+                rows, columns["questions"], columns["answers"], own["completions"], scores.rewards), None,
+                self.shown * count, count)]
+        problems = [[reward for reward, kept in zip(scores.rewards[at : at + count], scores.keep[at : at + count])
+                     if kept] for at in range(0, len(rows), count)]
+        means = [sum(rewards) / len(rewards) for rewards in problems if rewards]
+        metrics.mean(f"validation/{name}", sum(means), len(means))
+        if count > 1:
+            metrics.mean(f"validation_pass/{name}", sum(max(rewards) >= _RIGHT for rewards in problems if rewards),
+                         len(means))
+        moments.add(f"squares/{name}", sum(mean * mean for mean in means))
+        moments.add(f"problems/{name}", len(means))
+        metrics.add(f"reward/failed/{name}", scores.keep.count(False))
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:

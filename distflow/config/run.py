@@ -272,7 +272,7 @@ class Data(Document):
 
 
 class Validation(Document):
-    """Greedy answers to problems that are not trained on."""
+    """Answers to problems that are not trained on: the likeliest one to each, unless it says otherwise."""
 
     data: dict[str, str] = Field(min_length=1)
     """The sets: a name of your own for each, and its file or folder, as {test: gsm8k_test.jsonl}."""
@@ -280,8 +280,24 @@ class Validation(Document):
     """Steps between two validations; one comes before the first step, and one after the last, in any case."""
     reward: Any = "math"
     """As that of a `score` node: see `distflow.contracts.rewards`."""
+    samples: PositiveInt = 1
+    """Answers to each problem. Of several the mean is reported, and `validation_pass/SET`: pass@k with all of them."""
+    temperature: NonNegativeFloat = 0.0
+    """Of these answers; 0 takes the likeliest tokens."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest answer, in tokens; default: that of the role's `generation`."""
     stop_at: float | None = None
     """End the run as soon as the first set's mean reward reaches this."""
+    patience: PositiveInt | None = None
+    """End the run after so many validations in a row without a new best mean of the first set."""
+    best: bool = False
+    """Whether the models of the best mean of the first set so far are kept as Hugging Face folders in RUN/best/."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Validation:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("several `samples` of a problem are alike at temperature 0; add  temperature: 1.0")
+        return self
 
 
 class Checkpoint(Document):

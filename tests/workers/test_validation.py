@@ -33,9 +33,11 @@ class Echo:
         self.encoded += 1
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def generate(self, prompts: Ragged, ids, temperature, images):
-        assert (len(prompts), temperature) == (len(ids), 0.0)
-        return SimpleNamespace(tokens=prompts)
+    def generate(self, prompts: Ragged, ids, repeats, max_new_tokens, temperature, images):
+        assert (len(prompts) * repeats, max_new_tokens) == (len(ids), None)
+        assert len(set(ids.tolist())) == len(ids)
+        self.asked = ids.tolist(), temperature
+        return SimpleNamespace(tokens=Ragged.from_rows([row for row in prompts.rows for _ in range(repeats)]))
 
     def decode(self, tokens: Ragged) -> list[str]:
         return ["".join(map(chr, row.tolist())).strip() for row in tokens.rows]
@@ -105,3 +107,22 @@ def test_ranks_answer_as_many_as_the_node_that_samples_gives_them(monkeypatch):
     spec = load("grpo", None, ["layouts.rollout.rows=[3, 1]"])
     found = replace(plan(spec, 2), source=Layout(2))
     assert Validator.of(spec, found, "actor", {"actor": Echo()}).layout == Layout(2, rows=(3, 1))
+
+
+def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
+    """The answer to the first problem is right in one of two samples."""
+    role = Echo()
+    settings = Validation(data={"easy": "easy.jsonl"}, samples=2, temperature=0.7)
+    spec.run.validation = settings
+    spec.data_path = spec.data_path
+    decode, role.decode = role.decode, lambda tokens: ["7", *decode(tokens)[1:]]
+    values = Validator(spec, role, Layout(1)).run()
+    assert role.asked == ([0, 1, 2, 3], 0.7)
+    assert values["validation/easy"] == pytest.approx(0.75)
+    assert values["validation_pass/easy"] == 1.0
+    assert values["validation_low/easy"] < 0.75 < values["validation_high/easy"]
+
+
+def test_samples_that_cannot_differ_are_refused():
+    with pytest.raises(ValueError, match="add  temperature: 1.0"):
+        Validation(data={"easy": "easy.jsonl"}, samples=2)
