@@ -1,7 +1,7 @@
 # make demo: the main job, from a bare machine.   make test: the quick tests.   make test-all: all of them.
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
 # make types: the types of the product, by pyright.
-# make docs: docs/run_file.md, made from the schema.
+# make docs: docs/run_file.md and dags/schema/, made from the models, and the pages as a site in site/.
 # make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +20,7 @@ install: $(VENV)/installed
 $(VENV)/installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs]
 	touch $@
 
 demo: install
@@ -71,9 +71,10 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 	echo $(CURDIR)/$(<D) > `$(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/on_cpu.pth
 	touch $@
 
-# The reference of the run file, from the schema; a test fails while it is stale.
+# The reference of the run file and the JSON schemas, from the models; a test fails while they are stale. Then the pages.
 docs: install
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from harness import ROOT
@@ -30,3 +33,15 @@ def test_the_page_shows_kinds_bounds_and_defaults():
     assert {("`steps`", "whole number, above 0", "required"), ("`learning_rate`", "number, above 0", "`1e-06`"),
             ("`engine`", r"`fsdp` \| `megatron`", "`\"fsdp\"`"), ("`faults`", "list of: mapping, below", "`[]`"),
             ("`betas`", "list of: number, at least 0, below 1", "`[0.9, 0.95]`")} <= lines
+
+
+@pytest.mark.run
+def test_the_site_is_built_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+                          cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    pages = {page.parent.name for page in (tmp_path / "site").glob("*/index.html")}
+    assert {"tutorial", "running", "run_file", "coming_from"} <= pages

@@ -176,3 +176,27 @@ def test_what_is_said_of_gpus_says_that_none_was_tried(page):
 
 def test_the_readme_is_a_page_and_a_half():
     assert len(PAGES["README.md"].splitlines()) <= 130
+
+
+def test_the_tutorials_reward_is_what_a_new_algorithm_begins_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo", "my_algo"]) == 0
+    capsys.readouterr()
+    function = block("python", "def my_algo_reward").partition("@reward")[2]
+    assert (tmp_path / "my_algo/my_algo.py").read_text().endswith(f"@reward{function}")
+
+
+def test_the_keys_that_others_settings_become_are_ours():
+    """Each cell of the second column: a key of the run file, a setting of a node of GRPO, or a word that is neither."""
+    schema = importlib.import_module("distflow.cli.json_schema").schema("run")
+    cells = re.findall(r"^\| [^|]+ \| ([^|]+) \|", PAGES["docs/coming_from.md"], re.MULTILINE)
+    keys = [key for cell in cells for key in re.findall(r"`((?:roles|data|validation|checkpoint|groups)\.[\w.]+)", cell)]
+    assert len(keys) > 25
+    for key in keys:
+        part = schema
+        for word in key.replace("roles.actor", "roles.NAME").replace("roles.critic", "roles.NAME").split("."):
+            while "properties" not in part and word != "NAME":
+                part = part.get("anyOf", [part])[-1 if "$ref" not in part.get("anyOf", [{}])[0] else 0]
+                part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+            part = part["additionalProperties"] if word == "NAME" else part["properties"][word]
+            part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
