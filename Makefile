@@ -74,7 +74,7 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 # The reference of the run file and the JSON schemas, from the models; a test fails while they are stale. Then the pages.
 docs: install
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info

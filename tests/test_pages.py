@@ -190,7 +190,8 @@ def test_the_keys_that_others_settings_become_are_ours():
     """Each cell of the second column: a key of the run file, a setting of a node of GRPO, or a word that is neither."""
     schema = importlib.import_module("distflow.cli.json_schema").schema("run")
     cells = re.findall(r"^\| [^|]+ \| ([^|]+) \|", PAGES["docs/coming_from.md"], re.MULTILINE)
-    keys = [key for cell in cells for key in re.findall(r"`((?:roles|data|validation|checkpoint|groups)\.[\w.]+)", cell)]
+    pattern = r"`((?:roles|data|validation|checkpoint|groups)\.[\w.]+)"
+    keys = [key for cell in cells for key in re.findall(pattern, cell)]
     assert len(keys) > 25
     for key in keys:
         part = schema
