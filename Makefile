@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-all types test-engines sglang-env docs lint gpu clean
+.PHONY: install demo test test-all types test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
 
@@ -75,6 +75,11 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 docs: install
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pictures of the README and the pages, from runs of this machine; needs Chromium.
+screenshots: install
+	test -d runs/demo-grpo-1 || $(BIN)/distflow demo
+	$(BIN)/python docs/screenshots.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info
