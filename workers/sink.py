@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from distflow.config.load import Spec
+from distflow.config.run import loggers_of
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
+from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.progress import StepProgress
@@ -47,7 +49,9 @@ class Sink:
         """`unconcluded`: the last step before a restart may lack its validation."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
-        self.folder = RunFolder(path, resumed_at, unconcluded) if dist.get_rank() == 0 else None
+        loggers = loggers_of(spec.run.log)
+        self.folder = RunFolder(path, resumed_at, unconcluded, loggers) if dist.get_rank() == 0 else None
+        self.loggers = LogProcesses(path, loggers.keys() - {"tensorboard"} if self.folder else ())
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began = resumed_at is not None, 0.0
         self.best, self.worse = self._best_so_far()
@@ -94,6 +98,7 @@ class Sink:
             self.folder.write_step(done, values)
             self.folder.write_samples(done, _samples(buffer, self.run.samples))
             self.progress.step(values)
+            self.loggers.check()
             self._report_missing_prompts(done, values)
         return values
 
@@ -118,6 +123,7 @@ class Sink:
         """Write what is buffered, before another worker goes on."""
         if self.folder and self.progress:
             self.folder.tensorboard.flush()
+            self.loggers.close()
             self.progress.close()
 
     def close(self) -> None:
@@ -125,6 +131,7 @@ class Sink:
         write_models(self.trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
+            self.loggers.close()
             look = self.run.report and self._report() or f"Look at it:  distflow report {self.path}"
             self._say(f"{self.plan.name}: finished; everything is in {self.path}. {look}")
             self.progress.close()

@@ -1,7 +1,8 @@
-"""`distflow watch`, `why`, `report` and `trace`: look at runs that go on or have ended.
+"""`distflow watch`, `why`, `log`, `report` and `trace`: look at runs that go on or have ended.
 
     watch    a run that goes on, on the terminal
     why      why a run is slow, stuck or dead, or its reward fell
+    log      to other programs, such as Weights & Biases
     report   a page of one or several runs
     trace    what each rank did when, for Perfetto or an OpenTelemetry collector
 """
@@ -9,10 +10,12 @@
 from __future__ import annotations
 
 import argparse
+import select
+import sys
 from pathlib import Path
 
 from distflow.cli.common import Verb
-from distflow.errors import InvalidInput
+from distflow.errors import InvalidInput, did_you_mean
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +95,32 @@ def why(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
+    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow or prometheus; its settings are "
+                                                                      "those of the run's `log`")
+    parser.add_argument("--follow", action="store_true", help="send what comes, until standard input closes")
+
+
+def log(options: argparse.Namespace) -> int:
+    from distflow.config.run import loggers_of
+    from distflow.telemetry.loggers import LOGGERS, send
+    from distflow.telemetry.report import settings_of
+    from distflow.telemetry.run_folder import reload_run
+
+    folder = Path(options.run)
+    run = reload_run(folder).run
+    if options.to not in LOGGERS:
+        raise InvalidInput(f"there is no logger `{options.to}`. {did_you_mean(options.to, LOGGERS)}")
+
+    def ended(seconds: float) -> bool:
+        return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])
+
+    count = send(folder, options.to, loggers_of(run.log).get(options.to, {}), settings_of(folder), ended)
+    print(f"sent {count} steps to {options.to}")
+    return 0
+
+
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     try:
@@ -115,6 +144,8 @@ VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
     "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
+    "log": Verb("send a run to Weights & Biases, MLflow or Prometheus, as it does itself by `log` of the run file",
+                _add_log_arguments, log),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
                    _add_report_arguments, report),
     "trace": Verb("write what each rank did when, as a trace that Perfetto shows", _add_trace_arguments, trace),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -348,6 +349,71 @@ class Groups(Document):
         raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
 
 
+LOGGER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"),
+                   "mlflow": ("mlflow", "mlflow-skinny"), "prometheus": ("prometheus_client", "prometheus-client")}
+"""The module and the package on PyPI that each needs."""
+
+
+class Wandb(Document):
+    """Weights & Biases; samples are a table there."""
+
+    project: str = "distflow"
+    """The project in which the run appears, under the name of its folder."""
+    entity: str | None = None
+    """The team or user; default: that of the login."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = []
+    """Words to find the run by."""
+    mode: Literal["online", "offline"] | None = None
+    """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
+
+
+class Mlflow(Document):
+    """An MLflow experiment; samples are tables there."""
+
+    uri: str | None = None
+    """The tracking server or store, as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else a folder here."""
+    experiment: str = "distflow"
+    """The experiment in which the run appears."""
+
+
+class Prometheus(Document):
+    """The newest step, for scrapes over HTTP without a password."""
+
+    port: int = Field(default=0, ge=0, lt=65536)
+    """Port; 0: one that is free, which the run says."""
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+
+
+class Tensorboard(Document):
+    """TensorBoard's files in RUN/tensorboard; it has no settings."""
+
+
+class LoggerSettings(Document):
+    """A logger: its name, or its name with settings."""
+
+    tensorboard: Tensorboard | None = None
+    """TensorBoard, which takes none."""
+    wandb: Wandb | None = None
+    """Settings of Weights & Biases."""
+    mlflow: Mlflow | None = None
+    """Settings of MLflow."""
+    prometheus: Prometheus | None = None
+    """Settings of the page for Prometheus."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {value: {}} if isinstance(value, str) else value
+
+
+def loggers_of(log: list[LoggerSettings]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each logger by its name."""
+    return {name: settings for each in log for name, settings in each.model_dump().items() if settings is not None}
+
+
 class Run(Document):
     """Everything that a run needs beside its DAG."""
 
@@ -392,6 +458,8 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
+    """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
     """The folder in which the run makes its own."""
     samples: NonNegativeInt = 4
@@ -405,3 +473,12 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing."""
+
+    @field_validator("log")
+    @classmethod
+    def _is_installed(cls, value: list[LoggerSettings]) -> list[LoggerSettings]:
+        for name in loggers_of(value):
+            module, package = LOGGER_PACKAGES[name]
+            if importlib.util.find_spec(module) is None:
+                raise ValueError(f"`{name}` needs a package that is not installed:  pip install {package}")
+        return value

@@ -52,7 +52,7 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
             "summary": summary, "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
-            "settings": _settings(folder), "learned": _learned(folder / "validation.jsonl"),
+            "settings": settings_of(folder), "learned": _learned(folder / "validation.jsonl"),
             "steps": _timed_steps(folder)}
 
 
@@ -192,7 +192,7 @@ def _ettr(events: list[dict[str, Any]]) -> dict[str, Any]:
             "values": [_number(costs.ettr_between(*each)) for each in pairwise(ends)]}
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def settings_of(folder: Path) -> dict[str, str]:
     """Return the settings of the run as `section.key: value`."""
     found: dict[str, str] = {}
     for name in _FILES:

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +47,7 @@ _FIRST = {"validation": "1_validation", "reward": "2_reward"}
 class EventWriter:
     """Writer of TensorBoard's file. Steps that cannot be written are left out; later another file is begun."""
 
-    def __init__(self, create: Callable[[], SummaryWriter]):
+    def __init__(self, create: Callable[[], SummaryWriter | None]):
         self.create = create
         self.writer: SummaryWriter | None = None
         self.warned = False
@@ -93,6 +93,12 @@ class EventWriter:
                 events.show(f"warning: TensorBoard's file cannot be written: {error.strerror}. Steps are left out of "
                             "it until it can; the run goes on.", sys.stderr)
             self.warned = True
+
+
+def _summary_writer(folder: str, redone: int | None) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
+
+    return SummaryWriter(folder, purge_step=redone)
 
 
 def _as_text(row: dict[str, Any]) -> str:
@@ -249,14 +255,14 @@ def _exists(path: Path) -> InvalidInput:
 class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
-    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False):
+    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False, loggers: Collection[str] = (
+            "tensorboard",)):
         """
         Args:
             resumed_at: steps done when a resumed run goes on; later lines are dropped.
             again: validate step `resumed_at` once more.
+            loggers: names of those that the run writes to.
         """
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
-
         self.path = path
         if resumed_at is not None:
             (path / SUMMARY).unlink(missing_ok=True)  # the run goes on
@@ -269,7 +275,8 @@ class RunFolder:
                 each.touch()
         self.tokens, self.samples_drawn, self.seconds = (0.0,) * 3 if resumed_at is None else self._totals()
         redone = None if resumed_at is None else resumed_at + 1
-        self.tensorboard = EventWriter(partial(SummaryWriter, str(path / "tensorboard"), purge_step=redone))
+        self.tensorboard = EventWriter(partial(_summary_writer, str(path / "tensorboard"), redone)
+                                       if "tensorboard" in loggers else lambda: None)
 
     @staticmethod
     def made(path: Path, torchrun: str) -> bool:

@@ -1,0 +1,229 @@
+"""Sends the metrics and samples of a run to other programs: `log: [tensorboard, wandb, …]` of the run file.
+
+    wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
+    mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
+    prometheus   the newest step, for scrapes of http://127.0.0.1:PORT/metrics. `{prometheus: {port: 9400}}`
+
+Each has a process of its own, which reads what the run writes to its folder: no step waits for a network, and one that
+fails costs the run nothing. `distflow log RUN --to NAME` sends what is missing later, as from a machine with a network.
+A resumed run goes on under the same id, which stands in RUN/loggers.json. `run_folder` writes TensorBoard's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from distflow.telemetry import events
+from distflow.telemetry.processes import spawn
+from distflow.telemetry.watch import Tail
+
+_ROOT = Path(__file__).resolve().parents[2]
+_EVERY = 1.0  # seconds between two looks at the files
+_PARTING = 60.0  # seconds at the end of a run for what is left
+_FILE = "loggers.json"
+Row = dict[str, Any]
+
+
+class Logger(ABC):
+    """One program that metrics go to. It raises whatever its library raises."""
+
+    @abstractmethod
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:  # noqa: B027 - some take numbers only
+        """Write rows as a table."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WandbLogger(Logger):
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str = "distflow", entity: str | None = None,
+                 group: str | None = None, tags: Sequence[str] = (), mode: str | None = None):
+        import wandb
+
+        self.wandb = wandb
+        known = _known(folder).get("wandb")
+        self.run = wandb.init(project=project, entity=entity, group=group, tags=list(tags), name=folder.name, id=known,
+                              resume="allow", dir=str(folder.absolute()), config=dict(config), mode=mode,  # pyright: ignore[reportArgumentType]
+                              settings=wandb.Settings(console="off", silent=True))
+        _keep(folder, "wandb", self.run.id)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns: list[Any] = [*dict.fromkeys(name for row in rows for name in row)]
+        table = self.wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in rows])
+        self.run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MlflowLogger(Logger):
+    def __init__(self, folder: Path, config: Mapping[str, Any], uri: str | None = None, experiment: str = "distflow"):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self.client, self.metric = MlflowClient(uri), Metric
+        known = _known(folder).get("mlflow")
+        if known is None:
+            found = self.client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else self.client.create_experiment(experiment)
+            known = self.client.create_run(number, run_name=folder.name).info.run_id
+            settings = [Param(_name(key), str(value)[:500]) for key, value in config.items()]
+            for first in range(0, len(settings), 100):  # no request takes more
+                self.client.log_batch(known, params=settings[first : first + 100])
+            _keep(folder, "mlflow", known)
+        self.run = known
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        entries = [self.metric(_name(name), value, round(1000 * time.time()), step) for name, value in values.items()]
+        for first in range(0, len(entries), 1000):
+            self.client.log_batch(self.run, metrics=entries[first : first + 1000])
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns = [*dict.fromkeys(name for row in rows for name in row)]
+        self.client.log_table(self.run, {name: [_cell(row.get(name)) for row in rows] for name in columns},
+                              f"samples/{step:06d}.json")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run)
+
+
+class PrometheusLogger(Logger):
+    def __init__(self, folder: Path, config: Mapping[str, Any], port: int = 0, host: str = "127.0.0.1"):
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self.registry, self.gauge, self.name = CollectorRegistry(), Gauge, folder.name
+        self.gauges: dict[str, Gauge] = {}
+        self.server, self.thread = start_http_server(port, host, self.registry)
+        address = f"http://{host}:{self.server.server_port}/metrics"
+        _keep(folder, "prometheus", address)
+        events.show(f"{folder.name}: metrics for Prometheus at {address}")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {**values, "step": step}.items():
+            if name not in self.gauges:
+                metric = "distflow_" + re.sub(r"\W", "_", name)
+                self.gauges[name] = self.gauge(metric, name, ["run"], registry=self.registry)
+            self.gauges[name].labels(self.name).set(value)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger,
+                                             "prometheus": PrometheusLogger}
+
+
+def send(folder: Path, name: str, settings: Mapping[str, Any], config: Mapping[str, Any],
+         ended: Callable[[float], bool]) -> int:
+    """Send the lines of a run to a logger as they come, and those that were sent before not again.
+
+    Args:
+        settings: of the logger, as `{"project": "mine"}`; config: of the run, by key.
+        ended: waits for so many seconds and returns whether the run has ended; what is written by then is still sent.
+
+    Returns:
+        The number of steps that were sent.
+    """
+    with _only_one(folder, name):
+        logger, metrics, samples = LOGGERS[name](folder, config, **settings), *map(Tail, (
+            folder / "metrics.jsonl", folder / "samples.jsonl"))
+        last, count = int(_known(folder).get(f"{name} step", -1)), 0
+        over = False
+        while not over:
+            over = ended(_EVERY)
+            rows: dict[int, list[Row]] = {}
+            for row in samples.new():
+                rows.setdefault(row["step"], []).append(row)
+            for step, values in _merged(metrics.new()):
+                if step > last:
+                    logger.metrics(step, values)
+                    last, count = step, count + 1
+                    if step in rows:
+                        logger.samples(step, rows[step])
+            _keep(folder, f"{name} step", last)
+        logger.close()
+    return count
+
+
+def _merged(lines: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield each step with all its numbers: validation has lines of its own."""
+    for step, together in groupby(lines, key=lambda line: line["step"]):
+        yield step, {name: value for line in together for name, value in line.items()
+                     if name != "step" and isinstance(value, int | float)}
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path, name: str) -> Iterator[None]:
+    """Wait until no other process sends this run to the logger: that of an earlier worker may have steps left."""
+    with (folder / f"log.{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class LogProcesses:
+    """Processes that send a run that goes on, one for each logger. They end with this one, once all is sent."""
+
+    def __init__(self, folder: Path, names: Iterable[str]):
+        paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.folder, self.children = folder, {name: spawn(
+            [sys.executable, "-m", "distflow.cli", "log", str(folder), "--to", name, "--follow"], die_with_parent=0,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
+            for name in names}
+
+    def check(self) -> None:
+        """Warn of those that have failed, once."""
+        for name in [name for name, child in self.children.items() if child.poll()]:
+            del self.children[name]
+            events.show(f"warning: `{name}` of `log` has failed, as said above; the run goes on. Later:  distflow log "
+                        f"{self.folder} --to {name}", sys.stderr)
+
+    def close(self) -> None:
+        """Let them send what is left, for a while."""
+        for child in self.children.values():
+            child.stdin.close()
+        for child in self.children.values():
+            if child.poll(_PARTING) is None:
+                child.end()
+        self.check()
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    return {}
+
+
+def _keep(folder: Path, name: str, value: Any) -> None:
+    """Write a value into the run's file, which several loggers share."""
+    with (folder / f"{_FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / f"{_FILE}.partial").write_text(json.dumps({**_known(folder), name: value}), encoding="utf-8")
+        (folder / f"{_FILE}.partial").replace(folder / _FILE)
+
+
+def _name(text: str) -> str:
+    """Return a name that MLflow takes."""
+    return re.sub(r"[^\w./ -]", "_", text)[:250]
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool) else json.dumps(value)
