@@ -21,7 +21,7 @@ def test_the_package_list_is_complete():
     listed = set(config["options"]["packages"].split())
     found = {".".join(path.parent.relative_to(ROOT).parts)
              for top in ("distflow", "planners", "workers") for path in (ROOT / top).rglob("__init__.py")}
-    assert listed == found | {"distflow.dags"}
+    assert listed == found | {"distflow.dags", "distflow.deploy"}
 
 
 def test_a_renamed_public_name_still_works_and_says_the_new_one():

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-_PATIENCE, _LOOK = 60.0, 0.1
+_PATIENCE, _LOOK = 120.0, 0.1
+_DAEMONS = 4
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -41,17 +42,23 @@ PartitionName=all Nodes=one,two Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """What keeps a Slurm from being started here; empty if nothing does."""
-    absent = [name for name in PROGRAMS if not shutil.which(name)]
-    return f"no {', '.join(absent)}: apt install slurm-wlm munge" if absent else "only root starts it" * bool(os.getuid())
+    if absent := [name for name in PROGRAMS if not shutil.which(name)]:
+        return f"no {', '.join(absent)}: apt install slurm-wlm munge"
+    return "only root starts it" if os.getuid() else ""
 
 
 class SlurmCluster:
-    """Two nodes, `one` and `two`, which count a GPU each. `folder`: its path must be short, for a Unix socket."""
+    """Two nodes, `one` and `two`, which count a GPU each.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.chmod(0o755)  # munge.socket is for all
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    Args:
+        folder: an empty one; its path must be short, for a Unix socket.
+        environment: of commands and jobs.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self.folder, self.environment = folder, {**environment, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons: list[subprocess.Popen] = []
+        folder.chmod(0o755)  # the socket is for all
         (folder / "key").write_bytes(secrets.token_bytes(1024))
         (folder / "key").chmod(0o600)
         (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, host=socket.gethostname(),
@@ -59,12 +66,13 @@ class SlurmCluster:
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         for name in ("state", "one", "two"):
             (folder / name).mkdir()
-        socket_file = folder / "munge.socket"
-        options = {"socket": socket_file, "key-file": folder / "key", "pid-file": folder / "munged.pid",
-                   "log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
-        self.daemons: list[subprocess.Popen] = []
-        self._start("munged", "-F", "--force", *(f"--{name}={value}" for name, value in options.items()))
-        self.until(socket_file.exists)
+
+    def wait_until_idle(self) -> None:
+        """Start it, and wait until both nodes may be used."""
+        files = {"socket": "munge.socket", "key-file": "key", "pid-file": "munged.pid", "log-file": "munged.log",
+                 "seed-file": "munged.seed"}
+        self._start("munged", "-F", "--force", *(f"--{name}={self.folder / file}" for name, file in files.items()))
+        self.until((self.folder / "munge.socket").exists)
         self._start("slurmctld", "-D")
         for name in ("one", "two"):
             self._start("slurmd", "-D", "-N", name)
@@ -75,7 +83,7 @@ class SlurmCluster:
             self.daemons.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=self.environment))
 
     def ask(self, *line: str) -> str:
-        """The output of a command of Slurm, such as squeue."""
+        """What a command of Slurm says, such as squeue."""
         done = subprocess.run(line, env=self.environment, capture_output=True, text=True, check=False)
         return done.stdout.strip() or done.stderr.strip()
 
@@ -91,21 +99,23 @@ class SlurmCluster:
         return next((word.removeprefix("JobState=") for word in self.ask("scontrol", "show", "job", job).split()
                      if word.startswith("JobState=")), "")
 
-    def until(self, happens: Callable[[], object], seconds: float = _PATIENCE) -> None:
-        end = time.monotonic() + seconds
+    def until(self, happens: Callable[[], object], log: Path | None = None) -> None:
+        """Wait until it happens; else fail with what the daemons and a job have said."""
+        end = time.monotonic() + _PATIENCE
         while not happens():
-            assert all(each.poll() is None for each in self.daemons), self.said()
-            assert time.monotonic() < end, self.said()
+            assert time.monotonic() < end, self.said(log)
+            assert all(each.poll() is None for each in self.daemons), self.said(log)
             time.sleep(_LOOK)
 
-    def said(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.out")))
+    def said(self, log: Path | None) -> str:
+        logs = [*sorted(self.folder.glob("*.out")), *([log] if log and log.exists() else [])]
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in logs)
 
     def close(self) -> None:
-        for job in self.ask("squeue", "-h", "-o", "%A").split():
-            self.ask("scancel", "--signal=KILL", "--full", job)
-            self.ask("scancel", job)
-        self.until(lambda: not self.ask("squeue", "-h"))
+        """End its jobs, then itself."""
+        if len(self.daemons) == _DAEMONS:
+            self.ask("scancel", "--user=root")
+            self.until(lambda: not self.ask("squeue", "-h"))
         for daemon in reversed(self.daemons):
             daemon.terminate()
             daemon.wait(_PATIENCE)
