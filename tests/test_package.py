@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def test_the_wheel_has_all_that_its_command_needs(far, installed):
 @pytest.mark.run
 def test_the_wheel_runs_and_reports(far, tmp_path):
     far("run", "grpo", "--name", "far", "--ranks", "1", "--set", "steps=1", "--set", "validation=null")
-    assert (tmp_path / "runs/far/summary.json").is_file()
+    summary = json.loads((tmp_path / "runs/far/summary.json").read_text())
+    assert summary["versions"][DISTRIBUTION] == distflow.__version__
     assert "wrote runs/far/report.html" in far("report", "runs/far")
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from distflow import __version__
+from distflow.config.extras import DISTRIBUTION
 from distflow.config.load import Spec, reload
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
@@ -105,7 +105,8 @@ def _as_text(row: dict[str, Any]) -> str:
     return "\n\n".join([numbers, *blocks])
 
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang", "megatron-core")
+_PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang",
+             "megatron-core")
 
 
 def provenance() -> dict[str, Any]:
@@ -114,7 +115,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "distflow": __version__}
+    found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
