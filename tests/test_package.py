@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 from harness import ROOT, environment
@@ -21,7 +23,7 @@ def test_the_package_list_is_complete():
     listed = set(config["options"]["packages"].split())
     found = {".".join(path.parent.relative_to(ROOT).parts)
              for top in ("distflow", "planners", "workers") for path in (ROOT / top).rglob("__init__.py")}
-    assert listed == found | {"distflow.dags"}
+    assert listed == found | {"distflow.dags", "distflow.deploy"}
 
 
 def test_a_renamed_public_name_still_works_and_says_the_new_one():
@@ -67,26 +69,59 @@ def test_a_misspelt_name_of_a_command_or_dag_is_recognised(arguments, said, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder of an environment with the wheel in it, and of other packages those that are here."""
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    subprocess.run([sys.executable, "-m", "pip", *wheel, str(_clean_copy(folder))], check=True, env=environment())
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    site = next((folder / "venv/lib").glob("python*/site-packages"))
+    (site / "here.pth").write_text(sysconfig.get_path("purelib"))
+    install = ("install", "--quiet", "--no-deps", "--no-index", str(next(folder.glob("distflow_rl-*.whl"))))
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "venv/bin/python"), *install], check=True)
+    return folder / "venv"
+
+
+@pytest.fixture
+def far(installed, tmp_path):
+    """Run the installed command in an empty folder, with nothing of the clone in reach."""
+    outside = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([str(installed / "bin/distflow"), *arguments], cwd=tmp_path, env=outside,
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        assert str(ROOT) not in done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
 @pytest.mark.run
-def test_an_installed_package_validates_and_runs(workspace):
-    target = workspace / "site"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--target", str(target), str(_clean_copy(workspace))], check=True, env=environment())
-    place = {**environment(), "PYTHONPATH": str(target)}
-    check = subprocess.run([sys.executable, "-m", "distflow.cli", "validate", "sft"], cwd=workspace, env=place,
-                           capture_output=True, text=True, check=False)
-    assert check.returncode == 0, check.stderr
-    assert "site/distflow/dags/sft.yaml" in check.stdout
-    assert (target / "distflow/py.typed").is_file()
-    metadata = next(target.glob("distflow_rl-*.dist-info/METADATA")).read_text()
+def test_the_wheel_has_all_that_its_command_needs(far, installed):
+    assert "validate" in far("--help")
+    site = next((installed / "lib").glob("python*/site-packages"))
+    assert f"{site}/distflow/dags/grpo.yaml" in far("validate", "grpo.yaml")
+    assert "\n#SBATCH --nodes=2\n" in far("run", "grpo", "--slurm", "gpus-per-node=1")
+    far("plan", "grpo", "--ranks", "2", "--cluster", "h200")
+
+
+@pytest.mark.run
+def test_the_wheel_runs_and_reports(far, tmp_path):
+    far("run", "grpo", "--name", "far", "--ranks", "1", "--set", "steps=1", "--set", "validation=null")
+    summary = json.loads((tmp_path / "runs/far/summary.json").read_text())
+    assert summary["versions"][DISTRIBUTION] == distflow.__version__
+    assert "wrote runs/far/report.html" in far("report", "runs/far")
+
+
+@pytest.mark.run
+def test_the_wheel_says_what_it_is(installed):
+    site = next((installed / "lib").glob("python*/site-packages"))
+    metadata = next(site.glob("distflow_rl-*.dist-info/METADATA")).read_text()
     for line in (f"Version: {distflow.__version__}", "License-Expression: Apache-2.0", "License-File: LICENSE"):
         assert f"\n{line}\n" in metadata
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-            str(target / "distflow/launch.py"), "--dag", "sft", "--run-file", "tiny", "--name", "far",
-            "--set", "steps=1"]
-    done = subprocess.run(line, cwd=workspace, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (workspace / "runs/far/summary.json").is_file()
+    assert (site / "distflow/py.typed").is_file()
 
 
 def _clean_copy(workspace):

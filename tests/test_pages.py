@@ -22,9 +22,10 @@ from distflow.recovery import detectors, hooks
 from planners import plan
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
-         for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+         for path in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "AGENTS")),
+                      *sorted((ROOT / "docs").glob("*.md")))}
 TEXT = "\n".join(PAGES.values())
-FOLDERS = ("benchmarks", "dags", "distflow", "docs", "examples", "planners", "tests", "workers")
+FOLDERS = ("benchmarks", "dags", "deploy", "distflow", "docs", "examples", "planners", "tests", "workers")
 
 
 def block(language: str, containing: str) -> str:

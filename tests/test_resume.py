@@ -16,6 +16,8 @@ from test_lora import ADAPTERS, LORA
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from distflow.launch import main
+
 STEPS = 6
 """Ten records in batches of four: steps 3 and 5 cross an epoch's end."""
 TINY = ("--run-file", "tiny.yaml")
@@ -81,3 +83,23 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     if case.one_rank_too:
         launch(1, "--resume", "runs/killed", "--set", f"steps={STEPS + 1}")
         assert set(metrics_of(killed)) == set(range(1, STEPS + 2))
+
+
+def test_the_same_command_starts_a_run_or_goes_on_with_it(launch, workspace):
+    """As schedulers give it, which know nothing of what an earlier start has left."""
+    left, run = workspace / "runs/again", ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "again")
+    left.mkdir(parents=True)
+    (left / "launch.json").write_text("{}")
+    launch(1, *run, "--resume-if-exists", "--set", "steps=3")
+    assert (workspace / "runs/again.1/launch.json").read_text() == "{}", "it had ended before its first checkpoint"
+    said = launch(1, *run, "--resume-if-exists", "--set", "steps=5").stdout
+    assert "step 4/5" in said
+    assert "step 3/5" not in said
+    assert set(metrics_of(left)) == set(range(1, 6))
+
+
+@pytest.mark.parametrize("arguments", [(), ("--name", "a", "--board", "127.0.0.1:1")])
+def test_going_on_needs_a_name(workspace, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(workspace)
+    assert main(["--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--resume-if-exists", *arguments]) == 2
+    assert "--name grpo-1 --resume-if-exists" in capsys.readouterr().err

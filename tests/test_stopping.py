@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import command, environment
+from harness import ROOT, command, environment
 from test_loopback import family_of
 
 from distflow.telemetry.processes import descendants
@@ -202,3 +203,30 @@ def test_a_reward_of_one_sample_or_of_all(distflow, workspace):
     assert run.wait(60) == 2
     assert "wrong.py:5: reward `plural` has the parameter `completions: str`" in said
     assert "completion: str  for one sample" in said
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("told", [0, 1])
+def test_one_machine_that_is_told_to_end_ends_the_run_on_all(workspace, told):
+    """As where a pod's machine is drained. Each machine is a torchrun of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    several = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", "1"]
+    run = [str(ROOT / "distflow/launch.py"), "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "told", *LONG]
+    torchruns = []
+    try:
+        for rank in range(2):
+            line = [sys.executable, "-m", "torch.distributed.run", "--node-rank", str(rank), *several, *run]
+            torchruns.append(subprocess.Popen(line, cwd=workspace, env=environment(), text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        until_step(torchruns[0], 10)
+        torchruns[told].send_signal(signal.SIGTERM)
+        said = torchruns[0].stdout.read()
+        assert [each.wait(90) != 0 for each in torchruns] == [True, True]
+    finally:
+        for each in torchruns:
+            each.kill()
+            each.wait()
+            each.stdout.close()
+    step = len((workspace / "runs/told/metrics.jsonl").read_text().splitlines())
+    assert f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept" in said

@@ -28,9 +28,8 @@ from distflow.recovery.worker_process import WorkerContext
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST
+from workers.rollout_channel import HOST, TOKEN
 
-TOKEN = "DISTFLOW_TOKEN"
 _REACHED = datetime.timedelta(seconds=30)
 _POLL, _PORTS = 0.1, 1 << 16
 

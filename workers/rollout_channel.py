@@ -6,6 +6,8 @@ says how far ahead may be sampled. A rollout leases the rows of a prompt, and pu
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -29,7 +31,7 @@ from distflow.rpc.connection import Address
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
-HOST = "DISTFLOW_HOST"
+HOST, TOKEN = "DISTFLOW_HOST", "DISTFLOW_TOKEN"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
@@ -172,7 +174,7 @@ def reports_of(rows: Batch) -> list[bytes]:
 def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
     that only samples may be lost. Collective over all groups."""
-    token = bytes.fromhex(store.broadcast("token", secrets.token_hex(32)))
+    token = run_token(store)
     store.store.add(_CAME, 1)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
     has_shard = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -195,6 +197,17 @@ def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
     written = (*(f"{move.producer}/{name}" for move in plan.groups[0].plan.dock for name in move.columns), REPORT)
     return [Consumer(ROLLOUT, (ORDER,), written, rows),
             Consumer(TRAINER, written, (), rows, rows * prompts, seconds=3600.0, can_roll_back=True)]
+
+
+def run_token(store: run_store.Store) -> bytes:
+    """Return the token by which connections authenticate each other. Made from DISTFLOW_TOKEN it is not in the store,
+    which asks for no password; where rank 0 has none, the token is random and the store has it."""
+    drawn = store.broadcast("token", "" if os.environ.get(TOKEN) else secrets.token_hex(32))
+    if drawn:
+        return bytes.fromhex(drawn)
+    token = hmac.digest(os.environ.get(TOKEN, "").encode(), b"distflow dock", "sha256")
+    store.agree(TOKEN, hashlib.sha256(token).hexdigest(), f"Export the same {TOKEN} on all machines.")
+    return token
 
 
 def _host(machines: int) -> str:

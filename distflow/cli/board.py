@@ -26,7 +26,8 @@ def main(options: argparse.Namespace) -> int:
 
     from distflow.recovery.membership import MACHINES
     from distflow.recovery.store import store_on
-    from workers.elastic import TOKEN, digest
+    from workers.elastic import digest
+    from workers.rollout_channel import TOKEN
 
     token = os.environ.get(TOKEN) or secrets.token_hex(16)
     if not 0 <= options.port < 1 << 16:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from distflow.cli import slurm
 from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_count, rank_count
 from distflow.cli.launcher import torchrun
 from distflow.config.load import Spec
@@ -23,13 +25,25 @@ def validate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dag_arguments(parser)
+    slurm.add_arguments(parser)
+
+
 def run(options: argparse.Namespace) -> int:
+    job = None if options.slurm is None else slurm.SlurmJob(options.slurm)
+    if job:
+        options.ranks = job.ranks(options.ranks)
     spec, checked = check(options)
-    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", options.name),
+    given = [("--dag", options.dag), ("--run-file", options.run), ("--name", None if job else options.name),
              ("--cluster", options.cluster), ("--plan", options.plan)]
     arguments = [part for flag, value in given if value for part in (flag, value)]
-    return torchrun(checked.ranks, [*arguments, *_set_arguments(options.overrides)],
-                    shutdown_timeout=spec.run.robust.shutdown_timeout)
+    arguments += _set_arguments(options.overrides)
+    if job:
+        print("\n".join(f"note: {note}" for note in checked.notes), end="\n" * bool(checked.notes), file=sys.stderr)
+        print(job.script(spec, checked, options.name, arguments), end="")
+        return 0
+    return torchrun(checked.ranks, arguments, shutdown_timeout=spec.run.robust.shutdown_timeout)
 
 
 def _set_arguments(overrides: list[str]) -> list[str]:
@@ -95,7 +109,8 @@ def export(options: argparse.Namespace) -> int:
 
 VERBS = {
     "validate": Verb("check a DAG, a run and its data, and report every mistake", add_dag_arguments, validate),
-    "run": Verb("run a DAG on the GPUs (or cores) of this machine", add_dag_arguments, run),
+    "run": Verb("run a DAG on the GPUs (or cores) of this machine, or print the job for Slurm", _add_run_arguments,
+                run),
     "resume": Verb("go on with an interrupted run from its newest checkpoint, on any number of ranks",
                    _add_resume_arguments, resume),
     "export": Verb("write the models of a run's newest checkpoint as Hugging Face folders", _add_export_arguments,

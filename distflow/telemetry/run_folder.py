@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from distflow.config.extras import DISTRIBUTION
 from distflow.config.load import Spec, reload
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
@@ -110,7 +111,7 @@ def _as_text(row: dict[str, Any]) -> str:
     return "\n\n".join([numbers, *blocks])
 
 
-_PACKAGES = ("distflow", "torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang",
+_PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang",
              "megatron-core")
 
 

@@ -132,7 +132,9 @@ def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready
         for line in process.stdout:
             if "step 10/" in line:
                 break
-        victim = timeline.newest(folder)[1].pid
+        while 1 not in (ranks := timeline.newest(folder)):  # ten steps may take less than a second
+            process.stdout.readline()
+        victim = ranks[1].pid
         os.kill(victim, signal.SIGSTOP)
         # Its last line grows old by itself: nothing else can be waited for.
         while True:

@@ -1,0 +1,92 @@
+"""`distflow run --slurm`: the script by which sbatch would start a run, made from `deploy/slurm/train.sbatch`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+
+from distflow.config.load import Spec
+from distflow.errors import InvalidInput
+from distflow.launch import ROOT
+from distflow.plan import Plan
+
+_FILE = "deploy/slurm/train.sbatch"
+_TEMPLATE = next(path for path in (ROOT / "distflow" / _FILE, ROOT / _FILE) if path.is_file())
+"""In the package when it is installed, else in the clone."""
+_HEAD = re.compile(r"(?:^#SBATCH .*\n)+", re.MULTILINE)
+_LINE = re.compile(r"^#SBATCH --([a-z-]+)=?(.*)$", re.MULTILINE)
+_OPTION = re.compile(r"([a-z][a-z-]*)=(\S+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slurm", metavar="KEY=VALUE", nargs="*",
+                        help="start nothing, and print the script by which sbatch would start it, with these options "
+                        "of sbatch, as  --slurm nodes=2 gpus-per-node=8 time=24:00:00 partition=gpu")
+
+
+class SlurmJob:
+    """Job of a run on several machines. `given` are options of sbatch, as KEY=VALUE; the script has others' defaults.
+    """
+
+    def __init__(self, given: list[str]):
+        self.template = _TEMPLATE.read_text(encoding="utf-8")
+        self.given = _options(given)
+        self.sbatch = dict(_LINE.findall(self.template)) | self.given
+        self.machines, self.gpus = (_number(key, self.sbatch[key]) for key in ("nodes", "gpus-per-node"))
+
+    def ranks(self, asked: int | None) -> int:
+        """Return how many ranks the run has: as many as are asked for, else one for each GPU."""
+        if asked is None and not self.gpus:
+            raise InvalidInput("--slurm gpus-per-node=0: say how many ranks all machines together have on CPUs:  "
+                               f"--ranks {2 * self.machines}")
+        return self.machines * self.gpus if asked is None else asked
+
+    def script(self, spec: Spec, plan: Plan, name: str | None, arguments: list[str]) -> str:
+        """Return the text of the script.
+
+        Args:
+            name: of the run; default: one that has the job's number in it.
+            arguments: of launch.py, but for the name.
+        """
+        each, left = divmod(plan.ranks, self.machines)
+        if left:
+            raise InvalidInput(f"{plan.ranks} ranks on {self.machines} machines: each starts equally many. Write  "
+                               f"--ranks {(each + 1) * self.machines}")
+        settings = {"python": shlex.quote(sys.executable), "ranks": str(each), "output": shlex.quote(spec.run.output),
+                    "arguments": f'({shlex.join(arguments)} "$@")'}
+        settings |= {"name": shlex.quote(name)} if name else {}
+        sbatch = {**self.sbatch, "job-name": plan.name, **self.given}
+        return _filled(self.template, sbatch, settings)
+
+
+def _options(given: list[str]) -> dict[str, str]:
+    options = {}
+    for each in given:
+        if not (found := _OPTION.fullmatch(each)):
+            raise InvalidInput(f"--slurm {each}: write options of sbatch after the DAG, as KEY=VALUE without dashes "
+                               "before them and spaces in them:  distflow run grpo --slurm nodes=2 partition=gpu")
+        options[found[1]] = found[2]
+    if wrong := next((key for key in options if key.startswith("ntasks")), None):
+        raise InvalidInput(f"--slurm {wrong}={options[wrong]}: each machine has one task, a torchrun that starts a "
+                           "rank for each GPU. Instead:  --slurm gpus-per-node=8")
+    return options
+
+
+def _number(key: str, value: str) -> int:
+    """Return how many; GPUs may have a type before the number, as `a100:8`."""
+    number = value.rpartition(":")[2]
+    if not number.isdecimal() or (key == "nodes" and not int(number)):
+        raise InvalidInput(f"--slurm {key}={value}: write a number, as  --slurm {key}=2")
+    return int(number)
+
+
+def _filled(template: str, sbatch: dict[str, str], settings: dict[str, str]) -> str:
+    """Return the template with these options of sbatch, and with these values of its settings."""
+    lines = [f"#SBATCH --{key}{'=' * bool(value)}{value}\n" for key, value in sbatch.items()
+             if (key, value) != ("gpus-per-node", "0")]
+    text = _HEAD.sub(lambda _: "".join(lines), template, count=1)
+    for name, value in settings.items():
+        text = re.sub(rf"^{name}=.*$", lambda _, line=f"{name}={value}": line, text, count=1, flags=re.MULTILINE)
+    return text
