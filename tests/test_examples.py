@@ -88,3 +88,18 @@ def test_the_optimal_baseline_weighs_rewards_by_length():
     responses = Ragged.from_rows([torch.zeros(length) for length in (1, 3, 2, 0)])
     advantages = opo.optimal_baseline(torch.tensor([1.0, 0.0, 1.0, 2.0]), torch.tensor([7, 7, 2, 2]), responses)
     assert advantages.tolist() == [0.75, -0.25, 0.0, 1.0]
+
+
+@pytest.mark.run
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    """Its cells run here, one after the other, as a kernel would run them."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples/from_python.ipynb").read_text())
+    names: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert list(names["run"].metrics.index) == [0, 1, 2, 3, 4, 5]
+    assert len(names["run"].samples) == 20
+    assert (names["again"].folder / "report.html").is_file()
+    assert all(not cell.get("outputs") for cell in notebook["cells"]), "outputs would grow old"

@@ -142,7 +142,7 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
 def _open_timeline(context: RankContext) -> None:
     rank = context.store.rank
     if context.spec.run.timeline:
-        timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank)
+        timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank, context.plan.ranks)
 
 
 def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,

@@ -118,9 +118,9 @@ def _timed_steps(folder: Path) -> list[dict[str, Any]]:
     order = sorted(timed, key=lambda line: line["seconds"])
     kinds = {"the last step": timed[-1], "the slowest step": order[-1], "an ordinary step": order[len(order) // 2]} \
         if timed else {}
-    found = []
-    for number, kind in {line["step"]: kind for kind, line in kinds.items()}.items():
-        spans = timeline.read(folder, range(number, number + 1), _RANKS).spans
+    found, kind_of = [], {line["step"]: kind for kind, line in kinds.items()}
+    spans = timeline.read(folder, kind_of.keys(), _RANKS).spans
+    for number, kind in kind_of.items():
         shown = [span for span in spans if span.track in (timeline.MAIN, timeline.WEIGHTS) and span.step == number]
         zero = min((span.start for span in shown), default=0.0)
         found.append({"step": number, "kind": kind, "spans": [

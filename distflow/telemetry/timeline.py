@@ -20,7 +20,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,8 @@ FOLDER = "timeline"
 MAIN, TRANSFERS, ROWS, PROMPTS, WEIGHTS, CHECKPOINTS = "", "transfers", "rows", "prompts", "weights", "checkpoints"
 """Tracks of a rank. On the main one each span begins where the one before it ends."""
 FINISHING = "finishing the step"  # ends with a collective of all ranks that train
-_EVERY = 1.0  # seconds between two lines
+_EVERY, _RANKS = 1.0, 64  # seconds between two lines, and up to how many ranks: more of them write less often
+SILENT = 10.0  # seconds without a line after which a rank gives no sign, if lines come each second
 _MOST = 20_000  # spans of a line; more are dropped and counted
 _STEPS = re.compile(r'\{"steps": \[(\d+), (\d+)\], ')
 _LARGEST = 64 << 20  # bytes of a file, after which another one is begun; the one before it is kept
@@ -53,9 +54,10 @@ class Timeline:
         self.step = self.dropped = 0
         self.ended = threading.Event()
 
-    def open(self, path: Path, rank: int) -> None:
-        """Write to this file from now on, by a thread of its own."""
-        self.facts |= {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(),
+    def open(self, path: Path, rank: int, ranks: int = 1) -> None:
+        """Write to this file from now on, by a thread of its own. ranks: of the run."""
+        self.every = _EVERY * max(1.0, ranks / _RANKS)
+        self.facts |= {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "every": self.every,
                        "base": time.time_ns() // 1000 - _now()}
         self.path = path
         threading.Thread(target=self._write_often, name="timeline", daemon=True).start()
@@ -111,7 +113,7 @@ class Timeline:
         events.add_or_drop(self.path, [json.dumps(line)])
 
     def _write_often(self) -> None:
-        while not self.ended.wait(_EVERY):
+        while not self.ended.wait(self.every):
             self.write()
 
 
@@ -167,7 +169,8 @@ class Span:
 @dataclass(frozen=True)
 class RankTimeline:
     """What a rank does at the end of its file. seen: when it wrote last, in seconds since the epoch. memory: of its
-    process, in bytes. version: of the weights that it published or loaded last, as far as the line tells."""
+    process, in bytes. version: of the weights that it published or loaded last, as far as the line tells. every:
+    seconds between two lines."""
 
     rank: int
     role: str
@@ -177,7 +180,12 @@ class RankTimeline:
     seen: float
     memory: int
     version: int | None
+    every: float
     doing: Span | None
+
+    def silence(self, now: float) -> float:
+        """Return for how long the rank has given no sign; 0 if that is as it should be."""
+        return now - self.seen if now - self.seen > SILENT * max(1.0, self.every) else 0.0
 
 
 @dataclass
@@ -196,7 +204,7 @@ class RunTimeline:
                       key=lambda span: (span.rank, span.start))
 
 
-def read(folder: Path, steps: range | None = None, most: int | None = None) -> RunTimeline:
+def read(folder: Path, steps: Collection[int] | None = None, most: int | None = None) -> RunTimeline:
     """Return a run's timeline, or that of some `steps` only, counted from 1, and of the first `most` ranks. A run
     without one has no spans."""
     files = [(_rank_of(file), file) for file in (folder / FOLDER).glob("rank*.jsonl")]
@@ -220,7 +228,7 @@ def read(folder: Path, steps: range | None = None, most: int | None = None) -> R
 def _rank(line: dict[str, Any], base: float) -> RankTimeline:
     versions = [facts.get("version") for track, name, *_, facts in line["spans"] if track == WEIGHTS and name != "pull"]
     who = (line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6,
-           line.get("memory", 0), versions[-1] if versions else None)
+           line.get("memory", 0), versions[-1] if versions else None, line.get("every", _EVERY))
     if not line["now"]:
         return RankTimeline(*who, None)
     name, phase, node, step, start = line["now"]
@@ -253,13 +261,13 @@ def _rank_of(file: Path) -> int:
     return int(file.name.removeprefix("rank").partition(".")[0])
 
 
-def _lines(file: Path, steps: range | None) -> Iterator[dict[str, Any]]:
+def _lines(file: Path, steps: Collection[int] | None) -> Iterator[dict[str, Any]]:
     """Yield the lines with any of these steps, without reading the others, and the last one: a long run has many."""
     texts = file.read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(texts):
         found = _STEPS.match(text)
-        if steps is None or number == len(texts) - 1 or not found or (
-                int(found[2]) >= steps.start and int(found[1]) < steps.stop):
+        if steps is None or number == len(texts) - 1 or not found or any(
+                step in steps for step in range(int(found[1]), int(found[2]) + 1)):
             with contextlib.suppress(ValueError):  # torn by a full disk or the end of its process
                 yield json.loads(text)
 

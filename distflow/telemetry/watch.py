@@ -34,7 +34,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 30  # columns of a curve
 _RANKS = 24  # most ranks that have a row
 _FAILURES = 6  # newest events that are shown
-_SILENT = 10.0  # seconds without a sign after which a rank is marked
 _SHOWN = {"failure", "fault injected", "left out", "worker started", "scaled", "settings changed", "checkpoint damaged",
           "reward_failed", "environment_failed", "weights_source_lost", "weights_late"}
 
@@ -141,7 +140,7 @@ def _ranks(view: RunView) -> Table:
         table.add_column(name, no_wrap=name != "doing", overflow="ellipsis")
     now, goes_on = time.time(), view.state == "goes on"
     for number, rank in view.ranks.items():
-        silent = goes_on and now - rank.seen > _SILENT
+        silent = goes_on and rank.silence(now) > 0
         doing = rank.doing.name.replace("computing node ", "") if rank.doing else "has ended"
         spent = _duration(rank.seen - rank.doing.start) if rank.doing else ""
         version = view.versions.get(number)

@@ -29,7 +29,6 @@ from distflow.telemetry.run_lock import in_use
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
 
 WAITING = "waiting"
-_SILENT = 10.0  # seconds without a sign after which a rank has stopped
 _LATE = 5.0  # an activity is late after so many times its usual duration, and at least so many seconds
 _AROUND = 3  # steps before and after one in which another group may have worked for it
 _TINY = 1e-4  # seconds: less is no part of a path
@@ -109,13 +108,13 @@ def stuck(folder: Path, done: int) -> Iterator[str]:
     for number, rank in sorted(ranks.items()):
         if rank.doing is None:
             continue
-        spent, silence = now - rank.doing.start, now - rank.seen
+        spent, silence = now - rank.doing.start, rank.silence(now)
         often = usual.get((rank.role, rank.doing.name))
         yield (f"  rank {number} ({rank.role}): {rank.doing.name}, step {rank.doing.step}, for {spent:.1f} s"
                f"{f', usually {often:.2f} s' if often is not None else ''}"
-               f"{f'; no sign of it for {silence:.0f} s' if silence > _SILENT else ''}")
+               f"{f'; no sign of it for {silence:.0f} s' if silence else ''}")
         ratio = spent / max(often or 0.0, 1e-3)
-        if silence > _SILENT:
+        if silence:
             late[number] = math.inf
         elif _phase(rank.doing) != WAITING and spent > _LATE and ratio > _LATE:
             late[number] = ratio
@@ -133,7 +132,7 @@ def _culprit(rank: RankTimeline, ranks: dict[int, RankTimeline], late: dict[int,
                and (_phase(other.doing) == WAITING or 0 < late.get(number, 0.0) < math.inf)]
     if waiting:
         yield f"Waiting for {named}: rank {', '.join(map(str, waiting))}."
-    if now - rank.seen > _SILENT:
+    if rank.silence(now):
         yield (f"It gives no sign: it is stopped, its machine is gone, or it waits for a disk. Its supervisor restarts "
                f"it when detector `frozen` says so; at once:  distflow inject RUN kill --rank {rank.rank}")
     else:
