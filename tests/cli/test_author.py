@@ -16,7 +16,8 @@ from distflow.config.shipped import SHIPPED
 ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "remax"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.run),
+                                       pytest.param("remax", marks=pytest.mark.run)])
 def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys, algorithm) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", algorithm, "my_algo"]) == 0

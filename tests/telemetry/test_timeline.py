@@ -198,6 +198,7 @@ def test_a_collector_gets_the_spans_with_their_own_times(folder) -> None:
     assert {each.key for each in spans["a → b"].attributes} == {"step", "track", "bytes", "columns"}
 
 
+@pytest.mark.run
 def test_a_collector_that_is_not_there_is_named(folder) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.5, 2.0, {}]])
