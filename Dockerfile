@@ -3,7 +3,8 @@
 #     docker build --target cpu --tag distflow:cpu .
 #     docker build --target cuda --build-arg EXTRAS=gpu,vllm --tag distflow:cuda .
 #
-# torch comes from PyPI, whose build has CUDA. For a small `cpu`, name the index of torch's CPU builds by TORCH_INDEX.
+# torch comes from where pip looks, which has CUDA by default. For a small `cpu`, name the place of torch's CPU builds by
+# --build-arg PIP_FIND_LINKS, pip's own setting.
 # hadolint global ignore=DL3013
 FROM python:3.11-slim-bookworm AS base
 ENV PIP_CONSTRAINT=/opt/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
@@ -23,8 +24,8 @@ COPY workers workers
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM base AS cpu
-ARG TORCH_INDEX
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+ARG PIP_FIND_LINKS
+RUN pip install torch
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install /wheels/*.whl
 USER 1000
 WORKDIR /shared
