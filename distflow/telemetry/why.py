@@ -182,7 +182,7 @@ def slow(folder: Path, metrics: Sequence[dict[str, Any]], step: int) -> Iterator
     for part in path:
         key = part.rank, part.label, part.phase
         parts[key] = parts.get(key, 0.0) + part.seconds
-    yield "Its critical path, longest part first:"
+    yield "Its critical path, with what follows it (snapshot, weights, validation), longest part first:"
     for (rank, label, phase), taken in sorted(parts.items(), key=lambda item: -item[1]):
         if taken >= 0.01 * total:
             yield f"  {taken:8.3f} s  {taken / total:4.0%}  rank {rank}  {phase:10}  {label}"
@@ -208,7 +208,7 @@ def critical_path(spans: Sequence[Span], step: int) -> list[Segment]:
     wait is movement of data, or of messages.
     """
     main = [span for span in spans if span.track == MAIN]
-    trainer = [span for span in main if span.step == step and span.role == "trainer"]
+    trainer = [span for span in main if span.step == step and span.role == "trainer" and _phase(span) != "ending"]
     if not trainer:
         return []
     begin, last = min(span.start for span in trainer), max(trainer, key=lambda span: span.end)
