@@ -24,7 +24,8 @@ def span(rank: int, name: str, phase: str, start: float, end: float, role: str =
 
 def test_a_path_leads_to_the_rank_that_others_wait_for() -> None:
     """Rank 1 samples longer; rank 0 trains longer."""
-    spans = [span(0, "end", "ending", 9, 99), span(0, "a", "generating", 0, 2), span(0, "wait", "waiting", 2, 5.5), span(0, "b", "training", 5.5, 9),
+    spans = [span(0, "a", "generating", 0, 2), span(0, "wait", "waiting", 2, 5.5), span(0, "b", "training", 5.5, 9),
+             span(0, "ending the run", "ending", 9, 99),
              span(1, "a", "generating", 0, 5), span(1, "wait", "waiting", 5, 5.5), span(1, "b", "training", 5.5, 7),
              span(1, "finishing", "waiting", 7, 9)]
     assert critical_path(spans, 1) == [Segment(1, "a", "generating", 5), Segment(0, "wait", "waiting", 0.5),
