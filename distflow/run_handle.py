@@ -67,11 +67,8 @@ def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = Non
 
 
 def load(folder: str | os.PathLike[str]) -> RunHandle:
-    """Return a run that has been started elsewhere, whether it goes on or not.
-
-    Raises:
-        InvalidInput: `folder` is no run's folder.
-    """
+    """Return a run that has been started elsewhere, whether it goes on or not. Raises InvalidInput: `folder` is no
+    run's folder."""
     path = Path(folder)
     if not (path / "launch.json").is_file():
         raise InvalidInput(f"{path} is not the folder of a run: it has no launch.json")

@@ -22,11 +22,8 @@ AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --r
 
 
 def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
-    """Return the run with the layouts and groups of the plan in a file; mistakes about these then point there.
-
-    Raises:
-        InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run.
-    """
+    """Return the run with the layouts and groups of the plan in a file; mistakes about these then point there. Raises
+    InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run."""
     problem = problem_of(spec)
     plan = read_plan_file(source, digests_of(spec, problem))
     mistakes = list(_check(spec, problem, plan, source, ranks))

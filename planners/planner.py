@@ -20,10 +20,7 @@ from planners.resampling import after_drawing, draws_of
 
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
-
-    Raises:
-        InvalidInput: with every mistake found, those of loading included.
-    """
+    Raises InvalidInput: with every mistake found, those of loading included."""
     draft = _draft(spec)
     if spec.run.mode == "sync":
         mistakes = check_faults(spec, {TRAINER: range(ranks)})

@@ -51,10 +51,7 @@ class DockVolume:
 
 def through_dock(spec: Spec, plan: Plan, shards: int) -> DockVolume:
     """Return the bytes of a step of `plan` with its rows at the run's longest, if every edge passed through the dock.
-
-    Raises:
-        ValueError: there is no storage shard.
-    """
+    Raises ValueError: there is no storage shard."""
     if shards < 1:
         raise ValueError(f"a dock has at least one storage shard, not {shards}")
     return DockVolume(tuple(_edges(spec, plan)), shards)

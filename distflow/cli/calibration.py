@@ -24,11 +24,8 @@ _LEAST = 3
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
-    """Return the spec to plan: the DAG and the cluster that are named, else those of the last run.
-
-    Raises:
-        InvalidInput: there is no such run, or it was started without a cluster file.
-    """
+    """Return the spec to plan: the DAG and the cluster that are named, else those of the last run. Raises InvalidInput:
+    there is no such run, or it was started without a cluster file."""
     folder = _folder(options.runs[-1])
     kept = folder / "cluster.yaml"
     if not options.cluster and not kept.is_file():
@@ -86,11 +83,8 @@ class Calibration:
 
 
 def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
-    """Calibrate the cost model for `spec` by the timings of runs.
-
-    Raises:
-        InvalidInput: runs are of another DAG, mode or cluster, or have too few steps; with the mistakes of all.
-    """
+    """Calibrate the cost model for `spec` by the timings of runs. Raises InvalidInput: runs are of another DAG, mode or
+    cluster, or have too few steps; with the mistakes of all."""
     from planners.heterogeneous.calibration import calibrated
     from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.workload import problem_of

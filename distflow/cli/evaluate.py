@@ -177,11 +177,8 @@ class EvaluationSubject:
 
 
 def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
-    """Return the model to evaluate from a run's folder, or from a model folder and the run file `run`.
-
-    Raises:
-        InvalidInput: it is neither, the run has no model yet, or has several and `role` names none of them.
-    """
+    """Return the model to evaluate from a run's folder, or from a model folder and the run file `run`. Raises
+    InvalidInput: it is neither, the run has no model yet, or has several and `role` names none of them."""
     folder = Path(name)
     if (folder / "launch.json").is_file():
         return _of_run(folder, role)

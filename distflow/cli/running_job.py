@@ -110,11 +110,8 @@ def inject(options: argparse.Namespace) -> int:
 
 
 def _worker_pid(folder: Path, rank: int) -> int:
-    """Return the process id of a rank's worker.
-
-    Raises:
-        InvalidInput: the rank has no worker, or none on this machine.
-    """
+    """Return the process id of a rank's worker. Raises InvalidInput: the rank has no worker, or none on this
+    machine."""
     events = [event for event in read(folder) if event["event"] in ("worker ready", "worker ended")]
     last = {event["rank"]: event for event in events}
     if rank not in last:
@@ -151,11 +148,8 @@ def scale(options: argparse.Namespace) -> int:
 
 
 def _rollout_replicas(folder: Path) -> tuple[int, bool]:
-    """Return how many rollouts the run was started with, and whether its trainer ranks sample too.
-
-    Raises:
-        InvalidInput: it has none, or is no run.
-    """
+    """Return how many rollouts the run was started with, and whether its trainer ranks sample too. Raises InvalidInput:
+    it has none, or is no run."""
     planned = read_plan(folder)
     replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout"]
     if not replicas:

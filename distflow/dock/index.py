@@ -174,12 +174,9 @@ class ConsumerIndex:
               share: int = 0, shares: int = 1, request: int = 0) -> GrantedLease | None:
         """Lease up to `count` rows, or return None if fewer than `least` are ready.
 
-        A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw, and
-        a restarted group gets the rows that it had. The same `request` always gets the same lease.
-
-        Raises:
-            DockError: the step is committed, or the group asks with another number of shares than before.
-        """
+        A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw, and a
+        restarted group gets the rows that it had. The same `request` always gets the same lease. Raises DockError: the
+        step is committed, or the group asks with another number of shares than before."""
         if not 0 <= share < shares:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.expire(now)

@@ -76,11 +76,7 @@ _POLL = 0.5  # seconds between two looks at the metrics
 
 
 def scaling(*, every: int) -> Callable[[P], P]:
-    """Register a policy that is asked after every so many steps.
-
-    Raises:
-        InvalidInput: `every` is no number of steps.
-    """
+    """Register a policy that is asked after every so many steps. Raises InvalidInput: `every` is no number of steps."""
     if type(every) is not int or every < 1:
         raise InvalidInput(f"@scaling(every={every!r}): give a number of steps, as  @scaling(every=10)")
 

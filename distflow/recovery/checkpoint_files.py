@@ -25,11 +25,8 @@ _PART = 16 << 20  # bytes of one read
 
 
 def finished(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since.
-
-    Raises:
-        CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing.
-    """
+    """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since. Raises
+    CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if _NAME.fullmatch(name))
     except FileNotFoundError:
@@ -39,11 +36,8 @@ def finished(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first; partial and torn ones are passed over.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be read, so that it is unknown whether it is complete.
-    """
+    """Return the complete checkpoints in `folder`, oldest first; partial and torn ones are passed over. Raises
+    CheckpointError: a checkpoint cannot be read, so that it is unknown whether it is complete."""
     return [path for path in finished(folder) if read_progress(path) is not None]
 
 
@@ -52,11 +46,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def part(folder: Path, name: str) -> Path:
-    """Return the folder of a further part of the newest complete checkpoint, such as the dock's.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, or the newest has no such part.
-    """
+    """Return the folder of a further part of the newest complete checkpoint, such as the dock's. Raises
+    CheckpointError: there is no complete checkpoint, or the newest has no such part."""
     found = complete_checkpoints(folder)
     if not found:
         raise CheckpointError(f"there is no whole checkpoint in {folder}")
@@ -66,11 +57,8 @@ def part(folder: Path, name: str) -> Path:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the commit record of a checkpoint, or None if it is not complete.
-
-    Raises:
-        CheckpointError: it cannot be read, as while a network file system is away.
-    """
+    """Return the commit record of a checkpoint, or None if it is not complete. Raises CheckpointError: it cannot be
+    read, as while a network file system is away."""
     try:
         progress = json.loads((checkpoint / PROGRESS).read_bytes())
         files = progress.get(FILES) if isinstance(progress, dict) else None

@@ -53,11 +53,8 @@ def limit_file_size_for(seconds: float) -> None:
 
 
 def exhaust_memory() -> None:
-    """Allocate memory until RLIMIT_AS is reached. Unlike `take_memory`, the kernel kills nothing.
-
-    Raises:
-        MemoryError: always.
-    """
+    """Allocate memory until RLIMIT_AS is reached. Unlike `take_memory`, the kernel kills nothing. Raises MemoryError:
+    always."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _SPARE, most))
     taken = []
@@ -66,12 +63,8 @@ def exhaust_memory() -> None:
 
 
 def take_memory() -> None:
-    """Allocate memory until the kernel kills this process; does not return.
-
-    Raises:
-        UnboundedFault: no control group bounds what this process can take, so that it would be the memory of all
-            others too.
-    """
+    """Allocate memory until the kernel kills this process; does not return. Raises UnboundedFault: no control group
+    bounds what this process can take, so that it would be the memory of all others too."""
     if limit() is None:
         raise UnboundedFault("the fault `oom` takes memory until the kernel ends the worker, which would be all that "
                              "the machine has: start the run in a control group with a limit (systemd-run -p "

@@ -41,11 +41,8 @@ HOOKS: dict[str, list[tuple[str | None, Hook]]] = {when: [] for when in get_args
 
 
 def hook(*, when: When, role: str | None = None) -> Callable[[H], H]:
-    """Register a hook; `role`: `trainer`, `rollout`, or None for both.
-
-    Raises:
-        InvalidInput: there is no such moment or role.
-    """
+    """Register a hook; `role`: `trainer`, `rollout`, or None for both. Raises InvalidInput: there is no such moment or
+    role."""
     if when not in HOOKS:
         raise InvalidInput(f"@hook(when={when!r}): there is no such moment. {did_you_mean(when, HOOKS)}")
     if role not in (None, "trainer", "rollout"):

@@ -102,11 +102,8 @@ class Membership:
     losses: int
 
     def agree(self, run: str) -> None:
-        """Make sure that the store is this run's.
-
-        Raises:
-            InvalidInput: it is another run's, or its machines have other numbers of ranks.
-        """
+        """Make sure that the store is this run's. Raises InvalidInput: it is another run's, or its machines have other
+        numbers of ranks."""
         for what, mine, wrong in (
             ("run", run, "the board is of another run: it has digest {}, here it is {}. The DAG, the run file or "
              "--machines differ; or each run needs a board of its own:  distflow board --port …"),
@@ -117,11 +114,8 @@ class Membership:
                 raise InvalidInput(wrong.format(theirs, mine))
 
     def join(self) -> Rendezvous | None:
-        """Wait for a block of the present round or a later one, and return it. None if the run is over.
-
-        Raises:
-            DistflowError: the run has ended by a failure.
-        """
+        """Wait for a block of the present round or a later one, and return it. None if the run is over. Raises
+        DistflowError: the run has ended by a failure."""
         while True:
             number = self._newest_round()
             began = self._round_record(number)

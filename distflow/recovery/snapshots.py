@@ -206,11 +206,8 @@ class Snapshots:
 
     @torch.no_grad()
     def load(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy the content of a slot into the tensors of `state` and return the progress.
-
-        Raises:
-            CheckpointError: the snapshot is of another model or engine, or has changed since it was made.
-        """
+        """Copy the content of a slot into the tensors of `state` and return the progress. Raises CheckpointError: the
+        snapshot is of another model or engine, or has changed since it was made."""
         if (content := slot.read()) is None:
             raise CheckpointError("the copy of the state in memory has changed since it was made")
         header, body = content

@@ -58,11 +58,7 @@ class Store:
             store.set(COMPLETED, "")
 
     def broadcast(self, topic: str, value: str | None = None) -> str:
-        """Return rank 0's `value` on every rank.
-
-        Raises:
-            Disagreement: rank 0 has not come within the wait limit.
-        """
+        """Return rank 0's `value` on every rank. Raises Disagreement: rank 0 has not come within the wait limit."""
         if self.rank == 0:
             if value is None:  # or all ranks would wait
                 raise TypeError(f"rank 0 broadcasts {topic} without a value")
@@ -71,11 +67,8 @@ class Store:
         return self.store.get(topic).decode()
 
     def gather(self, topic: str, value: str, ranks: Sequence[int]) -> list[str]:
-        """Return the `value` of each of `ranks` on every rank.
-
-        Raises:
-            Disagreement: one of them has not come within the wait limit.
-        """
+        """Return the `value` of each of `ranks` on every rank. Raises Disagreement: one of them has not come within the
+        wait limit."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
         if self.rank in keys:
             self.store.set(keys[self.rank], value)
@@ -83,12 +76,9 @@ class Store:
         return [self.store.get(key).decode() for key in keys.values()]
 
     def agree(self, topic: str, value: str, cause: str) -> None:
-        """Require the same `value` on all ranks.
-
-        Raises:
-            Disagreement: on every rank, with the ranks that differ from rank 0 and the probable `cause`; or when a
-                rank has not come within the wait limit, with the ranks that are missing.
-        """
+        """Require the same `value` on all ranks. Raises Disagreement: on every rank, with the ranks that differ from
+        rank 0 and the probable `cause`; or when a rank has not come within the wait limit, with the ranks that are
+        missing."""
         expected = self.broadcast(topic, value)
         if value != expected:
             self.store.append(  # pyright: ignore[reportAttributeAccessIssue]

@@ -143,11 +143,8 @@ class Supervisor:
         adopt_orphans()  # what a worker leaves behind
 
     def run(self) -> int:
-        """Supervise workers until the work is done or cannot be; return the exit status of this process.
-
-        Raises:
-            MembershipChanged: all machines begin a later round.
-        """
+        """Supervise workers until the work is done or cannot be; return the exit status of this process. Raises
+        MembershipChanged: all machines begin a later round."""
         self._handle_signals(self._on_signal)
         try:
             attempt = self._first_attempt()
@@ -182,11 +179,8 @@ class Supervisor:
         return attempt.failures[-1].code
 
     def _exit_on_signal(self, number: int) -> int:
-        """End the worker and return the exit status for a signal.
-
-        Raises:
-            SystemExit: torchrun has died, perhaps with its machine: what follows is for the other machines to decide.
-        """
+        """End the worker and return the exit status for a signal. Raises SystemExit: torchrun has died, perhaps with
+        its machine: what follows is for the other machines to decide."""
         self._handle_signals(signal.SIG_IGN)
         self._end_worker()
         self._print_stop_message(number)
@@ -206,10 +200,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: object) -> None:
         """Ask the worker to end after its step; end at once on a second signal, or where there is no step to wait for.
-
-        Raises:
-            TerminationRequested: to leave `run`.
-        """
+        Raises TerminationRequested: to leave `run`."""
         now = time.monotonic()
         if self.signal and now - self.signalled_at < _SAME_SIGNAL:
             return

@@ -9,11 +9,8 @@ _Z = 1.959964  # the normal distribution's quantile for an interval of 95%
 
 def pass_at(k: int, answers: int, right: int) -> float:
     """Return the unbiased estimate of pass@k, the probability that one of `k` answers is right, from `answers` answers
-    of which `right` are (Chen et al. 2021, Eq. 1).
-
-    Raises:
-        ValueError: there are fewer than `k` answers, or more right ones than answers.
-    """
+    of which `right` are (Chen et al. 2021, Eq. 1). Raises ValueError: there are fewer than `k` answers, or more right
+    ones than answers."""
     if not 1 <= k <= answers or not 0 <= right <= answers:
         raise ValueError(f"pass@{k} of {answers} answers of which {right} are right: k is 1 to the number of answers")
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)

@@ -20,11 +20,8 @@ _SCREEN = Path("standard output")
 
 
 def add(path: Path, *texts: str) -> None:
-    """Append lines at once, all or none, so that those of several processes do not mix.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Append lines at once, all or none, so that those of several processes do not mix. Raises OSError: they cannot be
+    written."""
     # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
     data = memoryview("".join(f"{text}\n" for text in texts).encode(errors="backslashreplace"))
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

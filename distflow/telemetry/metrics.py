@@ -149,11 +149,8 @@ def metric(name: str, value: float | Tensor) -> None:
 
     Each value counts once, and so does each element of a tensor: one value for each token gives the mean over tokens,
     however they are divided into micro-batches and ranks. Call it in node functions, losses and rewards, but not in
-    environments and hooks, which run outside of any step.
-
-    Raises:
-        InvalidInput: the name is empty or one of distflow's own, or `value` is no number.
-    """
+    environments and hooks, which run outside of any step. Raises InvalidInput: the name is empty or one of distflow's
+    own, or `value` is no number."""
     if not isinstance(name, str) or not name:
         raise InvalidInput(f"metric({name!r}, …): a metric needs a name, as  metric(\"my/name\", value)")
     first = name.partition("/")[0]

@@ -193,11 +193,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def began(process: int) -> int:
-    """Return when a process began, in clock ticks since boot: with the pid it identifies the process.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Return when a process began, in clock ticks since boot: with the pid it identifies the process. Raises OSError:
+    there is no such process."""
     return int(_facts(process)[19])
 
 
@@ -210,11 +207,7 @@ def alive(process: int, since: int) -> bool:
 
 
 def parent(process: int) -> int:
-    """Return the pid of a process's parent.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Return the pid of a process's parent. Raises OSError: there is no such process."""
     return int(_facts(process)[1])
 
 

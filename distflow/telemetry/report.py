@@ -37,11 +37,8 @@ Run = dict[str, Any]
 
 
 def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
-    """Return everything that the page shows of a run. `characters`: most of its samples.
-
-    Raises:
-        InvalidInput: `folder` is no run's folder.
-    """
+    """Return everything that the page shows of a run. `characters`: most of its samples. Raises InvalidInput: `folder`
+    is no run's folder."""
     if not (folder / "metrics.jsonl").is_file():
         raise InvalidInput(Diagnostic(f"{folder} has no metrics.jsonl, so it is not the folder of a run", None,
                                       "Name the folder, as  distflow report runs/grpo-1"))
@@ -57,11 +54,7 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:
-    """Write the report and return its size in bytes.
-
-    Raises:
-        InvalidInput: one of the folders is no run's.
-    """
+    """Write the report and return its size in bytes. Raises InvalidInput: one of the folders is no run's."""
     from plotly.offline import get_plotlyjs  # 5 MB: only a report needs it
 
     characters = _SAMPLE_CHARACTERS // len(folders)

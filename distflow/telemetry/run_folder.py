@@ -197,11 +197,8 @@ def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | 
 
 
 def search_paths(folder: Path) -> list[str]:
-    """Return the folders in which a run found the user's modules.
-
-    Raises:
-        InvalidInput: it is no run's folder, or its launch.json is damaged.
-    """
+    """Return the folders in which a run found the user's modules. Raises InvalidInput: it is no run's folder, or its
+    launch.json is damaged."""
     if not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
     launch = read_launch(folder)
@@ -213,11 +210,7 @@ def search_paths(folder: Path) -> list[str]:
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Return the content of plan.json.
-
-    Raises:
-        InvalidInput: the file is missing, cut short or of another form.
-    """
+    """Return the content of plan.json. Raises InvalidInput: the file is missing, cut short or of another form."""
     file = folder / "plan.json"
     if not file.is_file() and not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")

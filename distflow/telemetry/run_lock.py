@@ -86,11 +86,7 @@ class RunLock:
         os.register_at_fork(after_in_child=self._close)
 
     def hold(self) -> None:
-        """Take the lock, if this process does not have it.
-
-        Raises:
-            InvalidInput: another job has it.
-        """
+        """Take the lock, if this process does not have it. Raises InvalidInput: another job has it."""
         if self.looked == -math.inf:
             self._take()
         elif time.monotonic() - self.looked >= _EVERY:

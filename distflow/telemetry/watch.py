@@ -171,11 +171,7 @@ def _duration(seconds: float) -> str:
 
 
 def watch(folder: Path, once: bool = False, console: Console | None = None) -> None:
-    """Show a run until it ends, or its state once.
-
-    Raises:
-        InvalidInput: it is no run's folder.
-    """
+    """Show a run until it ends, or its state once. Raises InvalidInput: it is no run's folder."""
     view, console = RunView(folder), console or Console()
     view.look()
     if once or not console.is_terminal:

@@ -48,11 +48,8 @@ class Between:
     """Tokens between a sampled answer and the next one: the template's text around an observation by `role`.
 
     Derived once from a conversation with known texts, so that no sampled token is decoded and encoded again. Special
-    tokens in an observation's text are encoded as plain text.
-
-    Raises:
-        InvalidInput: the template cannot render such a conversation; proposes the other role.
-    """
+    tokens in an observation's text are encoded as plain text. Raises InvalidInput: the template cannot render such a
+    conversation; proposes the other role."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user"):

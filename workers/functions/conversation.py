@@ -46,12 +46,9 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
     were sampled, the rewards of the environment, the number of turns, and whether the environment did not fail.
 
-    A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early.
-    A trajectory whose environment fails, or takes longer than `step_seconds`, is not kept.
-
-    Raises:
-        RewardsFailed: all of them have failed in several steps in a row.
-    """
+    A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early. A
+    trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Raises RewardsFailed: all of
+    them have failed in several steps in a row."""
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     found = load_environment(environment)

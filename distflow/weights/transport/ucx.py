@@ -38,12 +38,9 @@ def is_installed() -> bool:
 
 
 class Ucx:
-    """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback.
-
-    Raises:
-        NoTransport: it is not installed; here if it was requested by name (`wished`), else when it is first used: it
-            finds no usable device, or cannot be loaded, which takes a second.
-    """
+    """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback. Raises
+    NoTransport: it is not installed; here if it was requested by name (`wished`), else when it is first used: it finds
+    no usable device, or cannot be loaded, which takes a second."""
 
     name = "ucx"
 
