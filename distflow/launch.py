@@ -85,9 +85,24 @@ def add_run_arguments(target: argparse.ArgumentParser) -> None:
     """Add the options of a run that `launch.py` and `distflow run` both take."""
     add_spec_arguments(target)
     target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
+    target.add_argument("--profile", metavar="FIRST:LAST", dest="overrides", action="append",
+                        type=lambda text: f"profile={[*step_range(text)]}",
+                        help="record these steps with the PyTorch profiler, as 10:12 or 10; `distflow trace` shows it")
     target.add_argument("--plan", metavar="FILE",
                         help="a plan for mixed hardware to obey, as `distflow plan mixed --runnable --out` writes it "
                         "for the --cluster")
+
+
+def step_range(text: str) -> range:
+    """Return the steps that an option names, counted from 1: `10:14`, or `10` alone. For argparse."""
+    first, colon, last = text.partition(":")
+    try:
+        found = range(int(first), int(last if colon else first) + 1)
+    except ValueError:
+        found = range(0)
+    if not found or found[0] < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` names no steps. Give the first and the last, as 10:14")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

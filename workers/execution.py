@@ -102,7 +102,8 @@ class TrainExecutor(Executor):
     @contextlib.contextmanager
     def watch(self, task: Task) -> Iterator[None]:
         with Watch(self.status, f"waiting for the inputs of node `{task.node}`",
-                   f"in node `{task.node}` (function {task.function})", node=task.node), peer_errors():
+                   f"in node `{task.node}` (function {task.function})", node=task.node), peer_errors(), \
+                torch.profiler.record_function(f"node {task.node}"):
             yield
 
     def run(self, task: Task, inputs: Batch) -> Written:

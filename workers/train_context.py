@@ -27,6 +27,7 @@ from workers.context import RankContext
 from workers.encode import prompted_role
 from workers.engines.sampling import key_of
 from workers.execution import SampledRows, TrainExecutor, Watch
+from workers.profiler import StepProfiler
 from workers.roles import build_roles
 from workers.rollout_channel import RolloutChannel
 from workers.sink import Sink
@@ -68,6 +69,7 @@ class TrainContext:
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
         self.monitor = StepMonitor(run.robust.detectors)
+        self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
             self.sink = self._open_files(resumed_at)
@@ -99,7 +101,8 @@ class TrainContext:
                 with Watch(self.status, "publishing the weights of the start", "before the first step"):
                     self.source.reconcile()
                     self.weights.publish()
-            yield step
+            with self.profiler.watch(step + 1):
+                yield step
 
     def begin(self, step: int) -> None:
         self.executor.step = step

@@ -14,6 +14,7 @@ import select
 import sys
 from pathlib import Path
 
+from distflow import launch
 from distflow.cli.common import Verb
 from distflow.errors import InvalidInput, did_you_mean
 
@@ -38,7 +39,8 @@ def report(options: argparse.Namespace) -> int:
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, as 10:14 or 10; default: all")
+    parser.add_argument("--steps", metavar="FIRST:LAST", type=launch.step_range,
+                        help="only these steps, as 10:14 or 10; default: all")
     parser.add_argument("--out", metavar="FILE", help="default: trace.json.gz in the run's folder")
     parser.add_argument("--otlp", metavar="URL", help="send the spans to an OpenTelemetry collector instead, as "
                                                       "http://127.0.0.1:4318/v1/traces")
@@ -50,16 +52,17 @@ def trace(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     if not (folder / timeline.FOLDER).is_dir():
         raise InvalidInput(f"{folder} has no timeline: it is not the folder of a run, or no step of it has begun")
-    run = timeline.read(folder, _steps(options.steps) if options.steps else None)
+    run = timeline.read(folder, options.steps)
     if not run.spans:
-        raise InvalidInput(f"--steps {options.steps}: the run has {_range(timeline.read(folder).steps())}")
+        asked = f"--steps {options.steps[0]}:{options.steps[-1]}: " if options.steps else ""
+        raise InvalidInput(f"{asked}the run has {_range(timeline.read(folder).steps())}")
     if options.otlp:
         print(f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}")
         return 0
     file = Path(options.out) if options.out else folder / "trace.json.gz"
     events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
     try:
-        count = perfetto.write_trace(run, events, file)
+        count = perfetto.write_trace(run, events, file, folder)
     except OSError as error:
         raise _unwritable(file, error) from None
     print(f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
@@ -119,17 +122,6 @@ def log(options: argparse.Namespace) -> int:
     count = send(folder, options.to, loggers_of(run.log).get(options.to, {}), settings_of(folder), ended)
     print(f"sent {count} steps to {options.to}")
     return 0
-
-
-def _steps(text: str) -> range:
-    first, colon, last = text.partition(":")
-    try:
-        found = range(int(first), int(last if colon else first) + 1)
-    except ValueError:
-        found = range(0)
-    if not found:
-        raise InvalidInput(f"--steps {text} names no steps. Give the first and the last:  --steps 10:14")
-    return found
 
 
 def _range(steps: list[int]) -> str:

@@ -470,6 +470,8 @@ class Run(Document):
     """Write report.html when the run has come to its end; `distflow report` writes it at any time."""
     timeline: bool = True
     """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
+    profile: list[PositiveInt] = []
+    """Steps that the PyTorch profiler records, on ranks that train (in mode sync all), to profile/."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing."""

@@ -1,7 +1,8 @@
 """Exports a timeline: as a Chrome trace, which Perfetto (ui.perfetto.dev) opens, or to an OpenTelemetry collector.
 
 A rank is a process with a thread for each track; where spans of a track overlap it has several. An arrow leads from a
-publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks.
+publication of weights to each pull of it. Events of the run, such as failures, are marks over all ranks. Steps that
+the PyTorch profiler has recorded are there as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.errors import InvalidInput
 from distflow.telemetry import timeline
+from distflow.telemetry.profiles import profiled_events
 from distflow.telemetry.timeline import MAIN, WEIGHTS, RunTimeline, Span
 
 if TYPE_CHECKING:
@@ -29,12 +31,14 @@ _MARKS = {"worker started", "worker ended", "worker ready", "failure", "fault in
 Event = dict[str, Any]
 
 
-def write_trace(run: RunTimeline, events: Iterable[Event], file: Path) -> int:
-    """Write the trace, compressed, and return the number of its spans."""
+def write_trace(run: RunTimeline, events: Iterable[Event], file: Path, folder: Path | None = None) -> int:
+    """Write the trace, compressed, and return the number of its spans. folder: of the run, for the profiles of its
+    steps."""
     zero = min(span.start for span in run.spans)
     last = max(span.end for span in run.spans)
     marks = [event for event in events if event["event"] in _MARKS and zero <= event["time"] <= last]
-    content = {"traceEvents": [*_names(run), *_slices(run, zero), *_arrows(run, zero), *_marks(marks, zero)],
+    content = {"traceEvents": [*_names(run), *_slices(run, zero), *_arrows(run, zero), *_marks(marks, zero),
+                               *(profiled_events(folder, run, run.steps(), zero) if folder else ())],
                "displayTimeUnit": "ms", "otherData": {"begin": zero, "clock_offsets": run.offsets}}
     with gzip.open(file, "wt", encoding="utf-8") as out:
         json.dump(content, out)

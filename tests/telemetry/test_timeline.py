@@ -163,9 +163,13 @@ def test_mistakes_are_told(folder, capsys) -> None:
     assert main(["trace", str(folder)]) == 2
     assert "has no timeline" in capsys.readouterr().err
     write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.0, 2.0, {}]])
-    for steps, said in (("9", "the run has steps 4 to 4"), ("3:x", "--steps 10:14"), ("7:2", "--steps 10:14")):
-        assert main(["trace", str(folder), "--steps", steps]) == 2
-        assert said in capsys.readouterr().err
+    assert main(["trace", str(folder), "--steps", "9"]) == 2
+    assert "--steps 9:9: the run has steps 4 to 4" in capsys.readouterr().err
+    for steps in ("3:x", "7:2", "0:2"):
+        with pytest.raises(SystemExit) as ended:
+            main(["trace", str(folder), "--steps", steps])
+        assert ended.value.code == 2
+        assert f"argument --steps: `{steps}` names no steps" in capsys.readouterr().err
 
 
 def test_a_collector_gets_the_spans_with_their_own_times(folder) -> None:
@@ -225,3 +229,26 @@ def test_a_run_says_where_all_its_time_goes(launch, workspace, mode) -> None:
     assert {"rows"} <= {span.track for span in run.spans}
     if mode:
         assert {"publish", "pull", "load", "put samples"} <= {span.name for span in run.spans}
+
+
+@pytest.mark.parametrize("mode", [(), ("mode=async", "groups.rollout=1")], ids=["sync", "async"])
+def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, workspace, mode) -> None:
+    settings = [part for setting in ("steps=3", *mode) for part in ("--set", setting)]
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--profile", "2", *settings)
+    folder, = (workspace / "runs").iterdir()
+    trainers = [0] if mode else [0, 1]
+    assert sorted(file.name for file in (folder / "profile").iterdir()) == [f"rank{n}-step2.json.gz" for n in trainers]
+
+    assert main(["trace", str(folder)]) == 0
+    events = [event for event in trace_of(folder) if event["ph"] == "X"]
+    for rank in trainers:
+        of_rank = [event for event in events if event["pid"] == 1_000_000 + rank]
+        assert any(event["name"].startswith("aten::") for event in of_rank)
+        profiled, = (event for event in of_rank if event["name"] == "node update")
+        activity, = (event for event in events if event["pid"] == rank and event["args"]["step"] == 2
+                     and event["name"] == "computing node `update`")
+        assert profiled["ts"] - activity["ts"] == pytest.approx(0, abs=2e4), "the clocks are 20 ms apart or more"
+        assert profiled["dur"] == pytest.approx(activity["dur"], abs=2e4)
+
+    assert main(["trace", str(folder), "--steps", "1"]) == 0
+    assert not any(event["pid"] >= 1_000_000 for event in trace_of(folder))
