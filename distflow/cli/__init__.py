@@ -16,7 +16,7 @@ MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan",
            "board": "board", "watch": "look", "why": "look", "log": "look", "report": "look", "trace": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
            "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",
-           "schema": "author", "completion": "author"}
+           "convert": "convert", "schema": "author", "completion": "author"}
 """Module of `distflow.cli` that describes each verb in its `VERBS`, in the order of the help."""
 
 

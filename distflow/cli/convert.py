@@ -1,0 +1,411 @@
+"""`distflow convert`: makes a DAG and a run file from a configuration of verl, TRL or siiRL.
+
+    it has                                       it is of       made from it
+    nodes: with node_id                          siiRL          the DAG, node by node
+    keys as actor_rollout_ref.model.path         verl, siiRL    a shipped DAG with its settings, and the run file
+    keys as num_generations                      TRL (GRPO)     the same
+
+A file is YAML, or a shell script with the command. Nothing is dropped in silence: what has no counterpart here is
+listed in not_converted.txt. The keys of the other projects are those of their documentation in 2026.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.cli.common import Verb
+from distflow.config.shipped import SHIPPED
+from distflow.errors import InvalidInput
+
+_UNKNOWN_STEPS = 100
+_ESTIMATORS = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp"}
+_AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum",
+               "seq-mean-token-mean": "seq_mean_token_mean"}
+_LOSSES = {"grpo": "seq_mean_token_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length_sum"}
+_KL_NODES = {"ppo": "advantage", "rloo": "penalty", "reinforce_pp": "tokens"}  # where a DAG has KL in the reward
+_SCHEDULES = {"constant_with_warmup": "constant"}
+_LOGGERS = ("tensorboard", "wandb", "mlflow")
+_FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
+    ("ROLLOUT", False): ("actor", "MODEL_INFERENCE", "generate"),
+    ("REWARD", False): ("reward", "COMPUTE", "score"),
+    ("ACTOR", False): ("actor", "MODEL_INFERENCE", "logprobs"),
+    ("ACTOR", True): ("actor", "MODEL_TRAIN", "policy_update"),
+    ("REFERENCE", False): ("reference", "MODEL_INFERENCE", "logprobs"),
+    ("CRITIC", False): ("critic", "MODEL_INFERENCE", "values"),
+    ("CRITIC", True): ("critic", "MODEL_TRAIN", "value_update"),
+}
+
+
+@dataclass
+class Conversion:
+    """What a configuration becomes. settings: of the run file, by keys joined by dots. arguments: of the DAG's nodes,
+    as `update.clip`. taken: keys that are converted, or say nothing here."""
+
+    given: Mapping[str, Any]
+    algorithm: str = "grpo"
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+    reference: bool = True
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, which is converted by that; `default` if it is not given or null."""
+        self.taken.add(key)
+        value = self.given.get(key)
+        return default if value is None else value
+
+    def copy(self, keys: Mapping[str, str], prefix: str = "") -> None:
+        """Take values over as they are: `keys` to settings, or to arguments if they begin with `with:`."""
+        for key, ours in keys.items():
+            if (value := self.get(prefix + key)) is not None:
+                target = self.arguments if ours.startswith("with:") else self.settings
+                target[ours.removeprefix("with:")] = value
+
+    def put(self, ours: str, value: Any) -> None:
+        if value is not None:
+            self.settings[ours] = value
+
+    def left(self) -> list[str]:
+        return [f"{key}: {value}" for key, value in self.given.items() if key not in self.taken and value is not None]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="YAML, or a shell script with the command that starts training")
+    parser.add_argument("--out", metavar="FOLDER", help="a folder to make; default: one named as the file")
+
+
+def convert(options: argparse.Namespace) -> int:
+    file = Path(options.file)
+    name = re.sub(r"\W+", "_", file.stem).strip("_").lower() or "converted"
+    folder = Path(options.out or name)
+    if folder.exists():
+        raise InvalidInput(f"{folder} exists. Name another folder:  --out FOLDER")
+    try:
+        content = _read(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInput(f"{file} cannot be read: {error}") from None
+    if isinstance(content.get("nodes"), list):
+        files, notes, left = {f"{name}.yaml": _dag_text(_siirl_dag(file, name, content["nodes"]), file)}, [
+            "its models, data and sizes stand in siiRL's trainer configuration: convert that too, and take its run.yaml"
+        ], [f"{key}: {value}" for key, value in content.items() if key not in ("nodes", "dag_id", "description")]
+    else:
+        done = _converted(file, _flat(content))
+        run = yaml.safe_dump(_nested(done.settings), sort_keys=False, allow_unicode=True)
+        files = {f"{name}.yaml": _dag_text(_adapted_dag(done, name), file), "run.yaml": f"# From {file.name}.\n{run}"}
+        notes, left = done.notes, done.left()
+    _write(folder, files, notes, left)
+    return 0
+
+
+def _write(folder: Path, files: dict[str, str], notes: list[str], left: list[str]) -> None:
+    folder.mkdir(parents=True)
+    if left:
+        files = {**files, "not_converted.txt": "\n".join(left) + "\n"}
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    print(f"made {folder}/ with {', '.join(files)}")
+    for note in notes:
+        print(f"note: {note}")
+    if left:
+        shown = ", ".join(line.partition(":")[0] for line in left[:5])
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        print(f"note: without a known counterpart here: {shown}{more} ({folder}/not_converted.txt)")
+    dag = next(iter(files))
+    print(f"Next:  distflow validate {folder}/{dag}" + (f" --run {folder}/run.yaml" if "run.yaml" in files else ""))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the mapping of a YAML file; of a shell script the settings of the command in it."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix not in (".yaml", ".yml"):
+        return dict(_shell_settings(text))
+    content = yaml.safe_load(text)
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{file} is no mapping of settings")
+    return content
+
+
+def _shell_settings(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield `a.b=value` and `--a value` of a script, with the variables that it sets filled in."""
+    text = re.sub(r"\\\n", " ", text)
+    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s;]*)", text, flags=re.MULTILINE))
+    variables = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value).strip("'\"") for name, value in variables.items()}
+
+    def filled(word: str) -> str:
+        for _ in range(len(variables)):
+            word = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), word)
+        return os.path.expandvars(word)
+
+    words = [filled(word) for line in text.splitlines() for word in _words(line)]
+    for word, following in zip(words, [*words[1:], ""]):
+        if match := re.fullmatch(r"(?:\+{0,2}([a-z]\w*(?:\.\w+)+)|--([\w-]+))=(.*)", word, flags=re.DOTALL):
+            yield match[1] or match[2].replace("-", "_"), _value(match[3])
+        elif match := re.fullmatch(r"--([\w-]+)", word):
+            given = following and not following.startswith("--")
+            yield match[1].replace("-", "_"), _value(following) if given else True
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # a quote that ends on another line
+        return line.split()
+
+
+def _value(text: Any) -> Any:
+    """Return a setting's value; 1e-6, which YAML 1.1 takes for text, is a number."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values by keys joined by dots; `${a.b}` is what `a.b` is, and other interpolations are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = _value(value)
+    if prefix:
+        return flat
+    for _ in range(3):  # references to references
+        flat = {key: flat.get(value[2:-1], value) if isinstance(value, str) and value.startswith("${") else value
+                for key, value in flat.items()}
+    return {key: value for key, value in flat.items() if not (isinstance(value, str) and value.startswith("${"))}
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        *folders, last = key.split(".")
+        inner = nested
+        for name in folders:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return nested
+
+
+def _converted(file: Path, given: dict[str, Any]) -> Conversion:
+    done = Conversion(given)
+    if any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in given):
+        _from_verl(done)
+    elif {"num_generations", "max_completion_length", "model_name_or_path", "loss_type"} & given.keys():
+        _from_trl(done)
+    else:
+        raise InvalidInput(f"{file} is no configuration of verl (actor_rollout_ref…), of TRL's GRPO (num_generations…) "
+                           "and no DAG of siiRL (nodes: with node_id)")
+    if "steps" not in done.settings:
+        epochs = done.get("trainer.total_epochs", done.get("num_train_epochs", 1))
+        done.settings = {"steps": _UNKNOWN_STEPS, **done.settings}
+        done.notes.append(f"steps: {_UNKNOWN_STEPS} is a guess. The file counts epochs, {epochs}: set epochs × prompts "
+                          "of the training set / data.batch")
+    return done
+
+
+def _from_verl(done: Conversion) -> None:
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    estimator = done.get("algorithm.adv_estimator", "gae")
+    if estimator not in _ESTIMATORS:
+        raise InvalidInput(f"algorithm.adv_estimator: {estimator} is not converted; these are: "
+                           f"{', '.join(_ESTIMATORS)}. `distflow new` begins an algorithm of your own")
+    done.algorithm = _ESTIMATORS[estimator]
+    done.copy({"trainer.total_training_steps": "steps", "actor_rollout_ref.model.path": "roles.actor.model",
+               "actor_rollout_ref.model.enable_gradient_checkpointing": "roles.actor.recompute",
+               "data.train_batch_size": "data.batch", "data.prompt_key": "data.question",
+               "data.max_prompt_length": "data.max_prompt_tokens", "data.seed": "seed",
+               "data.max_response_length": "roles.actor.generation.max_new_tokens"})
+    done.copy({"optim.lr": "roles.actor.learning_rate", "optim.weight_decay": "roles.actor.weight_decay",
+               "grad_clip": "roles.actor.max_grad_norm", "ppo_max_token_len_per_gpu": "roles.actor.micro_batch_tokens",
+               "fsdp_config.param_offload": "roles.actor.offload", "ppo_epochs": "with:update.epochs"}, actor)
+    done.copy({"n": "with:rollout.group_size", "temperature": "roles.actor.generation.temperature",
+               "top_p": "roles.actor.generation.top_p", "name": "roles.actor.rollout",
+               "tensor_model_parallel_size": "layouts.rollout.tp", "val_kwargs.n": "validation.samples",
+               "gpu_memory_utilization": "roles.actor.generation.memory_share",
+               "val_kwargs.temperature": "validation.temperature"}, rollout)
+    _verl_data(done)
+    _verl_loss(done, actor)
+    done.put("roles.actor.engine", "megatron" if done.get(actor + "strategy") == "megatron" else None)
+    done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
+    done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
+    machines, gpus = done.get("trainer.nnodes", 1), done.get("trainer.n_gpus_per_node")
+    done.put("ranks", gpus and machines * gpus)
+    for key, ours in (("save_freq", "checkpoint.every"), ("test_freq", "validation.every")):
+        done.put(ours, max(done.get(f"trainer.{key}", 0), 0) or None)
+    _loggers(done, "trainer.logger")
+    _without_validation_data(done)
+
+
+def _verl_data(done: Conversion) -> None:
+    for key, ours in (("train_files", "data.train"), ("val_files", "validation.data")):
+        files = done.get(f"data.{key}")
+        files = files if isinstance(files, list) else [files] if files else []
+        paths = [os.path.expanduser(str(path)) for path in files]
+        if ours == "validation.data":
+            done.put(ours, {f"set{number}": path for number, path in enumerate(paths, 1)} or None)
+        elif paths:
+            done.put(ours, paths[0])
+            if len(paths) > 1:
+                done.notes.append(f"data.train takes one file; write these into it: {', '.join(paths[1:])}")
+    if any(str(path).endswith(".parquet") for path in (done.settings.get("data.train"),)):
+        done.settings.setdefault("data.question", "prompt")
+        done.settings["data.answer"] = "ground_truth"
+        done.notes.append("verl's files have the answer in `reward_model`: write it as a column `ground_truth`, by "
+                          "pandas `t['ground_truth'] = [each['ground_truth'] for each in t.pop('reward_model')]`")
+    if done.get("custom_reward_function.path"):
+        done.notes.append("your reward function goes into a module under @reward, which the DAG imports: "
+                          "docs/own_algorithm.md")
+
+
+def _verl_loss(done: Conversion, actor: str) -> None:
+    clip = done.get(actor + "clip_ratio")
+    low, high = done.get(actor + "clip_ratio_low", clip), done.get(actor + "clip_ratio_high", clip)
+    reinforce = done.algorithm in ("rloo", "remax")
+    if low is not None and not reinforce:
+        done.arguments["update.clip"] = low
+        if high is not None and high != low:
+            done.arguments["update.clip_high"] = high
+    if (mode := done.get(actor + "loss_agg_mode")) in _AGGREGATES:
+        done.arguments["update.aggregate"] = _AGGREGATES[mode]
+    mini, batch = done.get(actor + "ppo_mini_batch_size"), done.get("data.train_batch_size")
+    if mini and batch:
+        for node in ("update", "critic") if done.algorithm == "ppo" else ("update",):
+            done.arguments[f"{node}.mini_batches"] = math.ceil(batch / mini)
+    loss_weight, in_loss = done.get(actor + "kl_loss_coef", 0.001), done.get(actor + "use_kl_loss", False)
+    reward_weight = done.get("algorithm.kl_ctrl.kl_coef", 0.001)
+    in_reward = done.get("algorithm.use_kl_in_reward", False)
+    if done.algorithm in _KL_NODES:
+        done.arguments[f"{_KL_NODES[done.algorithm]}.kl"] = float(reward_weight) if in_reward else 0.0
+    elif in_reward:
+        done.notes.append("KL in the reward (algorithm.use_kl_in_reward) is in the DAGs ppo, rloo and reinforce_pp")
+    done.reference = bool(in_loss) or done.algorithm in _KL_NODES
+    if in_loss:
+        done.arguments["update.kl"] = loss_weight
+    if done.algorithm == "ppo":
+        done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
+        done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
+                   "ppo_epochs": "with:critic.epochs"}, "critic.")
+    elif done.algorithm == "grpo" and done.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
+        done.arguments["advantage.scale"] = False
+
+
+def _from_trl(done: Conversion) -> None:
+    done.copy({"max_steps": "steps", "seed": "seed", "model_name_or_path": "roles.actor.model",
+               "dataset_name": "data.train", "max_prompt_length": "data.max_prompt_tokens",
+               "max_completion_length": "roles.actor.generation.max_new_tokens",
+               "learning_rate": "roles.actor.learning_rate", "warmup_steps": "roles.actor.warmup_steps",
+               "weight_decay": "roles.actor.weight_decay", "max_grad_norm": "roles.actor.max_grad_norm",
+               "gradient_checkpointing": "roles.actor.recompute", "temperature": "roles.actor.generation.temperature",
+               "top_p": "roles.actor.generation.top_p", "top_k": "roles.actor.generation.top_k",
+               "vllm_tensor_parallel_size": "layouts.rollout.tp", "eval_steps": "validation.every",
+               "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share", "save_steps": "checkpoint.every",
+               "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
+               "epsilon": "with:update.clip", "epsilon_high": "with:update.clip_high",
+               "num_iterations": "with:update.epochs"})
+    group = done.get("num_generations", 8)
+    done.arguments["rollout.group_size"] = group
+    rows = done.get("per_device_train_batch_size", 8) * done.get("gradient_accumulation_steps", 1)
+    prompts = max(rows // group, 1)
+    done.put("data.batch", prompts)
+    done.notes.append(f"data.batch: {prompts} prompts are those of one process; multiply it by how many you had")
+    done.put("data.question", "prompt")
+    schedule = done.get("lr_scheduler_type", "linear")
+    done.put("roles.actor.schedule", _SCHEDULES.get(schedule, schedule))
+    done.put("roles.actor.rollout", "vllm" if done.get("use_vllm") else None)
+    loss = done.get("loss_type", "dapo")
+    if loss in _LOSSES:
+        done.arguments["update.aggregate"] = _LOSSES[loss]
+        if loss == "dr_grpo":
+            done.arguments["update.fixed_length"] = done.get("max_completion_length", 256)
+    if done.get("scale_rewards", True) in (False, "none"):
+        done.arguments["advantage.scale"] = False
+    beta = done.get("beta", 0.0)
+    done.reference = beta > 0
+    if beta:
+        done.arguments["update.kl"] = beta
+    if done.get("reward_funcs"):
+        done.notes.append("your reward functions go into a module under @reward, which the DAG imports: "
+                          "docs/own_algorithm.md")
+    _loggers(done, "report_to")
+    _without_validation_data(done)
+
+
+def _loggers(done: Conversion, key: str) -> None:
+    named = done.get(key, [])
+    named = [named] if isinstance(named, str) else named
+    done.put("log", [name for name in named if name in _LOGGERS] or None)
+
+
+def _without_validation_data(done: Conversion) -> None:
+    """Leave validation out where the file names no problems for it."""
+    if "validation.data" not in done.settings:
+        for key in [key for key in done.settings if key.startswith("validation.")]:
+            del done.settings[key]
+
+
+def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
+    """Return the shipped DAG with the conversion's arguments; without a reference if nothing needs it."""
+    dag = yaml.safe_load((SHIPPED / f"{done.algorithm}.yaml").read_text(encoding="utf-8"))
+    dag["name"] = name
+    if not done.reference and "reference" in dag["nodes"]:
+        del dag["nodes"]["reference"], dag["roles"]["reference"]
+        dag["nodes"]["update"].get("with", {}).pop("kl", None)
+        for node in dag["nodes"].values():
+            node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
+    for key, value in done.arguments.items():
+        node, argument = key.split(".")
+        dag["nodes"][node].setdefault("with", {})[argument] = value
+    return dag
+
+
+def _siirl_dag(file: Path, name: str, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the DAG for siiRL's nodes. Raises InvalidInput: a node does what has no function here."""
+    critic = any(node.get("node_role") == "CRITIC" for node in nodes)
+    made, used = {}, set()
+    for node in nodes:
+        role, train = node.get("node_role"), node.get("node_type") == "MODEL_TRAIN"
+        train = train and role in ("ACTOR", "CRITIC") and not node.get("only_forward_compute")
+        found = _FUNCTIONS.get((str(role), train))
+        if role == "ADVANTAGE":
+            found = ("critic" if critic else "actor", "COMPUTE", "gae" if critic else "group_advantage")
+        if found is None:
+            raise InvalidInput(f"{file}: node `{node.get('node_id')}` ({node.get('node_type')}, {role}) has no "
+                               "function here; write one under @node, and the DAG by hand: docs/own_algorithm.md")
+        used.add(found[0])
+        made[str(node["node_id"])] = {"role": found[0], "type": found[1], "function": found[2],
+                                      "dependencies": list(node.get("dependencies") or [])}
+        if found[2] == "generate":
+            made[str(node["node_id"])]["with"] = {"group_size": 8}
+    roles: dict[str, Any] = {"actor": {"trained": True}}
+    roles |= {"critic": {"copy_of": "actor", "trained": True, "head": "value"}} if critic else {}
+    roles |= {"reference": {"copy_of": "actor"}} if "reference" in used else {}
+    return {"name": name, "roles": roles, "nodes": made}
+
+
+def _dag_text(dag: dict[str, Any], file: Path) -> str:
+    """Return a DAG file, with a line for each role and node."""
+    lines = [f"# From {file.name}.", f"name: {dag['name']}"]
+    for part in ("roles", "nodes"):
+        lines.append(f"{part}:")
+        for name, value in dag[part].items():
+            flow = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False).strip()
+            lines.append(f"  {name}: {flow}")
+    return "\n".join(lines) + "\n"
+
+
+VERBS = {"convert": Verb("make a DAG and a run file from a configuration of verl, TRL or siiRL", _add_arguments,
+                         convert)}

@@ -1,0 +1,127 @@
+"""Configurations of verl, TRL and siiRL become a DAG and a run file that are valid and say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.cli import main
+
+MODEL = 'roles.actor.model={"architecture": "qwen3"}'
+VERL = """
+set -x
+MODEL=${MODEL:-Qwen/Qwen3-8B}
+n=5
+# comments and options of the shell do not count
+python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
+    algorithm.adv_estimator=grpo data.train_files="['train.jsonl']" data.val_files=heldout.jsonl \\
+    data.train_batch_size=100 data.max_response_length=64 actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.name=hf \\
+    actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
+    trainer.save_freq=-1 trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
+    trainer.total_epochs=15 data.filter_overlong_prompts=True $@
+"""
+PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.05}},
+       "data": {"train_files": "train.jsonl", "train_batch_size": 64, "prompt_key": "question"},
+       "actor_rollout_ref": {"model": {"path": "m"}, "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": "1e-6"}},
+                             "rollout": {"n": 2, "top_k": -1, "response_length": "${data.max_response_length}"}},
+       "critic": {"optim": {"lr": "1e-5"}, "ppo_mini_batch_size": "${actor_rollout_ref.actor.ppo_mini_batch_size}"},
+       "trainer": {"total_training_steps": 20}}
+TRL = {"model_name_or_path": "m", "dataset_name": "train.jsonl", "num_generations": 4, "max_completion_length": 32,
+       "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": "1e-6", "beta": 0.04,
+       "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 30,
+       "report_to": ["tensorboard"], "lr_scheduler_type": "cosine", "logging_steps": 10, "lora_r": 8}
+SIIRL: dict[str, Any] = {"dag_id": "grpo_pipeline", "nodes": [
+    {"node_id": "rollout", "node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT", "dependencies": []},
+    {"node_id": "function_reward", "node_type": "COMPUTE", "node_role": "REWARD", "dependencies": ["rollout"]},
+    {"node_id": "advantages", "node_type": "COMPUTE", "node_role": "ADVANTAGE", "dependencies": ["function_reward"]},
+    {"node_id": "old", "node_type": "MODEL_TRAIN", "node_role": "ACTOR", "only_forward_compute": True,
+     "dependencies": ["advantages"]},
+    {"node_id": "ref", "node_type": "MODEL_TRAIN", "node_role": "REFERENCE", "dependencies": ["old"]},
+    {"node_id": "train", "node_type": "MODEL_TRAIN", "node_role": "ACTOR", "dependencies": ["ref"]}]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "heldout"):
+        record = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2"}
+        (tmp_path / f"{name}.jsonl").write_text(200 * f"{json.dumps(record)}\n")
+    return tmp_path
+
+
+def converted(content: Any, name: str = "theirs.yaml") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the DAG and the run file, once both have been found valid."""
+    Path(name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    assert main(["convert", name]) == 0
+    assert main(["validate", "theirs/theirs.yaml", "--run", "theirs/run.yaml", "--set", MODEL]) == 0
+    return tuple(yaml.safe_load(Path("theirs", file).read_text()) for file in ("theirs.yaml", "run.yaml"))
+
+
+def test_a_script_of_verl(capsys) -> None:
+    dag, run = converted(VERL, "theirs.sh")
+    printed = capsys.readouterr().out
+    assert dag["nodes"]["rollout"]["with"] == {"group_size": 5}
+    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "seq_mean_token_mean",
+                                              "mini_batches": 4}
+    assert "reference" not in dag["nodes"], "without use_kl_loss nothing needs one"
+    assert run == {"steps": 100, "ranks": 2, "log": ["tensorboard"],
+                   "roles": {"actor": {"model": "Qwen/Qwen3-8B", "rollout": "hf", "learning_rate": 1e-6,
+                                       "generation": {"max_new_tokens": 64}}},
+                   "data": {"train": "train.jsonl", "batch": 100},
+                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6}}
+    assert "steps: 100 is a guess. The file counts epochs, 15" in printed
+    assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
+                                                           "data.filter_overlong_prompts: True\n"
+
+
+def test_a_file_of_verl_with_a_critic() -> None:
+    dag, run = converted(PPO)
+    assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
+    assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
+    assert run["roles"]["critic"] == {"learning_rate": 1e-5}
+    assert run["steps"] == 20
+    left = Path("theirs/not_converted.txt").read_text()
+    assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
+
+
+def test_a_file_of_trl() -> None:
+    dag, run = converted(TRL)
+    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "fixed_length_sum",
+                                              "fixed_length": 32, "kl": 0.04}
+    assert dag["nodes"]["advantage"]["with"] == {"scale": False}
+    assert run["data"] == {"train": "train.jsonl", "batch": 8, "question": "prompt"}
+    assert run["roles"]["actor"]["lora"] == {"rank": 8}
+    assert run["roles"]["actor"]["schedule"] == "cosine"
+    assert Path("theirs/not_converted.txt").read_text() == "logging_steps: 10\n"
+
+
+def test_a_dag_of_siirl(folder) -> None:
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(SIIRL))
+    assert main(["convert", "theirs.yaml"]) == 0
+    run = ["--set", 'data={"train": "train.jsonl"}', "--set", "validation=null"]
+    assert main(["validate", "theirs/theirs.yaml", "--run", "embedded", *run]) == 0
+    nodes = yaml.safe_load((folder / "theirs/theirs.yaml").read_text())["nodes"]
+    assert {name: node["function"] for name, node in nodes.items()} == {
+        "rollout": "generate", "function_reward": "score", "advantages": "group_advantage", "old": "logprobs",
+        "ref": "logprobs", "train": "policy_update"}
+
+
+def test_what_cannot_be_converted_is_told(folder, capsys) -> None:
+    agents = {"nodes": [{"node_id": "env", "node_type": "COMPUTE", "node_role": "ENVIRONMENT"}]}
+    for content, said in ((agents, "node `env` (COMPUTE, ENVIRONMENT)"), ({"a": 1}, "is no configuration of verl"),
+                          ({"algorithm": {"adv_estimator": "opo"}}, "opo is not converted"), ("[1", "cannot be read")):
+        (folder / "theirs.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        assert main(["convert", "theirs.yaml"]) == 2
+        assert said in capsys.readouterr().err
+        assert not (folder / "theirs").exists()
+    (folder / "theirs").mkdir()
+    assert main(["convert", "theirs.yaml"]) == 2
+    assert "theirs exists" in capsys.readouterr().err
