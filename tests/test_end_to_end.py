@@ -34,6 +34,9 @@ def test_what_a_run_leaves(launch, workspace):
         os.listdir(folder))
     sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "questions", "answers", "completions", "rewards"} <= set(sample)
+    tokens = sample["tokens"]
+    assert len(tokens["texts"]) == len(tokens["sampled"]) == len(tokens["sampled - reference"]) == sample["length"]
+    assert max(tokens["sampled"]) <= 0
     launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "next", "--set", "steps=1",
            "--set", "roles.actor.model=runs/left/model")
 

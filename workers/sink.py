@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.config.run import loggers_of
@@ -36,8 +37,10 @@ from workers.validation import Validator
 _ROOT = Path(__file__).resolve().parents[1]
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
-_BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
+_LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
+_BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages", *_LOGPROBS)
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
+_TOKENS = 512  # first tokens of a response that are there one by one
 
 
 class Sink:
@@ -96,7 +99,8 @@ class Sink:
                    "tokens_per_second_per_device": speed / self.devices}
         if self.folder and self.progress:
             self.folder.write_step(done, values)
-            self.folder.write_samples(done, _samples(buffer, self.run.samples))
+            self.folder.write_samples(done, _samples(
+                buffer, self.run.samples, next((role.tokenizer for role in self.trained.values()), None)))
             self.progress.step(values)
             self.loggers.check()
             self._report_missing_prompts(done, values)
@@ -210,18 +214,37 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _samples(buffer: Databuffer, count: int) -> list[dict[str, Any]]:
+def _samples(buffer: Databuffer, count: int, tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
     columns = buffer.readable(_SHOWN, count, _BESIDE)
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
-    return [_as_sample(dict(zip(names, values))) for values in zip(*(columns[name] for name in names))]
+    return [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
 
 
-def _as_sample(row: dict[str, Any]) -> dict[str, Any]:
+def _as_sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     if "responses" in row:
-        row["length"] = len(row.pop("responses"))
+        tokens = row.pop("responses")
+        row["length"] = len(tokens)
+        sampled, trainer, reference = (row.pop(name, None) for name in _LOGPROBS)
+        if tokenizer and sampled is not None:
+            row["tokens"] = _tokens(tokens, sampled, trainer, reference, row.get("advantages"), tokenizer)
     if REWARD_PARTS in row:
         row[REWARD_PARTS] = json.loads(row[REWARD_PARTS])
     if "advantages" in row:
         each = row.pop("advantages")
         row["advantage"] = (sum(each) / len(each) if each else 0.0) if isinstance(each, list) else each
     return row
+
+
+def _tokens(ids: list[int], sampled: list[float], trainer: list[float] | None, reference: list[float] | None,
+            advantages: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
+    """Return the first tokens of a response, and for each what the report colours it by. The arguments between are
+    log-probabilities: when it was sampled, of the trainer's old policy and of the reference."""
+    found = {"texts": tokenizer.batch_decode([[token] for token in ids[:_TOKENS]]), "sampled": sampled}
+    if trainer:
+        found["trainer - sampled"] = [new - old for new, old in zip(trainer, sampled)]
+    if reference:
+        found["sampled - reference"] = [own - other for own, other in zip(sampled, reference)]
+    if isinstance(advantages, list):
+        found["advantage"] = advantages
+    return {name: [round(value, 3) if isinstance(value, float) else value for value in values[:_TOKENS]]
+            for name, values in found.items()}

@@ -152,7 +152,7 @@ def send(folder: Path, name: str, settings: Mapping[str, Any], config: Mapping[s
             over = ended(_EVERY)
             rows: dict[int, list[Row]] = {}
             for row in samples.new():
-                rows.setdefault(row["step"], []).append(row)
+                rows.setdefault(row["step"], []).append({name: row[name] for name in row if name != "tokens"})
             for step, values in _merged(metrics.new()):
                 if step > last:
                     logger.metrics(step, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -39,7 +40,8 @@ def run(tmp_path: Path):
              "seconds/update": 0.1, "validation/held": step / 9} for step in range(1, steps + 1)])
         lines(folder / "samples.jsonl", [
             {"step": step, "row": 0, "questions": "How many pens?", "completions": f"answer {step} {HOSTILE}",
-             "rewards": step / 8, "reward_parts": {"math": step / 8}, "length": 3, "advantage": 0.5}
+             "rewards": step / 8, "reward_parts": {"math": step / 8}, "length": 3, "advantage": 0.5,
+             "tokens": {"texts": ["answer", f" {step}", HOSTILE], "sampled": [-0.5, -2.0, 0.0]}}
             for step in range(1, steps + 1)])
         failure = {"time": 3.0, "rank": 0, "step": 2, "event": "failure", "unit": "trainer", "ranks": [0, 1], "life": 0,
                    "phase": "training", "failed_step": 2, "what": "killed", "verdict": "starts again",
@@ -142,6 +144,11 @@ def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
     assert said == ""
     assert page.count('class="sample"') == 1
     assert "<mark>answer 3</mark>" in page
+    page, said = in_browser(file, "#search=answer%203&colour=sampled")
+    assert said == ""
+    painted, = re.findall(r'<pre class="tokens">(.*?)</pre>', page, flags=re.DOTALL)
+    assert re.findall(r"--(good|bad)\) ([0-9.]+)%", painted) == [("bad", "8"), ("bad", "30"), ("good", "0")]
+    assert 'title="log-probability when sampled: -2"> 3</span>' in painted
 
 
 @pytest.fixture
