@@ -6,8 +6,10 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 
 from distflow import __version__
+from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
 from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
@@ -28,7 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in MODULES.items():
         verb = importlib.import_module(f"distflow.cli.{module}").VERBS[name]
-        child = verbs.add_parser(name, help=verb.help, description=verb.help)
+        examples = f"examples:{textwrap.indent(textwrap.dedent(EXAMPLES[name]), '  ')}"
+        child = verbs.add_parser(name, help=verb.help, description=textwrap.fill(verb.help), epilog=examples,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
         verb.add_arguments(child)
         child.set_defaults(main=verb.main)
     return parser

@@ -76,7 +76,7 @@ def test_what_small_runs_write_is_listed_and_what_is_listed_is_written(launch, w
             "samples_total", "tokens_per_second_per_device"} <= written
     sample = json.loads((workspace / "runs/async/samples.jsonl").read_text().splitlines()[-1])
     assert sample.keys() == {"step", "row", "group", "questions", "answers", "completions", "length", "rewards",
-                             "reward_parts", "advantage"}
+                             "reward_parts", "advantage", "tokens"}
     assert sample["reward_parts"] == {"brevity": pytest.approx(sample["rewards"])}
     assert sample["group"] == sample["row"] // 8
     summary = json.loads((workspace / "runs/grpo/summary.json").read_text())
