@@ -45,9 +45,10 @@ KNOWN_CIRCLES = [
     ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
-    "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.contracts.detectors", "distflow.data.missing_rows",
-    "distflow.dock.process", "distflow.telemetry.progress", "distflow.weights.transport.tcp", "workers.engines",
-    "workers.engines.attention", "workers.isolation.sandbox.landlock", "workers.profiler"}
+    "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.contracts.detectors",
+    "distflow.data.missing_rows", "distflow.dock.process", "distflow.telemetry.progress",
+    "distflow.weights.transport.tcp", "workers.engines", "workers.engines.attention",
+    "workers.isolation.sandbox.landlock", "workers.profiler"}
 
 Sources = dict[str, str]
 Rule = Callable[[str, ast.Module], Iterator[str]]
