@@ -59,13 +59,12 @@ def launch(folder: Path, name: str, dag: str, run_file: str, settings: list[str]
     return {values["step"]: values[MEASURE] for values in lines if MEASURE in values}
 
 
-def study(case: Case, seed: int, steps: int, folder: Path) -> tuple[float, float]:
-    """Accuracy before and after one algorithm."""
+def study(case: Case, seed: int, steps: int, folder: Path, every: int) -> dict[int, float]:
+    """Held-out accuracy of one algorithm, before it and each so many steps."""
     settings = [setting.replace("=grpo", f"={folder / f'grpo-{seed}/model'}") for setting in case.settings]
-    curve = launch(folder, f"{case.dag}-{seed}", case.dag, case.run_file, [
-        f"seed={seed}", f"steps={steps}", f"validation.every={steps}", f"data.batch={BATCH}", *settings,
+    return launch(folder, f"{case.dag}-{seed}", case.dag, case.run_file, [
+        f"seed={seed}", f"steps={steps}", f"validation.every={every}", f"data.batch={BATCH}", *settings,
         f"roles.actor.model={folder / f'weak-{seed}/model'}"])
-    return curve[0], curve[steps]
 
 
 def lines_of(dag: str) -> int:
@@ -81,6 +80,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[case.dag for case in CASES], help="these algorithms")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other, one core each")
     parser.add_argument("--quick", action="store_true", help="one seed, grpo alone, five steps")
+    parser.add_argument("--curves", metavar="FILE", help="write the accuracy after each tenth of the steps there, for "
+                        "docs/algorithms/, which has benchmarks/results/algorithms.json")
     parser.add_argument("--output", help="folder for the runs; weak starts and teachers that lie there are used again; "
                         "default: one that is removed")
     options = parser.parse_args()
@@ -93,13 +94,17 @@ def main() -> None:
         list(pool.map(lambda seed: launch(folder, f"weak-{seed}", "sft", "embedded_sft.yaml", [
             f"seed={seed}", *["steps=20"] * options.quick]), missing))
         first = [case for case in chosen if "=grpo" not in str(case.settings)]
-        found = {}
+        found, curves = {}, {}
+        every = max(options.steps // 10, 1) if options.curves else options.steps
         for cases in (first, [case for case in chosen if case not in first]):  # a teacher must have been trained
             jobs = [(case, seed) for case in cases for seed in options.seeds]
-            results = pool.map(lambda job: study(*job, options.steps, folder), jobs)
-            for (case, seed), result in zip(jobs, results):
-                found[case.dag, seed] = result
-                print(f"{case.dag} seed {seed}: {result[0]:.3f} → {result[1]:.3f}", file=sys.stderr, flush=True)
+            results = pool.map(lambda job: study(*job, options.steps, folder, every), jobs)
+            for (case, seed), curve in zip(jobs, results):
+                curves.setdefault(case.dag, {})[str(seed)] = curve
+                before, after = found[case.dag, seed] = curve[0], curve[options.steps]
+                print(f"{case.dag} seed {seed}: {before:.3f} → {after:.3f}", file=sys.stderr, flush=True)
+    if options.curves:
+        Path(options.curves).write_text(json.dumps(curves, indent=1) + "\n")
     report(chosen, options, found)
 
 

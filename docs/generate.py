@@ -1,5 +1,5 @@
-"""Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py, and dags/schema/, the JSON
-schemas of what users write: `make docs`.
+"""Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py; dags/schema/, the JSON
+schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
@@ -22,6 +22,7 @@ from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
 
 PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
+ALGORITHMS, CURVES = ROOT / "docs/algorithms", ROOT / "benchmarks/results/algorithms.json"
 HEAD = """# The run file
 
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
@@ -101,9 +102,72 @@ def _text(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
+def algorithm_pages() -> dict[str, str]:
+    """Return the page of each shipped DAG, and its curve where it has one, by file name."""
+    curves, pages = json.loads(CURVES.read_text()), {}
+    for file in sorted((ROOT / "dags").glob("*.yaml")):
+        lines = file.read_text().splitlines()
+        comment = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "$schema=" not in line]
+        dag = "\n".join(line for line in lines if not line.startswith("#")).strip()
+        picture = ""
+        if file.stem in curves:
+            pages[f"{file.stem}.svg"] = curve_picture(curves[file.stem])
+            picture = _PICTURE.format(name=file.stem, seeds=", ".join(curves[file.stem]),
+                                      steps=max(map(int, next(iter(curves[file.stem].values())))))
+        pages[f"{file.stem}.md"] = _ALGORITHM.format(name=file.stem, about=" ".join(comment), dag=dag, picture=picture)
+    return pages
+
+
+_PICTURE = """
+![Held-out accuracy]({name}.svg)
+
+Held-out accuracy on the embedded arithmetic task over {steps} steps, from the weak start of the demonstration (seeds
+{seeds}; each dot is a validation over 240 problems): `python benchmarks/algorithms.py --curves FILE`.
+"""
+_ALGORITHM = """# `{name}`
+
+<!-- Made by `make docs` from dags/{name}.yaml: change it there. -->
+
+{about}
+
+```yaml
+{dag}
+```
+
+`distflow run {name}` runs it on the embedded task; `distflow nodes FUNCTION` says what a function reads, writes and
+accepts; `distflow plan {name}` shows what each rank does.
+{picture}"""
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 46, 14, 34
+
+
+def curve_picture(curves: dict[str, dict[str, float]]) -> str:
+    """Return an SVG with a line for each seed. curves: accuracy by step, by seed. Readable on light and on dark."""
+    last = max(int(step) for curve in curves.values() for step in curve)
+    across = lambda step: _LEFT + (_WIDTH - _LEFT - 12) * step / last  # noqa: E731 - two scales of one picture
+    up = lambda value: _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value)  # noqa: E731
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+             'font-size="12" fill="#808080">']
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{up(tick):.1f}" y2="{up(tick):.1f}" '
+                     f'stroke="#808080" stroke-opacity="0.3"/><text x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" '
+                     f'text-anchor="end">{tick:g}</text>')
+    for step in range(0, last + 1, max(last // 5, 1)):
+        parts.append(f'<text x="{across(step):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{step}</text>')
+    parts.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 1}" text-anchor="end">step</text>')
+    for curve in curves.values():
+        points = [(across(int(step)), up(value)) for step, value in curve.items()]
+        parts.append(f'<polyline fill="none" stroke="#4a7fd6" stroke-width="2" points="'
+                     f'{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#4a7fd6"/>' for x, y in points]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    ALGORITHMS.mkdir(exist_ok=True)
+    for name, text in algorithm_pages().items():
+        (ALGORITHMS / name).write_text(text)
     SCHEMAS.mkdir(exist_ok=True)
     for name in KINDS:
         (SCHEMAS / f"{name}.json").write_text(json.dumps(schema(name), indent=1, ensure_ascii=False) + "\n")
-    print(PAGE, SCHEMAS)
+    print(PAGE, SCHEMAS, ALGORITHMS)

@@ -22,6 +22,12 @@ def test_the_page_is_made_from_the_schema_as_it_is():
     assert generate.PAGE.read_text() == generate.page(), "docs/run_file.md is stale. Make it again:  make docs"
 
 
+def test_the_pages_of_algorithms_are_made_from_the_dags_as_they_are():
+    made = {file.name: file.read_text() for file in generate.ALGORITHMS.iterdir()}
+    assert made == generate.algorithm_pages(), "docs/algorithms/ is stale. Make it again:  make docs"
+    assert {f"{file.stem}.md" for file in (ROOT / "dags").glob("*.yaml")} <= made.keys()
+
+
 @pytest.mark.parametrize(("place", "kind"), DOCUMENTS, ids=[place or "run" for place, _ in DOCUMENTS])
 def test_each_key_is_described_below_its_field(place, kind):
     assert [name for name in kind.model_fields if not generate.descriptions(kind).get(name, "").strip()] == []
