@@ -286,6 +286,14 @@ def test_no_modules_import_each_other() -> None:
     assert sorted(circles) == KNOWN_CIRCLES
 
 
+def test_few_modules_import_those_that_stand_alone_in_workers() -> None:
+    """Engines, functions and isolation are packages; what stands beside them is what a newcomer reads first."""
+    graph = import_graph()
+    arrows = [(module, other) for module, other in graph.edges if module.startswith("workers.")
+              and other.startswith("workers.") and other.count(".") == 1]
+    assert len(arrows) <= 65
+
+
 def test_a_sliver_is_part_of_the_one_that_imports_it() -> None:
     """A module below 80 lines with one importer belongs into it, unless a reader would look for it by its name."""
     graph, texts = import_graph(), sources(*OURS)

@@ -10,7 +10,7 @@ consistent state. No process decides: whoever sees a loss proposes a round, and 
     local, run             what all machines must agree on, as the first one said
     round                  the number of the present round
     N/began                JSON: why round N began and which machines are expected, or that the run has ended
-    N/came, N/name/K       how many machines have come to round N, and each of them
+    N/came, N/waits/K      how many machines have come to round N; heartbeat and name of the K-th while it waits
     N/members              JSON: the machines that it began with, by block
     N/holder/B             the machine that has taken over block B since
     N/heartbeat/B, N/left/B  heartbeat of block B's machine; that the machine has left
@@ -172,9 +172,11 @@ class Membership:
     def send_heartbeat(self, round: int, block: int, count: int) -> None:
         self.store.set(f"{round}/heartbeat/{block}", f"{self.name} {count}")
 
-    def last_heartbeat(self, round: int, block: int) -> str:
+    def last_heartbeat(self, round: int, block: int, name: str) -> str:
+        """Return the last heartbeat of a block's machine `name`; empty if the last one there is another's."""
         key = f"{round}/heartbeat/{block}"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        found = self.store.get(key).decode() if self.store.check([key]) else ""
+        return found if found.startswith(f"{name} ") else ""
 
     def _propose(self, round: int, began: dict) -> None:
         self.store.compare_set(f"{round + 1}/began", "", json.dumps(began))
@@ -193,20 +195,19 @@ class Membership:
 
     def _wait_for_members(self, round: int, expected: list[str]) -> list[str] | None:
         """Wait until a round begins, and return its machines; None if a later round has begun first."""
-        if not self.store.check([f"{round}/members"]):
-            mine = self.store.add(f"{round}/came", 1)
-            self.store.set(f"{round}/name/{mine}", self.name)
-        seen, since, reported = 0, time.monotonic(), 0
+        seen: dict[int, tuple[str, Silence]] = {}
+        names, reported, since, mine, count = list[str](), list[str](), time.monotonic(), 0, 0
         while not self.store.check([f"{round}/members"]):
             if self.is_superseded(round):
                 return None
-            if seen != reported and time.monotonic() - since > _PATIENCE:
-                reported, why = seen, self._round_record(round).get("why", "")
-                print(f"{f'{why}; ' if why else ''}waiting for machines: {seen} have come, and {self.least} are enough",
-                      flush=True)
-            if (came := self.store.add(f"{round}/came", 0)) != seen:
-                seen, since = came, time.monotonic()
-            names = [self.store.get(f"{round}/name/{each + 1}").decode() for each in range(seen)]
+            if names != reported and time.monotonic() - since > _PATIENCE:
+                reported, why = names, self._round_record(round).get("why", "")
+                print(f"{f'{why}; ' if why else ''}waiting for machines: {len(names)} have come, and {self.least} are "
+                      "enough", flush=True)
+            mine = mine or self.store.add(f"{round}/came", 1)
+            self.store.set(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
+            if (waiting := self._waiting(round, seen)) != names:
+                names, since = waiting, time.monotonic()
             quiet = time.monotonic() - since > self.silence
             if len(names) >= self.least and (len(names) >= self.most or quiet
                                              or expected and set(expected) <= set(names)):
@@ -215,6 +216,20 @@ class Membership:
                 self.store.compare_set(f"{round}/members", "", json.dumps(ordered[: self.most]))
             time.sleep(_POLL)
         return json.loads(self.store.get(f"{round}/members"))
+
+    def _waiting(self, round: int, seen: dict[int, tuple[str, Silence]]) -> list[str]:
+        """Return the machines that wait for a round to begin, in the order in which they came. One counts once its
+        heartbeat goes on: those that have died since they came, or while they came, do not. `seen`: the first
+        heartbeat of each that this machine has seen, and how long it has been silent."""
+        found = []
+        for each in range(1, self.store.add(f"{round}/came", 0) + 1):
+            key = f"{round}/waits/{each}"
+            if self.store.check([key]):
+                heartbeat, name = self.store.get(key).decode().split(" ", 1)
+                first, silence = seen.setdefault(each, (heartbeat, Silence(self.silence / 2)))
+                lives = silence.of(heartbeat) <= self.silence and (heartbeat != first or name == self.name)
+                found += [name] if lives else []
+        return found
 
     def _claim_block(self, round: int, members: list[str]) -> tuple[int, int, bool] | None:
         """Wait for a free block; return it, the number of blocks, and whether it was another machine's. None if a later
@@ -229,7 +244,7 @@ class Membership:
         while not self.is_superseded(round):
             for block in range(self.vital, blocks):
                 before = self._holder(round, block, members)
-                silent = silences[block].of(self.last_heartbeat(round, block)) > self.silence
+                silent = silences[block].of((before, self.last_heartbeat(round, block, before))) > self.silence
                 free = not before or silent or self.left(round, block, before)
                 if free and not self.is_superseded(round) and self._take(round, block, before):
                     return block, blocks, bool(before)
@@ -240,8 +255,7 @@ class Membership:
         key = f"{round}/holder/{block}"
         if not self.store.check([key]):
             before = ""
-        self.send_heartbeat(round, block, 0)  # first, so that whoever finds this machine there finds it alive
-        return self.store.compare_set(key, before, self.name).decode() == self.name
+        return self.store.compare_set(key, before, self.name).decode() == self.name  # another's silence ends with it
 
     def _holder(self, round: int, block: int, members: list[str]) -> str:
         key = f"{round}/holder/{block}"
@@ -282,7 +296,8 @@ def _listen(membership: Membership, rendezvous: Rendezvous) -> None:
         membership.send_heartbeat(rendezvous.number, rendezvous.block, count := count + 1)
         for block, name in membership.holders(rendezvous.number).items():
             if block == rendezvous.block or name in reported or membership.left(rendezvous.number, block, name) or \
-                    silences[block].of(membership.last_heartbeat(rendezvous.number, block)) <= membership.silence:
+                    silences[block].of((name, membership.last_heartbeat(rendezvous.number, block, name))) \
+                    <= membership.silence:
                 continue
             reported.add(name)
             first = block * membership.local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,29 @@ def test_enough_begin_when_no_other_comes(store, pool):
     assert late == Rendezvous(0, 2, 3)
 
 
+def test_machines_that_died_while_they_came_are_not_waited_for(store, pool):
+    """One was killed between its two writes, another one before the round began."""
+    store.add("0/came", 1)
+    store.add("0/came", 1)
+    store.set("0/waits/2", "7 dead")
+    rounds = joined(pool, *(machine(store, name, silence=1.0) for name in "ab"))
+    assert sorted(round.block for round in rounds) == [0, 1]
+    assert sorted(json.loads(store.get("0/members"))) == ["a", "b"]
+
+
+def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
+    machines = [machine(store, name, most=2, silence=1.0) for name in "ab"]
+    rounds = joined(pool, *machines)
+    lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
+    lost.send_heartbeat(0, 1, 7)
+    assert machines[0].last_heartbeat(0, 1, lost.name) == f"{lost.name} 7"
+    machine(store, "c").send_heartbeat(0, 1, 8)  # it died before it had the block
+    assert machines[0].last_heartbeat(0, 1, lost.name) == ""
+    spare = machine(store, "d", most=2, silence=1.0)
+    assert spare._take(0, 1, lost.name)
+    assert machines[0].last_heartbeat(0, 1, spare.name) == "", "it has the block before its first heartbeat"
+
+
 def test_those_that_are_left_begin_again_in_their_order(store, pool):
     """The one that sampled first trains then; a replacement samples."""
     machines = [machine(store, name) for name in "abc"]
@@ -95,7 +119,7 @@ def _beats(machines: list[Membership], stop: threading.Event) -> None:
     while not stop.wait(0.05):
         count += 1
         if store.check(["0/holder/1"]):
-            store.set("0/heartbeat/1", f"somebody {count}")
+            store.set("0/heartbeat/1", f"{store.get('0/holder/1').decode()} {count}")
 
 
 def _until_one(futures: list[Future]) -> Iterator[Future]:
