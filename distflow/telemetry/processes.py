@@ -245,8 +245,8 @@ def descendants(root: int, but: Collection[int] = ()) -> set[int]:
 
 
 def kill_tree(root: int, last: Sequence[int] = ()) -> set[int]:
-    """Kill a process and its descendants; return them. Those of `last` are killed after all others, in this order, so
-    that this process can be among them."""
+    """Kill a process and its descendants; return them. Those of `last` are killed after all others, in this order; the
+    last one may be this process."""
     return _kill(lambda: {root, *descendants(root)}, last)
 
 
@@ -267,6 +267,8 @@ def kill_marked(name: str, value: str) -> None:
 def _kill(find: Callable[[], set[int]], last: Sequence[int] = ()) -> set[int]:
     """Kill processes, all of them stopped first: none sees another end, or starts anything more."""
     killed: set[int] = set()
+    for process in {*last}.difference({os.getpid()}):  # a supervisor would replace what is killed, or kill this process
+        _send(process, signal.SIGSTOP)
     while new := find().difference(killed, last):
         for process in new:
             _send(process, signal.SIGSTOP)

@@ -89,6 +89,28 @@ def test_a_tree_is_killed_whatever_sessions_it_has():
     assert child.wait() == -signal.SIGKILL
 
 
+def test_those_that_are_killed_last_start_nothing_meanwhile():
+    """As a supervisor that would start again what is killed, and kill the worker that kills."""
+    def supervise() -> None:
+        worker = processes.spawn(lambda: processes.kill_tree(os.getppid(), last=(os.getppid(), os.getpid())) and None)
+        os.write(writable, b"\n")
+        while worker.poll() is None:
+            processes.spawn(lambda: time.sleep(600), die_with_parent=0)
+
+    processes.adopt_orphans()
+    known = processes.children(os.getpid())
+    readable, writable = os.pipe()
+    supervisor = processes.spawn(supervise, session=True)
+    os.read(readable, 1)
+    assert supervisor.poll(20) == -signal.SIGKILL
+    until = time.monotonic() + 5
+    while (left := processes.descendants(os.getpid(), but=known)) and time.monotonic() < until:
+        time.sleep(0.01)
+    processes.kill_descendants(os.getpid(), but=known)
+    processes.end_orphans(known)
+    assert left == set()
+
+
 def test_programs_that_a_fork_executes_do_end_by_the_signals_that_it_defies():
     status = processes.spawn(lambda: -subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode).wait()
     assert status == signal.SIGTERM
