@@ -35,8 +35,8 @@ AGENT = "DISTFLOW_AGENT"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that may be sent to all processes of a run at once, and that its supervisors act on."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LEFT, _KILLED, _LOOK = 2.0, 5.0, 0.02
-"""Seconds that a process has to end after SIGTERM, and after SIGKILL; and between two looks."""
+_LEFT, _KILLED, _STOPS, _LOOK = 2.0, 5.0, 1.0, 0.02
+"""Seconds that a process has to end after SIGTERM and after SIGKILL, and to stop; and between two looks."""
 _spawned: set[int] = set()  # processes that `spawn` has started and that have not been waited for
 
 
@@ -267,15 +267,28 @@ def kill_marked(name: str, value: str) -> None:
 def _kill(find: Callable[[], set[int]], last: Sequence[int] = ()) -> set[int]:
     """Kill processes, all of them stopped first: none sees another end, or starts anything more."""
     killed: set[int] = set()
-    for process in {*last}.difference({os.getpid()}):  # a supervisor would replace what is killed, or kill this process
-        _send(process, signal.SIGSTOP)
+    _stop({*last}.difference({os.getpid()}))  # a supervisor would replace what is killed, or kill this process
     while new := find().difference(killed, last):
-        for process in new:
-            _send(process, signal.SIGSTOP)
+        _stop(new)
         killed |= new
     for process in (*killed, *last):
         _send(process, signal.SIGKILL)
     return killed
+
+
+def _stop(processes: set[int]) -> None:
+    """Stop processes, and wait until they stand still: one that is forking when the signal comes still has a child."""
+    for process in processes:
+        _send(process, signal.SIGSTOP)
+    until = time.monotonic() + _STOPS
+    while any(_runs(process) for process in processes) and time.monotonic() < until:
+        time.sleep(_LOOK / 10)
+
+
+def _runs(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _facts(process)[0] not in ("T", "t", "Z", "X")
+    return False
 
 
 def end_orphans(known: Collection[int]) -> set[int]:
