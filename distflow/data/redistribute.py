@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgpack
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from distflow.data.column_buffers import (
     form_of,
     runs_of,
 )
-from distflow.data.exchange import exchange, pack
+from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
 from distflow.errors import ColumnError
 from distflow.plan import Layout
@@ -96,13 +95,18 @@ class RowMemory:
 
 
 class RowNotice(NamedTuple):
-    """Announcement of a rank: ids of its rows [rows], and per column its form and the counts of its rows, [rows] per
-    buffer. Columns whose rows have as many elements each share one array."""
+    """Announcement of a rank: ids of its rows [rows], per column its form and where its buffers' counts are in
+    `counts`, arrays [rows] that buffers whose rows have as many elements each share."""
 
     ids: np.ndarray
     forms: dict[str, ColumnForm]
-    counts: dict[str, list[np.ndarray]]
+    buffers: dict[str, list[int]]
+    counts: list[np.ndarray]
     pool: PoolNotice
+
+    def counts_of(self, name: str, level: int) -> np.ndarray:
+        """Return how many elements each row [rows] has in one of a column's buffers."""
+        return self.counts[self.buffers[name][level]] if len(self.ids) else self.ids
 
 
 def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
@@ -113,25 +117,27 @@ def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[Colu
         form = form_of(column)
         # a dense row has one element
         counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
-        forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts]))
-    header = pack([len(batch), forms, pool])
-    header += b"\0" * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, batch.ids.numpy().tobytes(), *numbers]), buffers
+        forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts] if counts else [-1]))
+    header = pack([len(batch), pool, pack(forms)])
+    parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8), batch.ids.numpy().tobytes(), *numbers]
+    return b"".join(parts), buffers
 
 
 def read_notice(raw: bytes) -> RowNotice:
     size = int.from_bytes(raw[:8], "little")
-    reader = msgpack.Unpacker()
-    reader.feed(raw[8 : 8 + size])
-    rows, forms, pool = reader.unpack()
-    numbers = np.frombuffer(raw, dtype=np.int64, offset=8 + size)
-    ids, *distinct = [numbers[start : start + rows] for start in range(0, len(numbers), rows)] if rows else [numbers]
-    once = np.ones(rows, dtype=np.int64)
-    described, counts = {}, {}
-    for name, depth, dtype, shape, buffers in forms:
-        described[name] = ColumnForm(depth, dtype, tuple(shape))
-        counts[name] = [distinct[buffer] if rows else ids for buffer in buffers] if depth else [once]
-    return RowNotice(ids, described, counts, PoolNotice.unpack(pool))
+    rows, pool, forms = unpack(raw[8 : 8 + size])
+    numbers = np.frombuffer(raw, dtype=np.int64, offset=8 + size + -size % 8).reshape(-1, rows or 1)
+    ids, *counts = numbers if rows else numbers.T
+    described, buffers = _forms(forms)
+    return RowNotice(ids, described, buffers, [*counts, np.ones(rows, dtype=np.int64)], PoolNotice.unpack(pool))
+
+
+@functools.lru_cache(maxsize=64)
+def _forms(packed: bytes) -> tuple[dict[str, ColumnForm], dict[str, list[int]]]:
+    """Read what notices say of their columns: once for all ranks that say the same."""
+    found = unpack(packed)
+    return ({name: ColumnForm(depth, dtype, tuple(shape)) for name, depth, dtype, shape, _ in found},
+            {name: buffers for name, *_, buffers in found})
 
 
 def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
@@ -150,7 +156,7 @@ def _agree(name: str, notices: Sequence[RowNotice], holders: list[int]) -> Colum
     announced = {rank: notices[rank].forms[name] for rank in holders}
     if len(set(announced.values())) == 1:
         return announced[holders[0]]
-    full = [rank for rank in holders if notices[rank].counts[name][-1].any()] or holders[:1]
+    full = [rank for rank in holders if notices[rank].counts_of(name, -1).any()] or holders[:1]
     first = announced[full[0]]
     for rank in holders:
         if announced[rank].depth != first.depth or (rank in full and announced[rank] != first):
@@ -198,7 +204,7 @@ class Route:
         self.totals = np.zeros(shares, dtype=np.int64)
         holders = [notice for notice in notices if len(notice.ids)]
         shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.parts = {name: [self._part([notice.counts[name][level] for notice in holders], row, width, shared)
+        self.parts = {name: [self._part([notice.counts_of(name, level) for notice in holders], row, width, shared)
                              for level, width in enumerate(form.widths)] if holders else []
                       for name, form in forms.items()}
 
@@ -230,11 +236,29 @@ class Route:
         return sum((parts[0].counts * sum(part.width for part in parts) for parts in alike.values()),
                    np.zeros(len(self.ids), dtype=np.int64))
 
-    def traffic(self, ranks: int) -> np.ndarray:
-        """Return the bytes of rows that each rank sends to each share [ranks, shares]."""
-        shares = len(self.totals)
-        sums = np.bincount(self.holder * shares + self.share, self.sizes, ranks * shares)
-        return sums.astype(np.int64).reshape(ranks, shares)
+    def sent(self, holder: int) -> np.ndarray:
+        """Return the bytes of rows that a rank sends to each share [shares]."""
+        mine = self.holder == holder
+        return _sums(self.share[mine], self.sizes[mine], len(self.totals))
+
+    def received(self, share: int, ranks: int) -> np.ndarray:
+        """Return the bytes of rows that a share gets from each rank [ranks]."""
+        pairs = self.pairs(share)
+        return _sums(self.holder[pairs], self.sizes[pairs], ranks)
+
+    def crosses(self, machines: np.ndarray, destinations: Sequence[Destination]) -> bool:
+        """Return whether any row goes to another machine; every rank finds the same. `machines` [ranks]."""
+        shares, ranks = np.array([each[:2] for each in destinations], dtype=int).reshape(-1, 2).T
+        home = np.full(len(self.totals), -1)
+        home[shares] = machines[ranks]
+        several = np.zeros(len(self.totals), dtype=bool)
+        several[shares[home[shares] != machines[ranks]]] = True  # a share that is on two machines
+        away = several[self.share] | (home[self.share] != machines[self.holder])
+        return bool((away & (home[self.share] >= 0) & (self.sizes > 0)).any())
+
+
+def _sums(index: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
+    return np.bincount(index, sizes, length).astype(np.int64)
 
 
 def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
@@ -294,11 +318,10 @@ class Redistributor:
                 copy_rows(buffer.data, _bytes_of(memory[target], part, target.share),
                           buffer.starts[route.position[pairs]],
                           part.at[pairs], part.counts[pairs], part.width, runs)
-        traffic = route.traffic(len(notices))
-        self._count(edge, traffic, destinations, machines)
-        crosses = np.array(machines)[:, None] != np.array([machines[each.rank] for each in destinations], dtype=int)
-        if traffic[:, [each.share for each in destinations]][crosses].any():
-            self._send(buffers, route, traffic, destinations, machines, memory)
+        sent = route.sent(self.rank)
+        self._count(edge, route, sent, destinations, machines)
+        if route.crosses(np.array(machines), destinations):
+            self._send(buffers, route, sent, destinations, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here, memory)
 
@@ -318,11 +341,11 @@ class Redistributor:
             chosen = choose(pools, wanted)
         return [Destination(share, rank, chosen.get(rank)) for (share, _), rank in owners.items()]
 
-    def _send(self, buffers: Buffers, route: Route, traffic: np.ndarray, destinations: list[Destination],
+    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, destinations: list[Destination],
               machines: list[int], memory: dict[Destination, np.ndarray]) -> None:
         """Send the rows that cross between machines in one all-to-all; each part holds one buffer after the other."""
         far = {each.rank: each.share for each in destinations if machines[each.rank] != machines[self.rank]}
-        sizes = [int(traffic[self.rank, far[rank]]) if rank in far else 0 for rank in range(len(machines))]
+        sizes = [int(sent[far[rank]]) if rank in far else 0 for rank in range(len(machines))]
         outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
         for rank in sorted(far):
             for part, buffer, pairs, runs in _rows(route, buffers, far[rank], self.rank):
@@ -332,8 +355,10 @@ class Redistributor:
                           counts.cumsum() - counts, counts, part.width, runs)
                 position += size
         mine = next((each for each in destinations if each.rank == self.rank), None)
-        arriving = [int(traffic[rank, mine.share]) if mine and machines[rank] != machines[self.rank] else 0
-                    for rank in range(len(machines))]
+        arriving = [0] * len(machines)
+        if mine is not None:
+            there = np.array(machines) == machines[self.rank]
+            arriving = np.where(there, 0, route.received(mine.share, len(machines))).tolist()
         received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
         for rank, size in enumerate(arriving):
             if mine is None or not size:
@@ -361,10 +386,12 @@ class Redistributor:
             columns[name] = column_of(form, buffers)
         return Batch(torch.from_numpy(route.ids[pairs]), columns)
 
-    def _count(self, edge: str, traffic: np.ndarray, destinations: list[Destination], machines: list[int]) -> None:
-        sent = {each: int(traffic[self.rank, each.share]) for each in destinations}
+    def _count(self, edge: str, route: Route, to_shares: np.ndarray, destinations: list[Destination],
+               machines: list[int]) -> None:
+        sent = {each: int(to_shares[each.share]) for each in destinations if to_shares[each.share]}
         away = sum(size for each, size in sent.items() if each.rank != self.rank)
-        arrived = sum(int(traffic[:, each.share].sum()) - sent[each] for each in destinations if each.rank == self.rank)
+        arrived = sum(int(route.sizes[route.pairs(each.share)].sum()) - sent.get(each, 0)
+                      for each in destinations if each.rank == self.rank)
         self.metrics.add(f"data/bytes/{edge}", sum(sent.values()))
         self.metrics.add("data/bytes_sent", away)
         self.metrics.add("data/bytes_between_machines",
