@@ -1,14 +1,18 @@
-"""SIMULATION, not a measurement: the data path up to 1,024 GPUs, from costs that are measured here on a few processes.
+"""SIMULATION, not a measurement: a step on up to 10,000 GPUs, from costs that are measured here on a few processes.
 
-Measured on this machine, in each repeat: what routing costs for each row, what a message between ranks costs, how fast
-memory is copied, and how fast rank 0 passes rows on (`rank0.py`). Given, not measured: machines of eight GPUs whose
-memory serves all of them at once, their links (--gigabit), the share of a link that transfers reach (--efficiency; the
-reciprocal of what `dataflow_across_machines.py` prints as times the link bound), that a message between machines costs
-what one within a machine does here, and the rest of a step (--compute), which is the same at every size, as rows per
-GPU are. The share --crossing of the rows changes its machine.
+Measured on this machine, in each repeat, with the project's own code: what a rank computes at each simulated size (it
+reads the notices of all ranks, assigns their rows, routes them, and merges the metrics of all ranks); what a message
+between ranks costs, and each further peer in an all-to-all that has nothing to send; how fast memory is copied; and how
+fast rank 0 passes rows on (`rank0.py`).
 
-- distflow: a machine's ranks copy their rows at once; what crosses uses the machine's own link; every rank hears every
-  other's notice, passed on by one rank of each machine in a ring, and routes all rows.
+Given, not measured: machines of eight GPUs whose memory serves all of them at once, their links (--gigabit), the share
+of a link that transfers reach (--efficiency; the reciprocal of what `dataflow_across_machines.py` prints as times the
+link bound), that a message between machines costs what one within a machine does here, and the rest of a step: its
+seconds on one GPU are drawn for each GPU from a lognormal distribution (--compute, --spread), and all wait for the
+slowest, whatever moves the data. The share --crossing of the rows changes its machine.
+
+- distflow: a machine's ranks copy their rows at once; what crosses uses the machine's own link, in an all-to-all over
+  all ranks; every rank hears every other's notice, passed on by one rank of each machine in a ring, and routes all rows.
 - a central buffer: all rows come in and go out over the link of one machine.
 - a single controller: one process takes every row and passes it on.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,34 +39,41 @@ from benchmarks.gloo_ranks import Host  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PADDED, PER_TOKEN, Case  # noqa: E402
 from distflow.data.assignment import assign  # noqa: E402
-from distflow.data.column_buffers import ColumnForm  # noqa: E402
-from distflow.data.redistribute import PoolNotice, Route, RowNotice, agree  # noqa: E402
+from distflow.data.batch import Batch, Ragged  # noqa: E402
+from distflow.data.redistribute import Destination, PoolNotice, Route, agree, announce, read_notice  # noqa: E402
+from distflow.telemetry.metrics import Metrics  # noqa: E402
 
 PER_MACHINE = 8
+SIZES = (8, 64, 256, 1024, 4096, 10_000)
 COLUMNS = len(PER_TOKEN)
-GOAL = 0.9
+MEANS, MAXIMA, PER_RANK = 40, 15, 4
+"""Metrics of a rank in a step of `grpo.yaml`, by kind."""
+GOALS = {1024: 0.95, 4096: 0.95, 10_000: 0.9}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds for each row and column that is routed, for each message, for each byte copied by one rank and for each
-    byte that rank 0 passes on."""
+    """Seconds of a rank for one redistribution and for the metrics of a step, by number of ranks; for each message, for
+    each further peer of an all-to-all, for each byte copied by one rank and for each byte that rank 0 passes on."""
 
-    route: float
+    route: dict[int, float]
+    metrics: dict[int, float]
     message: float
+    peer: float
     copy: float
     pass_on: float
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one GPU contributes: rows, and bytes of a row. `link` is in bytes per second, `compute` in seconds."""
+    """What one GPU contributes: rows, and bytes of a row. `link` is in bytes per second; `compute` are the seconds that
+    the slowest of so many GPUs takes."""
 
     rows: int
     row: int
     link: float
     crossing: float
-    compute: float
+    compute: dict[int, float]
     edges: int
 
     @property
@@ -71,30 +82,51 @@ class Load:
         return 8 * (COLUMNS + 1)
 
 
-def measured(repeat: int) -> Costs:
-    return Costs(_route(16_384 + repeat), _message(), _copy(), _pass_on())
+def measured(repeat: int, rows: int, sizes: Sequence[int]) -> Costs:
+    few, many = (_message(ranks) for ranks in (2, 6))
+    return Costs({ranks: _route(ranks, rows, repeat) for ranks in sizes}, {ranks: _metrics(ranks) for ranks in sizes},
+                 many, max(many - few, 0.0) / 4, _copy(), _pass_on())
 
 
-def _route(rows: int) -> float:
-    """By routing so many rows of 64 ranks to 64 shares, balanced by tokens."""
-    ranks, made = 64, np.random.default_rng(rows)
-    form = ColumnForm(1, "int64", ())
-    notices = []
-    for ids in np.array_split(np.arange(rows), ranks):
-        counts = {f"column{number}": [made.integers(1, 2000, len(ids))] for number in range(COLUMNS)}
-        notices.append(RowNotice(ids, dict.fromkeys(counts, form), counts, PoolNotice()))
+def _route(ranks: int, rows: int, repeat: int) -> float:
+    """What one rank computes to know where the rows of all go: each rank has `rows`, balanced by tokens."""
+    made, notices = np.random.default_rng(repeat), []
+    for rank in range(ranks):
+        lengths = [torch.from_numpy(made.integers(1, 2000, rows)) for _ in range(2)]  # a prompt's and its response's
+        columns = {name: Ragged(torch.empty(int(lengths[name != "prompts"].sum()), dtype=torch.bool),
+                                lengths[name != "prompts"]) for name in PER_TOKEN}
+        notices.append(announce(Batch(torch.arange(rank * rows, (rank + 1) * rows), columns), PoolNotice())[0])
+    places = [Destination(share, share, None) for share in range(ranks)]
     begin = time.perf_counter()
-    weights = np.concatenate([sum(part[0] for part in notice.counts.values()) for notice in notices])
-    shares = assign(torch.from_numpy(weights), ranks).numpy()
-    Route(notices, agree(notices), lambda ids: (np.arange(len(ids)), shares), ranks).traffic(ranks)
-    return (time.perf_counter() - begin) / rows / COLUMNS
+    found = [read_notice(raw) for raw in notices]
+    shares = assign(torch.from_numpy(np.concatenate([notice.counts_of("responses", 0) for notice in found])), ranks)
+    route = Route(found, agree(found), lambda ids: (np.arange(len(ids)), shares.numpy()), ranks)
+    route.sent(0)
+    route.received(0, ranks)
+    route.crosses(np.arange(ranks) // PER_MACHINE, places)
+    return time.perf_counter() - begin
 
 
-def _message() -> float:
-    """Half of what a gather and a meeting of four ranks take: an empty redistribution."""
+def _metrics(ranks: int) -> float:
+    """What a rank computes to reduce the metrics of all."""
+    mine = Metrics()
+    for number in range(max(MEANS, MAXIMA, PER_RANK)):
+        mine.mean(f"mean/{number}", number)
+        if number < MAXIMA:
+            mine.maximum(f"maximum/{number}", number)
+        if number < PER_RANK:
+            mine.per_rank(f"own/{number}", number, 1.0)
+    raw = [mine.take()] * ranks
+    begin = time.perf_counter()
+    mine.collect(lambda _: raw)
+    return time.perf_counter() - begin
+
+
+def _message(ranks: int) -> float:
+    """Half of what a gather and a meeting of so many ranks take: an empty redistribution."""
     host = Host("databuffer")
     try:
-        host.prepare(asdict(Case(0, 4, 2, 0, PADDED, 8, 8)))
+        host.prepare(asdict(Case(0, ranks, 2, 0, PADDED, 8, 8)))
         host.make()
         return statistics.median(host.round(repeat)["seconds"] for repeat in range(1, 30)) / 2
     finally:
@@ -126,27 +158,41 @@ def seconds(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
     machines, size = max(1, gpus // PER_MACHINE), load.rows * load.row
     several = machines > 1
     notices = gpus * load.rows * load.notice
-    ours = size * costs.copy + costs.message * (2 + (machines - 1)) + gpus * load.rows * COLUMNS * costs.route
+    ours = size * costs.copy + costs.message * (2 + (machines - 1)) + costs.route[gpus]
     if several:
-        ours += PER_MACHINE * size * load.crossing / load.link + notices / load.link
+        ours += PER_MACHINE * size * load.crossing / load.link + notices / load.link + gpus * costs.peer
     return {"distflow": ours, "a central buffer": 2 * gpus * size * (costs.copy if not several else 1 / load.link),
             "a single controller": gpus * size * costs.pass_on}
 
 
+def step(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
+    """The modelled time of a step. Only distflow has its metrics reduced by each rank."""
+    return {name: load.compute[gpus] + load.edges * moved + costs.metrics[gpus] * (name == "distflow")
+            for name, moved in seconds(gpus, load, costs).items()}
+
+
 def linearity(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
-    few, many = seconds(PER_MACHINE, load, costs), seconds(gpus, load, costs)
-    return {name: (load.compute + load.edges * few[name]) / (load.compute + load.edges * many[name]) for name in many}
+    few, many = step(PER_MACHINE, load, costs), step(gpus, load, costs)
+    return {name: few[name] / many[name] for name in many}
+
+
+def slowest(gpus: int, compute: float, spread: float) -> float:
+    """The mean seconds of the slowest of so many GPUs, whose logarithms are normal with deviation `spread`."""
+    drawn = np.random.default_rng(0).lognormal(np.log(compute), spread, (200, gpus))
+    return float(drawn.max(1).mean())
 
 
 def table(load: Load, costs: Costs) -> Iterator[str]:
     yield (f"SIMULATION of {load.rows} rows of {load.row / 2**20:.2f} MiB for each GPU, {load.crossing:.0%} crossing, "
-           f"{load.edges} redistributions beside {load.compute:g} s")
-    yield (f"measured here: {costs.route * 1e9:.0f} ns a row and column to route, {costs.message * 1e3:.2f} ms a "
-           f"message, copies at {1e-9 / costs.copy:.1f} GB/s, rank 0 at {1e-9 / costs.pass_on:.2f} GB/s")
-    yield "  GPUs  milliseconds of one redistribution, and linearity of the step"
-    for gpus in (8, 64, 256, 1024):
+           f"{load.edges} redistributions a step")
+    yield (f"measured here: {costs.message * 1e3:.2f} ms a message, {costs.peer * 1e6:.0f} us a further peer, copies at "
+           f"{1e-9 / costs.copy:.1f} GB/s, rank 0 at {1e-9 / costs.pass_on:.2f} GB/s")
+    yield "   GPUs  route ms  metrics ms  slowest s  ms of one redistribution, and linearity of the step"
+    for gpus in costs.route:
         times, linear = seconds(gpus, load, costs), linearity(gpus, load, costs)
-        yield f"  {gpus:5} " + " ".join(f"{name} {1000 * times[name]:,.0f} ({linear[name]:.3f}) " for name in times)
+        yield (f"  {gpus:5}  {1000 * costs.route[gpus]:8,.0f}  {1000 * costs.metrics[gpus]:10,.0f}  "
+               f"{load.compute[gpus]:9.2f}  "
+               + " ".join(f"{name} {1000 * times[name]:,.0f} ({linear[name]:.3f}) " for name in times))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -156,17 +202,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gigabit", type=float, default=200.0, help="of a machine's link, in Gbit/s")
     parser.add_argument("--efficiency", type=float, default=0.85, help="share of it that a transfer reaches")
     parser.add_argument("--crossing", type=float, default=0.1, help="share of the rows that changes its machine")
-    parser.add_argument("--compute", type=float, default=30.0, help="seconds of a step beside the redistributions")
+    parser.add_argument("--compute", type=float, default=30.0, help="median seconds of a step on a GPU, beside these")
+    parser.add_argument("--spread", type=float, default=0.005, help="of these seconds: deviation of their logarithm")
     parser.add_argument("--edges", type=int, default=4, help="redistributions in a step")
     given = parsed(parser, arguments)
     row = given.tokens * sum(dtype.itemsize for dtype in PER_TOKEN.values())
     link = given.gigabit * 1e9 / 8 * given.efficiency
-    load = Load(given.rows, row, link, given.crossing, given.compute, given.edges)
-    runs = [measured(repeat) for repeat in range(given.repeats)]
-    print("\n".join(table(load, sorted(runs, key=lambda costs: costs.route)[len(runs) // 2])))
-    found = Spread.of([linearity(1024, load, costs)["distflow"] for costs in runs])
-    conclude(f"SIMULATION: linearity of a step of {given.compute:g} s from 8 to 1,024 GPUs", found, GOAL,
-             unit="of linear")
+    sizes = SIZES[:4] if given.quick else SIZES
+    compute = {gpus: slowest(gpus, given.compute, given.spread) for gpus in sizes}
+    load = Load(given.rows, row, link, given.crossing, compute, given.edges)
+    runs = [measured(repeat, given.rows, sizes) for repeat in range(given.repeats)]
+    print("\n".join(table(load, sorted(runs, key=lambda costs: costs.route[sizes[-1]])[len(runs) // 2])))
+    for gpus in [gpus for gpus in GOALS if gpus in sizes]:
+        found = Spread.of([linearity(gpus, load, costs)["distflow"] for costs in runs])
+        conclude(f"SIMULATION: linearity of a step of {given.compute:g} s from 8 to {gpus:,} GPUs", found, GOALS[gpus],
+                 unit="of linear")
 
 
 if __name__ == "__main__":
