@@ -1,18 +1,18 @@
 """SIMULATION, not a measurement: a step on up to 10,000 GPUs, from costs that are measured here on a few processes.
 
 Measured on this machine, in each repeat, with the project's own code: what a rank computes at each simulated size (it
-reads the notices of all ranks, assigns their rows, routes them, and merges the metrics of all ranks); what a message
-between ranks costs, and each further peer in an all-to-all that has nothing to send; how fast memory is copied; and how
-fast rank 0 passes rows on (`rank0.py`).
+reads the notices of all ranks, assigns their rows, routes them, and merges the metrics of all ranks), how fast memory
+is copied, and how fast rank 0 passes rows on (`rank0.py`).
 
-Given, not measured: machines of eight GPUs whose memory serves all of them at once, their links (--gigabit), the share
-of a link that transfers reach (--efficiency; the reciprocal of what `dataflow_across_machines.py` prints as times the
-link bound), that a message between machines costs what one within a machine does here, and the rest of a step: its
-seconds on one GPU are drawn for each GPU from a lognormal distribution (--compute, --spread), and all wait for the
-slowest, whatever moves the data. The share --crossing of the rows changes its machine.
+Given, not measured: machines of eight GPUs whose memory serves all of them at once; a message between machines and each
+further peer of an all-to-all (--latency, --peer: between processes that share two cores, one waits for a core and not
+for a network); the links (--gigabit) and the share of a link that transfers reach (--efficiency; the reciprocal of what
+`dataflow_across_machines.py` prints as times the link bound); and the rest of a step: its seconds on one GPU are drawn
+for each GPU from a lognormal distribution (--compute, --spread), and all wait for the slowest, whatever moves the data.
+The share --crossing of the rows changes its machine.
 
 - distflow: a machine's ranks copy their rows at once; what crosses uses the machine's own link, in an all-to-all over
-  all ranks; every rank hears every other's notice, passed on by one rank of each machine in a ring, and routes all rows.
+  all ranks; every rank hears every other's notice, passed on by one rank of each machine in a ring, and routes all.
 - a central buffer: all rows come in and go out over the link of one machine.
 - a single controller: one process takes every row and passes it on.
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gloo_ranks import Host  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
-from benchmarks.rows import PADDED, PER_TOKEN, Case  # noqa: E402
+from benchmarks.rows import PER_TOKEN, Case  # noqa: E402
 from distflow.data.assignment import assign  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
 from distflow.data.redistribute import Destination, PoolNotice, Route, agree, announce, read_notice  # noqa: E402
@@ -53,13 +53,11 @@ GOALS = {1024: 0.95, 4096: 0.95, 10_000: 0.9}
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a rank for one redistribution and for the metrics of a step, by number of ranks; for each message, for
-    each further peer of an all-to-all, for each byte copied by one rank and for each byte that rank 0 passes on."""
+    """Seconds of a rank for one redistribution and for the metrics of a step, by number of ranks; for each byte copied
+    by one rank and for each byte that rank 0 passes on."""
 
     route: dict[int, float]
     metrics: dict[int, float]
-    message: float
-    peer: float
     copy: float
     pass_on: float
 
@@ -72,6 +70,8 @@ class Load:
     rows: int
     row: int
     link: float
+    message: float
+    peer: float
     crossing: float
     compute: dict[int, float]
     edges: int
@@ -83,9 +83,8 @@ class Load:
 
 
 def measured(repeat: int, rows: int, sizes: Sequence[int]) -> Costs:
-    few, many = (_message(ranks) for ranks in (2, 6))
     return Costs({ranks: _route(ranks, rows, repeat) for ranks in sizes}, {ranks: _metrics(ranks) for ranks in sizes},
-                 many, max(many - few, 0.0) / 4, _copy(), _pass_on())
+                 _copy(), _pass_on())
 
 
 def _route(ranks: int, rows: int, repeat: int) -> float:
@@ -97,14 +96,14 @@ def _route(ranks: int, rows: int, repeat: int) -> float:
                                 lengths[name != "prompts"]) for name in PER_TOKEN}
         notices.append(announce(Batch(torch.arange(rank * rows, (rank + 1) * rows), columns), PoolNotice())[0])
     places = [Destination(share, share, None) for share in range(ranks)]
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = [read_notice(raw) for raw in notices]
     shares = assign(torch.from_numpy(np.concatenate([notice.counts_of("responses", 0) for notice in found])), ranks)
     route = Route(found, agree(found), lambda ids: (np.arange(len(ids)), shares.numpy()), ranks)
     route.sent(0)
     route.received(0, ranks)
     route.crosses(np.arange(ranks) // PER_MACHINE, places)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def _metrics(ranks: int) -> float:
@@ -117,20 +116,10 @@ def _metrics(ranks: int) -> float:
         if number < PER_RANK:
             mine.per_rank(f"own/{number}", number, 1.0)
     raw = [mine.take()] * ranks
-    begin = time.perf_counter()
+    mine.collect(lambda _: raw[:1])  # which imports what it needs
+    begin = time.process_time()
     mine.collect(lambda _: raw)
-    return time.perf_counter() - begin
-
-
-def _message(ranks: int) -> float:
-    """Half of what a gather and a meeting of so many ranks take: an empty redistribution."""
-    host = Host("databuffer")
-    try:
-        host.prepare(asdict(Case(0, ranks, 2, 0, PADDED, 8, 8)))
-        host.make()
-        return statistics.median(host.round(repeat)["seconds"] for repeat in range(1, 30)) / 2
-    finally:
-        host.close()
+    return time.process_time() - begin
 
 
 def _copy() -> float:
@@ -158,9 +147,9 @@ def seconds(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
     machines, size = max(1, gpus // PER_MACHINE), load.rows * load.row
     several = machines > 1
     notices = gpus * load.rows * load.notice
-    ours = size * costs.copy + costs.message * (2 + (machines - 1)) + costs.route[gpus]
+    ours = size * costs.copy + load.message * (2 + (machines - 1)) + costs.route[gpus]
     if several:
-        ours += PER_MACHINE * size * load.crossing / load.link + notices / load.link + gpus * costs.peer
+        ours += PER_MACHINE * size * load.crossing / load.link + notices / load.link + gpus * load.peer
     return {"distflow": ours, "a central buffer": 2 * gpus * size * (costs.copy if not several else 1 / load.link),
             "a single controller": gpus * size * costs.pass_on}
 
@@ -185,9 +174,9 @@ def slowest(gpus: int, compute: float, spread: float) -> float:
 def table(load: Load, costs: Costs) -> Iterator[str]:
     yield (f"SIMULATION of {load.rows} rows of {load.row / 2**20:.2f} MiB for each GPU, {load.crossing:.0%} crossing, "
            f"{load.edges} redistributions a step")
-    yield (f"measured here: {costs.message * 1e3:.2f} ms a message, {costs.peer * 1e6:.0f} us a further peer, copies at "
-           f"{1e-9 / costs.copy:.1f} GB/s, rank 0 at {1e-9 / costs.pass_on:.2f} GB/s")
-    yield "   GPUs  route ms  metrics ms  slowest s  ms of one redistribution, and linearity of the step"
+    yield (f"measured here: copies at {1e-9 / costs.copy:.1f} GB/s, rank 0 at {1e-9 / costs.pass_on:.2f} GB/s, `route` "
+           f"and `metrics`; given: {load.message * 1e6:.0f} us a message, {load.peer * 1e6:.0f} us a peer")
+    yield "   GPUs  route ms  metrics ms  slowest s  ms of one redistribution (linearity of the step)"
     for gpus in costs.route:
         times, linear = seconds(gpus, load, costs), linearity(gpus, load, costs)
         yield (f"  {gpus:5}  {1000 * costs.route[gpus]:8,.0f}  {1000 * costs.metrics[gpus]:10,.0f}  "
@@ -201,6 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a row")
     parser.add_argument("--gigabit", type=float, default=200.0, help="of a machine's link, in Gbit/s")
     parser.add_argument("--efficiency", type=float, default=0.85, help="share of it that a transfer reaches")
+    parser.add_argument("--latency", type=float, default=100.0, help="of a message between machines, in microseconds")
+    parser.add_argument("--peer", type=float, default=20.0, help="of each peer of an all-to-all, in microseconds")
     parser.add_argument("--crossing", type=float, default=0.1, help="share of the rows that changes its machine")
     parser.add_argument("--compute", type=float, default=30.0, help="median seconds of a step on a GPU, beside these")
     parser.add_argument("--spread", type=float, default=0.005, help="of these seconds: deviation of their logarithm")
@@ -210,7 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
     link = given.gigabit * 1e9 / 8 * given.efficiency
     sizes = SIZES[:4] if given.quick else SIZES
     compute = {gpus: slowest(gpus, given.compute, given.spread) for gpus in sizes}
-    load = Load(given.rows, row, link, given.crossing, compute, given.edges)
+    load = Load(given.rows, row, link, given.latency * 1e-6, given.peer * 1e-6, given.crossing, compute,
+                given.edges)
     runs = [measured(repeat, given.rows, sizes) for repeat in range(given.repeats)]
     print("\n".join(table(load, sorted(runs, key=lambda costs: costs.route[sizes[-1]])[len(runs) // 2])))
     for gpus in [gpus for gpus in GOALS if gpus in sizes]:
