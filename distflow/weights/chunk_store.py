@@ -29,7 +29,7 @@ class ChunkStore:
 
     memory: by part [bytes] uint8, as soon as it is decided where the part lies: in memory of this process, or of a
     source. have: verified chunks. wanted: needed chunks; complete: they are all that is published. moved: bytes
-    received so far, verified or not. unchanged: bytes copied from another version.
+    received so far, verified or not. unchanged: bytes taken from another version.
     """
 
     def __init__(self, version: int, key: str):
@@ -43,6 +43,7 @@ class ChunkStore:
         self.wanted: dict[int, numpy.ndarray] = {}
         self.claimed: dict[int, numpy.ndarray] = {}
         self.changed = threading.Condition()  # re-entrant
+        self.alike: dict[tuple[str, int], bool] = {}  # whether a part of another version lies as here
         self.count = self.moved = self.unchanged = 0
         self.complete = True
 
@@ -117,6 +118,16 @@ class ChunkStore:
         number, first, count = run
         return self.memory[number][self.parts[number].span(first, count)]
 
+    def base(self, run: Run, old: ChunkStore | None) -> numpy.ndarray | None:
+        """Return the bytes that a run had in another version; None if it is not there, or lies otherwise."""
+        number = run[0]
+        if old is None or not old.has(run) or number not in self.parts:
+            return None
+        if (old.key, number) not in self.alike:
+            mine, other = self.parts[number], old.parts[number]
+            self.alike[old.key, number] = (mine.chunk, mine.contents) == (other.chunk, other.contents)
+        return old.view(run) if self.alike[old.key, number] else None
+
     def verify(self, chunk: Chunk, found: bytes) -> bool:
         """Return whether a chunk with the checksum `found` is the published one. If so, it is served from now on."""
         number, index = chunk
@@ -170,8 +181,10 @@ class IncomingChunks:
         self.chunk = chunks.parts[self.part].chunk
         self.state = xxhash.xxh3_128()
 
-    def advance(self, count: int) -> None:
-        self.chunks.moved += count
+    def advance(self, count: int, received: int | None = None) -> None:
+        """Go on by `count` bytes of chunks. `received`: how many came for them, if they came as a delta."""
+        self.chunks.moved += count if received is None else received
+        self.chunks.unchanged += 0 if received is None else count - received
         end = self.filled + count
         while self.filled < end:
             stop = min(end, len(self.memory), (self.filled // self.chunk + 1) * self.chunk)

@@ -36,6 +36,7 @@ from distflow.rpc.server import Server
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
+from distflow.weights.delta import encode
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate
 from distflow.weights.manifest import (
@@ -187,7 +188,13 @@ class SourceServer:
         if chunks is None or not chunks.has(run) or client.source_end is None or self.leaseholder is not client:
             client.connection.send({"gone": True})
             return
-        data = chunks.view(run)
+        data, base = chunks.view(run), chunks.base(run, self.stores.get(header.get("base", "")))
+        delta = encode(base, data) if base is not None else None
+        if delta is not None:
+            buffers = [memoryview(each).cast("B") for each in delta]
+            client.connection.send(self._have(client, chunks) | {"codes": len(buffers[0])}, buffers)
+            self.sent += sum(map(len, buffers))
+            return
 
         def moved(_: int) -> None:
             client.heard = time.monotonic()  # a slow link is no silence

@@ -179,7 +179,7 @@ class ChunkPuller:
             while self.chunks.is_missing():
                 while len(asked) < WINDOW and (run := self._claim(client)) is not None:
                     asked.append(run)
-                    client.ask(run)
+                    client.ask(run, self.old.key if self.old and self.chunks.base(run, self.old) is not None else "")
                 if asked:
                     self._take(client, asked)
                     heard = time.monotonic()
@@ -221,7 +221,8 @@ class ChunkPuller:
 
         target, (part, first, count) = self.chunks.view(asked[0]), asked[0]
         arrival = IncomingChunks(self.chunks, asked[0], bad)
-        client.take(part, self.chunks.parts[part].span(first, count), target, arrival.advance)
+        client.take(part, self.chunks.parts[part].span(first, count), target, self.chunks.base(asked[0], self.old),
+                    arrival.advance)
         asked.popleft()
         self.received[client.who] += len(target)
         self.progressed_at = time.monotonic() if arrival.good else self.progressed_at

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import random
 import select
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, unpack_masks
+from distflow.weights.delta import DeltaChoice, decode
 from distflow.weights.directory import HeldChunks, SourceEntry
 from distflow.weights.errors import NoTransport
 from distflow.weights.manifest import Chunk, PublishedVersion, Run, digest
@@ -93,6 +96,8 @@ class SourceClient:
                  transports: dict[str, Transport], requested: str, deadline: float):
         self.use_for(entry, head)
         self.transports, self.requested, self.deadline = transports, requested, deadline
+        self.choice, self.asked, self.taken_at = DeltaChoice(), deque[tuple[bool | None, float]](), 0.0
+        """Per run under way whether a delta was asked for, None where there is no choice, and when."""
         self.puller_end, self.transport = PullerEnd(), ""
         """Those of the transport that was agreed on; empty before."""
         self.connection = connect(entry.address, token, deadline)
@@ -147,17 +152,33 @@ class SourceClient:
     def run(self) -> int:
         return self.puller_end.run
 
-    def ask(self, run: Run) -> None:
-        self.connection.send({"op": "chunks", "key": self.key, "run": run})
+    def ask(self, run: Run, base: str = "") -> None:
+        """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
+        delta = self.choice.choose() if base and self.puller_end.deltas else None
+        self.asked.append((delta, time.monotonic()))
+        self.connection.send({"op": "chunks", "key": self.key, "run": run, "base": base if delta else ""})
 
-    def take(self, part: int, span: slice, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
+    def take(self, part: int, span: slice, into: numpy.ndarray, old: numpy.ndarray | None,
+             moved: Callable[..., None]) -> None:
         """Receive requested chunks, the bytes `span` of a part, in the order of the requests, and with them the
-        source's chunk masks. Raises `SourceGone` if they are not there any more, or the lease is not ours."""
+        source's chunk masks. `old`: the same bytes in the version that was named as base. Raises `SourceGone` if they
+        are not there any more, or the lease is not ours."""
+        delta, asked_at = self.asked.popleft()
         header, size = self.connection.receive()
         if "gone" in header or "error" in header:
             raise SourceGone(f"{self.who} does not have it any more")
         self._learn(header)
-        self.puller_end.take(self.connection, size, part, span, into, moved)
+        if "codes" in header:
+            if old is None or size > len(into):
+                raise ConnectionError(f"{self.who} sent {size} bytes as a delta that was not asked for")
+            decode(old, header["codes"], self.connection.payload(size).numpy(), into)
+            moved(len(into), size)
+        else:
+            self.puller_end.take(self.connection, size, part, span, into, moved)
+        now = time.monotonic()
+        if delta is not None:
+            self.choice.measured(delta, len(into) / max(now - max(asked_at, self.taken_at), 1e-9))
+        self.taken_at = now
 
     def mark_corrupt(self, chunk: Chunk) -> None:
         self.corrupt.add(chunk)

@@ -54,20 +54,21 @@ class Mover:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
-def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0) -> dict[str, Any]:
-    """Tensors that follow from version and rank; the first `same` of them do not depend on the version. A torn mixture
-    of two versions is not what this gives for either."""
+def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0, every: int = 1) -> dict[str, Any]:
+    """Tensors that follow from version and rank; the first `same` of them do not depend on the version, and of the
+    others only every so many elements. A torn mixture of two versions is not what this gives for either."""
     import torch
 
-    count = max(1, int(mib * MIB) // 8 // 65536)
-    return {f"rank{rank}.weight{number}": torch.arange(65536, dtype=torch.int64) * (number + 1) + rank * 7919
-            + (0 if number < same else version * 104729) for number in range(count)}
+    count, index = max(1, int(mib * MIB) // 8 // 65536), torch.arange(65536, dtype=torch.int64)
+    return {f"rank{rank}.weight{number}": index * (number + 1) + rank * 7919
+            + (0 if number < same else version * 104729 * (index % every == 0)) for number in range(count)}
 
 
-def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, same: int = 0) -> bool:
+def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, **which: int) -> bool:
     import torch
 
-    expected = {name: tensor for rank in range(ranks) for name, tensor in tensors_of(version, mib, rank, same).items()}
+    expected = {name: tensor for rank in range(ranks)
+                for name, tensor in tensors_of(version, mib, rank, **which).items()}
     return expected.keys() == tensors.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
@@ -148,8 +149,8 @@ class Publishing(Serving):
         self.publisher = Publisher(store, token, **settings)
         self.source, self.buffers = self.publisher.source, self.publisher.buffers
 
-    def publish(self, version: int, mib: float, same: int = 0) -> None:
-        self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, same))
+    def publish(self, version: int, mib: float, **which: int) -> None:
+        self.publisher.publish(version, tensors_of(version, mib, self.publisher.rank, **which))
 
     def die_publishing(self, version: int, mib: float, at: str) -> None:
         """End in the middle of `publish`."""
@@ -172,9 +173,9 @@ class Pulling(Serving):
         self.puller = Puller(store, token, deadline=deadline, **settings)
         self.source, self.buffers = self.puller.source, self.puller.buffers
 
-    def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
+    def pull(self, mib: float, ranks: int = 1, same: int = 0, every: int = 1, **given: Any) -> dict[str, Any]:
         weights = self.puller.pull(**given)
-        good = right(dict(weights.tensors()), weights.version, mib, ranks, same)
+        good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same, every=every)
         return {"version": weights.version, "right": good}
 
     def keep(self, version: int, mib: float) -> None:

@@ -37,6 +37,7 @@ class PullerEnd:
 
     hello: Header = {}
     run = 16 << 20
+    deltas = True  # whether fewer bytes may take less time
 
     def connect(self, reply: Header) -> None:
         ...

@@ -112,7 +112,7 @@ class SharedMemorySource(SourceEnd):
 class SharedMemoryPuller(PullerEnd):
     """Puller's access to one source's memory."""
 
-    run = 1 << 30
+    run, deltas = 1 << 30, False
 
     def __init__(self, locked: LockedMemory):
         self.locked = locked
