@@ -140,7 +140,6 @@ class _Tracer:
         return NodeColumns(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
 
     def check_writers(self) -> None:
-        """Check that two nodes that write one column run in a known order."""
         for column, nodes in self.writers.items():
             if column in (KEEP, REWARD_PARTS):
                 continue  # each drops rows, or reports parts of rewards; no node reads the column
@@ -226,7 +225,6 @@ class _Tracer:
         self.mistakes.append(Diagnostic(what, where, hint))
 
     def _check_fields(self) -> None:
-        """Check that no field of the data has the name of a column that every dataset gives."""
         for index, name in enumerate(self.spec.run.data.columns):
             if name in SOURCE_FORMS or (name == "images" and self.spec.run.data.images):
                 what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
@@ -283,7 +281,6 @@ class _Tracer:
         return right
 
     def _check_names(self, node: str) -> bool:
-        """Check that a node writes no column twice, and none of the dataset."""
         right, names = True, self.written[node]
         for column in dict.fromkeys(names):
             what, hint = f"node `{node}` writes column `{column}` twice", "Give each another name under `writes:`."

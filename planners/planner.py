@@ -19,8 +19,7 @@ from planners.resampling import after_drawing, draws_of
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
-    """Return the plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
-    Raises InvalidInput: with every mistake found, those of loading included."""
+    """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
     if spec.run.mode == "sync":
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
@@ -35,8 +34,6 @@ def plan(spec: Spec, ranks: int) -> Plan:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Parts of a plan that do not depend on ranks."""
-
     bound: dict[str, Contract]
     chain: list[str]
     added: tuple[tuple[str, str], ...]
@@ -131,7 +128,6 @@ def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
 
 
 def _inputs(spec: Spec) -> str:
-    """Return a digest of the DAG and the run, without file paths, which may differ between machines."""
     run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
     for role in run["roles"].values():
         role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None

@@ -52,9 +52,8 @@ MAX_SUBSETS = 20_000  # limit of the list of subsets
 
 
 class DurationGrid:
-    """Durations of tasks on all subsets, with an axis for each device group; infinite where a task does not fit. Since
-    devices may stay idle, it is filled by a running minimum along each axis. Raises InvalidInput for too many subsets.
-    """
+    """Durations of tasks on all subsets, an axis for each device group; infinite where a task does not fit. Devices may
+    stay idle: a running minimum along each axis. Raises InvalidInput for too many subsets."""
 
     def __init__(self, costed: CostedProblem, cutoff: float = math.inf):
         self.costed, self.cutoff = costed, cutoff
@@ -138,8 +137,7 @@ class Program:
         return max(ends)
 
     def _columns(self, index: int) -> list[tuple[DeviceSubset, dict[int, float]]]:
-        """Return the subsets that a group may have, with its tasks' seconds there: those that may undercut the cutoff,
-        without those that are larger than others on the same device groups for no gain."""
+        """Return the subsets that may undercut the cutoff, with their tasks' seconds, without useless larger ones."""
         group, turns, table = self.grouping[index], int(self.turns[self.grouping[index][0]]), self.grid.durations
         times = table[list(group), turns]
         whole, found = self._whole(), []
@@ -326,7 +324,6 @@ class _Proof:
         return Proof(self.best, min([best, self.undecided, *self.left[:1]]), len(self.left), self.programs)
 
     def steps(self, seconds_each: float | None) -> Iterator[None]:
-        """Decide one grouping after the other, the most promising first."""
         ahead = sorted((Program(self.grid, grouping, math.inf if not self.best else self.best.seconds).relaxed(),
                         grouping) for grouping in groupings(self.costed.problem))
         self.left = [bound for bound, _ in ahead]
@@ -349,8 +346,6 @@ class _Proof:
             self.undecided = min(self.undecided, bound)
 
     def _first(self, grouping: Grouping) -> float:
-        """Return a cutoff that no good placement of this grouping exceeds, for the program's scale; used without an
-        answer."""
         table = self.grid.durations
         longest = [float(times[times < math.inf].max(initial=0.0)) for times in table.reshape(len(table), -1)]
         moved = sum(self.costed.objective.moved(frozenset(range(len(self.grid.shape))),

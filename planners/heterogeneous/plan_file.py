@@ -43,8 +43,7 @@ def _task(problem: Problem, layout: TaskLayout) -> dict[str, Any]:
 
 
 def ranks_of(problem: Problem, subsets: tuple[DeviceSubset, ...]) -> list[list[int]]:
-    """Return the ranks of each subset. Of alike machines the largest subsets take theirs first, so that parts of a
-    machine fill what whole ones leave."""
+    """Return the ranks of each subset; of alike machines the largest subsets take theirs first, to stay whole."""
     found: list[list[int]] = [[] for _ in subsets]
     first = 0
     for device_group, devices in enumerate(problem.hardware.all):

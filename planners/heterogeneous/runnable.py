@@ -81,7 +81,6 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset,
             turns: bool) -> dict[int, TaskLayout] | None:
-    """Return the layouts of tasks that compute with one engine, with the engine split in the best way."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
         found = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}

@@ -42,7 +42,6 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
 
 
 def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
-    """Return the settings of each role and the sizes of its model."""
     found = {}
     for role in sorted({task.role for task in tasks}):
         settings, shape = spec.settings_of(role), spec.shape_of(role)
@@ -71,7 +70,6 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
 
 
 def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
-    """Return the dependencies, through nodes of type COMPUTE too, with the bytes of each."""
     index = {task.node: number for number, task in enumerate(tasks)}
     read: dict[str, dict[str, int]] = {}
     for edge in through_dock(spec, single_rank_plan, 1).edges:
