@@ -47,8 +47,7 @@ class EnvironmentContract(Signature):
 
 
 def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return the mistakes in names and settings of environments; put those that exist into `spec.environments`, by
-    node."""
+    """Return the mistakes in environments and their settings; put those that exist into `spec.environments`."""
     mistakes: list[Diagnostic] = []
     for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
         try:
@@ -99,8 +98,7 @@ def environment_contract(environment: type) -> EnvironmentContract:
 
 
 def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
-    """Return the environment of that name (or `module:Name`), else None and the names of all known ones; a module is
-    imported only if no source shows the name."""
+    """Return the environment of that name (or `module:Name`), else None and all known names."""
     module, separator, own = name.rpartition(":")
     modules = [module] if separator else [*shipped_modules(), *modules]
     found = {kind.name: kind for each in modules for kind in environments_in(each)}
@@ -145,8 +143,7 @@ def _of_definition(definition: Definition) -> EnvironmentContract | None:
 
 def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,
                    named_at: tuple[str, ...]) -> list[Diagnostic]:
-    """Return what is wrong with the settings at `path` of the DAG. `whose` is as "environment `Lookup`", `named_at` the
-    path of the setting that names it."""
+    """Return what is wrong with the settings at `path`. `whose`: as "environment `Lookup`", which `named_at` names."""
     given = spec.dag.nodes[path[1]].settings.get(path[-1])
     wrong = check_given(given if isinstance(given, dict) else {}, signature.settings, whose,
                         f"with: {{…, {path[-1]}: {{SETTING}}}}")

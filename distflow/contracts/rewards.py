@@ -220,7 +220,6 @@ def reward_contract(function: Any) -> RewardContract:
 
 
 def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
-    """Yield the settings that hold recipes; validation's comes last."""
     for node, item in spec.dag.nodes.items():
         contract = spec.functions.get(item.function) if item.function else _default(spec, item)
         for name, value in item.settings.items():
@@ -273,7 +272,6 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
 
 
 def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    """Return a mistake for each column that validation's reward reads from a node: validation runs none."""
     known = [*_PER_SAMPLE.values(), *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),

@@ -135,8 +135,7 @@ def _marks(definition: Definition) -> decorators.NodeMarks | None:
 
 
 def read_signature(definition: Definition) -> Signature:
-    """Return the signature of a function, or that of a class's `__init__`, from its source. Raises InvalidInput if an
-    annotation cannot be read without an import, or a default does not fit it."""
+    """Return the signature of a function, or of a class's `__init__`. Raises InvalidInput if it needs an import."""
     return _flawless(*_of_definition(definition))
 
 
@@ -151,7 +150,6 @@ def _flawless(signature: Signature, wrong: list[Diagnostic]) -> Signature:
 
 
 def _of_definition(definition: Definition) -> tuple[Signature, list[Diagnostic]]:
-    """Return a signature from source, and a mistake for each setting of it that cannot be read."""
     item, where = definition.item, (definition.name, definition.module, definition.where)
     if not isinstance(item, ast.ClassDef):
         return _signature(*where, item.args, item.returns, ast.get_docstring(item), definition.aliases)
@@ -329,8 +327,7 @@ def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) ->
 
 
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
-    """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`. The DAG file's folder
-    and the current one are added to `sys.path`."""
+    """Return the contracts of all functions that the DAG may name; add to `mistakes`, and to `sys.path`."""
     for folder in (str(Path(source.file).resolve().parent), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)

@@ -30,7 +30,6 @@ def _refuse_more(name: str, form: str | None, conversion: str | None) -> None:
 
 
 def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return a mistake for each setting that should be a template and is none."""
     mistakes = []
     for node, name, value in _templates(spec):
         try:

@@ -59,7 +59,6 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
 
 
 def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
-    """Read the images of some records. Raises `InvalidInput` at the first that cannot be read."""
     for index in indices:
         try:
             open_images(records.get([index])[0], field, folder)
@@ -86,8 +85,7 @@ class Records(Protocol):
 
 
 def open_records(path: Path) -> Records:
-    """Open a .jsonl or .parquet file or a folder that `datasets` saved. Raises `InvalidInput` if there are no records.
-    """
+    """Open a .jsonl or .parquet file, or a folder that `datasets` saved. Raises `InvalidInput` if it has no records."""
     kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
@@ -104,8 +102,7 @@ def open_records(path: Path) -> Records:
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
-    missing."""
+    """Fields that each record must have; of `texts`, text or numbers, as the answer. `tools` may be missing."""
 
     question: str
     texts: Sequence[str] = ()
@@ -133,11 +130,8 @@ def fields_of(data: Data, own: Iterable[str]) -> Fields:
 def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
     """Read every `shares`-th record from `share` on and require that its fields can be used; return the indices of
-    records with an empty field, unless the fields are strict.
-
-    What is wrong with one field of many records is one mistake, shown at the first of them; so is if all that were read
-    have an empty field. `rewarded`: by field, the values for which there is a reward; others are mistakes.
-    """
+    records with an empty field, unless the fields are strict. One field wrong in many records is one mistake.
+    `rewarded`: by field, the values for which there is a reward; others are mistakes."""
     mistakes: list[Diagnostic] = []
     known: set[tuple[str, str]] = set()
     empty: list[int] = []
@@ -210,8 +204,6 @@ def _requirement(record: Record, name: str, fields: Fields) -> str:
 
 
 class JsonLines:
-    """Dataset of one JSON object per line; blank lines are skipped."""
-
     def __init__(self, path: Path):
         self.path = path
         data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)

@@ -61,11 +61,10 @@ class HostPeer:
 
 
 class HostGroup:
-    """One rank's access to all others. Every rank of the group creates one and makes the same calls in the same order.
+    """One rank's access to all others; every rank creates one and makes the same calls in the same order.
 
-    machines: for each rank of the group, the first rank of its machine. secret: of the group, for the names of what
-    its ranks share. Any call raises `RankMissing` if a rank died, or did not come within `limit` seconds; one of this
-    machine is named.
+    machines: by rank, the first rank of its machine. secret: for the names of what ranks share. Any call raises
+    `RankMissing` if a rank died, or did not come within `limit` seconds.
     """
 
     def __init__(self, rank: int, limit: float, group: dist.ProcessGroup | None = None):
@@ -117,7 +116,6 @@ class HostGroup:
         return pack(["", {rank: message for part in parts for rank, message in part.items()}])
 
     def barrier(self) -> None:
-        """Wait until every rank of this machine has called this."""
         self._gather_here(b"")
 
     def _gather_here(self, payload: bytes, limit: float | None = None) -> dict[int, bytes]:
