@@ -28,7 +28,6 @@ from planners.heterogeneous.problem import (
     GENERATE,
     DeviceSubset,
     Grouping,
-    Hardware,
     Measured,
     ModelTask,
     Placement,
@@ -88,14 +87,12 @@ class MeasuredRun:
 def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],
                  seconds: float, name: str = "a run") -> MeasuredRun:
     """Return the measured run in mode sync; `timings` are medians over the steps, by task and rank."""
-    device_group_of = [device_group
-                       for device_group, devices in enumerate(problem.hardware.all) for _ in range(devices)]
+    device_group_of = [device_group for device_group, own in enumerate(problem.hardware.ranks) for _ in own]
     shares = tuple(_shares(task, layouts[task.name], timings, device_group_of) for task in problem.tasks)
     problem = replace(problem, tasks=tuple(map(with_run_lengths, problem.tasks, problem.tasks, shares)))
     ranks = [range(layouts[task.name].first, layouts[task.name].last + 1) for task in problem.tasks]
     grouping = _grouping(ranks)
-    subsets = tuple(_subset(problem.hardware, device_group_of, {rank for task in group for rank in ranks[task]})
-                    for group in grouping)
+    subsets = tuple(problem.hardware.subset({rank for task in group for rank in ranks[task]}) for group in grouping)
     strategies = tuple(_strategy(task, layouts[task.name]) for task in problem.tasks)
     return MeasuredRun(name, problem, strategies, shares, grouping, subsets, seconds)
 
@@ -142,11 +139,6 @@ def _grouping(ranks: list[range]) -> Grouping:
     graph = nx.Graph((("task", task), rank) for task, mine in enumerate(ranks) for rank in mine)
     return tuple(sorted(tuple(sorted(node[1] for node in group if isinstance(node, tuple)))
                         for group in nx.connected_components(graph)))
-
-
-def _subset(hardware: Hardware, device_group_of: list[int], ranks: set[int]) -> DeviceSubset:
-    return tuple(sum(device_group_of[rank] == device_group for rank in ranks)
-                 for device_group in range(len(hardware.device_groups)))
 
 
 def _strategy(task: ModelTask, layout: Ranks) -> Strategy:

@@ -14,8 +14,10 @@ The subsets of the groups do not overlap. Tensor parallelism stays inside a mach
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
@@ -80,6 +82,14 @@ class Hardware:
     @property
     def all(self) -> DeviceSubset:
         return tuple(device_group.devices for device_group in self.device_groups)
+
+    @property
+    def ranks(self) -> tuple[range, ...]:
+        """Ranks of each device group, in the order of the cluster file."""
+        return tuple(range(last - count, last) for count, last in zip(self.all, accumulate(self.all)))
+
+    def subset(self, ranks: Collection[int]) -> DeviceSubset:
+        return tuple(sum(rank in own for rank in ranks) for own in self.ranks)
 
 
 class Measured(NamedTuple):
