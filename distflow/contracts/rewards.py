@@ -182,13 +182,9 @@ def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
 
 def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its rewards read too."""
-    reads = {read.name: read for read in contract.reads}
-    for setting in contract.settings.values():
-        if setting.annotation == ANNOTATION:
-            value = spec.dag.nodes[node].settings.get(setting.name, setting.value)
-            for read in _columns_of(read_recipe(value)[0], spec.rewards):
-                reads.setdefault(read.name, read)
-    return replace(contract, reads=tuple(reads.values()))
+    recipes = (read_recipe(spec.dag.nodes[node].settings.get(setting.name, setting.value))[0]
+               for setting in contract.settings.values() if setting.annotation == ANNOTATION)
+    return contract.reading(read for recipe in recipes for read in _columns_of(recipe, spec.rewards))
 
 
 def shipped_rewards() -> dict[str, RewardContract]:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -89,6 +89,13 @@ class Contract(Signature):
         """Whether the engine of the node's role must be ready to sample."""
         repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
         return repeats and self.marks.type in ENGINE_TYPES
+
+    def reading(self, more: Iterable[Read]) -> Contract:
+        """Return the contract with further columns; those that it reads already stay as they are."""
+        reads = {read.name: read for read in self.reads}
+        for read in more:
+            reads.setdefault(read.name, read)
+        return dataclasses.replace(self, reads=tuple(reads.values()))
 
 
 def built_in() -> dict[str, Contract]:
