@@ -122,11 +122,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
                for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
-    return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), None, cut
-
-
-def _ragged(rows: list[list[int]]) -> Ragged:
-    return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+    kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
+    return Ragged.from_rows(kept), None, cut
 
 
 def data_file(spec: Spec, name: str) -> Path:

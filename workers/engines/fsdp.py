@@ -92,11 +92,6 @@ def compiled(layer: nn.Module) -> None:
 
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once: gathering by layer saves too little memory for its messages."""
-
-def _is_small(model: nn.Module, whole: set[nn.Parameter]) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
-
-
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -115,7 +110,8 @@ class FSDPEngine(Trainer):
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
-        layers, small = decoder_layers(model), _is_small(model, set(whole))
+        parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
+        layers, small = decoder_layers(model), parameters <= _SMALL
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.policy = HEADS[head](model, chunks=4 if small else 1, context=context)
