@@ -28,11 +28,11 @@ def check_data(spec: Spec) -> list[str]:
         records = open_records(path)
         if number == 0:
             notes += _check_batch(spec, len(records))
-        shares = -(-len(records) // _CHECKED)
-        empty = check_records(records, fields_of(spec.run.data, own), shares=shares, rewarded=rewarded)
+        nth = -(-len(records) // _CHECKED)
+        empty = check_records(records, fields_of(spec.run.data, own), nth, rewarded)
         if empty:
             instead = "others take their place" if number == 0 else "they are left out"
-            read = len(range(0, len(records), shares))
+            read = len(range(0, len(records), nth))
             notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
                          f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
         if spec.run.data.images:

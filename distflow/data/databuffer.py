@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
@@ -44,11 +43,10 @@ class Databuffer:
     first puts rows for all. Rows stand in the order of their ids. A wait for another rank ends after `limit` seconds.
     """
 
-    def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
-                 limit: float = 600.0):
+    def __init__(self, plan: Plan, rank: int, metrics: Metrics, limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
         self.lineage = RowLineage(plan.tasks, plan.source)
-        self.redistributor = Redistributor(rank, metrics, limit, group)
+        self.redistributor = Redistributor(rank, metrics, limit)
         self.source_layout = plan.source
         self.step_columns: StepColumns = {}
         self.assignments: dict[Layout, ShardAssignment] = {}

@@ -127,16 +127,17 @@ def fields_of(data: Data, own: Iterable[str]) -> Fields:
     return Fields(data.question, (data.answer, *own), data.tools, data.strict)
 
 
-def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
+def check_records(records: Records, fields: Fields, nth: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
-    """Read every `shares`-th record from `share` on and require that its fields can be used; return the indices of
-    records with an empty field, unless the fields are strict. One field wrong in many records is one mistake.
-    `rewarded`: by field, the values for which there is a reward; others are mistakes."""
+    """Require of every `nth` record that its fields can be used; return the indices of those with an empty field,
+    unless the fields are strict. One field wrong in many records is one mistake. `rewarded`: by field, the values for
+    which there is a reward; others are mistakes."""
     mistakes: list[Diagnostic] = []
     known: set[tuple[str, str]] = set()
     empty: list[int] = []
-    for start in range(share, len(records), shares * _BLOCK):
-        indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
+    read = range(0, len(records), nth)
+    for start in range(0, len(read), _BLOCK):
+        indices = read[start : start + _BLOCK]
         for index, record in _read_block(records, indices, mistakes):
             if not fields.strict and fields.empty(record):
                 empty.append(index)
@@ -146,7 +147,7 @@ def check_records(records: Records, fields: Fields, share: int = 0, shares: int 
         if len(mistakes) >= _SHOWN:
             last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
             raise InvalidInput([*mistakes[: _SHOWN - 1], last])
-    if empty and not mistakes and len(empty) == len(range(share, len(records), shares)):
+    if empty and not mistakes and len(empty) == len(read):
         mistakes += _check_record(records, empty[0], records.get(empty[:1])[0], fields, known)
     if mistakes:
         raise InvalidInput(mistakes)

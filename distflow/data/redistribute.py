@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch
@@ -244,13 +243,13 @@ class Destination(NamedTuple):
 
 
 class Redistributor:
-    def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
-        self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
+    def __init__(self, rank: int, metrics: Metrics, limit: float):
+        self.rank, self.metrics, self.limit = rank, metrics, limit
         self.moved = 0
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
-        return HostGroup(self.rank, self.limit, self.group)
+        return HostGroup(self.rank, self.limit)
 
     @functools.cached_property
     def memory(self) -> RowMemory:
@@ -317,7 +316,7 @@ class Redistributor:
         mine = next((each for each in destinations if each.rank == self.rank), None)
         arriving = [int(traffic[rank, mine.share]) if mine and machines[rank] != machines[self.rank] else 0
                     for rank in range(len(machines))]
-        received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
+        received, position = exchange(torch.from_numpy(outgoing), sizes, arriving).numpy(), 0
         for rank, size in enumerate(arriving):
             if mine is None or not size:
                 continue
