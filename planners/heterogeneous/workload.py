@@ -14,12 +14,12 @@ from distflow.config.run import RoleRun
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Coefficients, Edge, ModelTask, Problem
+from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
 from planners.planner import plan
 from planners.transfers import through_dock
 
 
-def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
+def problem_of(spec: Spec) -> Problem:
     """Return the joint problem; modes with groups of ranks are planned as async. Raises InvalidInput without a plan,
     machines in the cluster file, or known sizes of a model."""
     if not spec.cluster.machines:
@@ -38,7 +38,7 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
     mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
-                   _syncs(model_tasks), mode, coefficients or Coefficients())
+                   _syncs(model_tasks), mode)
 
 
 def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
