@@ -219,8 +219,7 @@ _SCORED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"
 
 
 def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """Return mistakes for nodes whose log-probabilities are compared with those of a node at another temperature:
-    divergences would be wrong."""
+    """Return mistakes for nodes that compare log-probabilities of different temperatures: divergences are wrong."""
     mistakes: dict[str, Diagnostic] = {}
     own = {node: setting_value(spec, node, contract, _SETTING) for node, contract in bound.items()
            if _SETTING in contract.settings}

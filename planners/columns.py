@@ -59,8 +59,7 @@ SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
                  "token_rewards"}
-"""Parameters about a response's tokens, as are those that end in `_logprobs`. All that a node reads must be of the same
-responses."""
+"""Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
 
 
 @dataclass(frozen=True)

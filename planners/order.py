@@ -14,9 +14,8 @@ if TYPE_CHECKING:  # its import takes 0.1 s, which help need not wait for
 
 
 def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[DiGraph, set[str], list[Diagnostic]]:
-    """Return an acyclic graph from dependencies to the nodes that wait for them, the nodes with wrong ones, and the
-    mistakes. Impossible ones are left out. `writers`: the node that writes each column that a dependency may name by
-    mistake."""
+    """Return an acyclic graph from dependencies to the nodes that wait for them, the nodes with wrong ones (left out of
+    it), and the mistakes. `writers`: the node that writes each column that a dependency may name by mistake."""
     import networkx as nx
 
     graph = nx.DiGraph()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from distflow.config.load import Spec
 from distflow.contracts.signature import Contract
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task, Transfer
+from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of
 from planners.columns import NodeColumns
@@ -78,10 +78,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     source = _source_layout(draft.chain, flows, layouts)
     tasks = _tasks(spec, draft, layouts, source)
-    dock: tuple[Transfer, ...] = ()
+    dock = crossings(spec, halves, flows, bound) if halves else ()
     early = None
-    if halves:
-        dock = crossings(spec, halves, flows, bound)
     if halves and training and halves.fused:
         early = Plan(spec.dag.name, spec.run.mode, ranks, of_early(tasks, halves), source, dock=dock)
         early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}

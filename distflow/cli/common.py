@@ -34,8 +34,7 @@ class Verb:
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table: fitted into a terminal, else one for each row. `right`: columns aligned to the
-    right."""
+    """Return the lines of a table: fitted into a terminal, else one for each row. `right`: columns flush right."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table

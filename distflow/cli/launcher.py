@@ -32,8 +32,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 def torchrun(ranks: int, arguments: list[str], quiet: bool = False, shutdown_timeout: float | None = None) -> int:
     """Print the torchrun line and run it, with a store that only this machine reaches. Return its exit code; 128 and
-    the signal's number after a signal. `quiet`: print errors alone. `shutdown_timeout`: the run's
-    `robust.shutdown_timeout`."""
+    the signal's number after a signal. `quiet` prints errors alone; `shutdown_timeout` is the run's."""
     path = ROOT / "distflow" / "launch.py"
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     line = ["--nproc-per-node", str(ranks), str(shown), *arguments]

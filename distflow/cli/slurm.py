@@ -42,8 +42,7 @@ class SlurmJob:
         return self.machines * self.gpus if asked is None else asked
 
     def script(self, spec: Spec, plan: Plan, name: str | None, arguments: list[str]) -> str:
-        """Return the text of the script. `name`: of the run; default: one with the job's number. `arguments`: of
-        launch.py."""
+        """Return the script. `name`: of the run; default: one with the job's number. `arguments`: of launch.py."""
         each, left = divmod(plan.ranks, self.machines)
         if left:
             raise InvalidInput(f"{plan.ranks} ranks on {self.machines} machines: each starts equally many. Write  "

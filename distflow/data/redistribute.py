@@ -164,9 +164,8 @@ class BufferPart(NamedTuple):
 
 
 class Route:
-    """Pairs of a row and a share, by share and then by id: `holder`, `position`, `ids` [pairs]: the rank that has the
-    row, its index in that batch, its id. Share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1` and `totals[i]`
-    bytes."""
+    """Pairs [pairs] of a row and a share, by share and then by id: `holder` is the rank that has the row, `position`
+    its index there. Share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`, of `totals[i]` bytes."""
 
     def __init__(self, notices: Sequence[RowNotice], forms: dict[str, ColumnForm], destinations: Destinations,
                  shares: int):

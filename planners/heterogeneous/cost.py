@@ -258,8 +258,7 @@ class Objective:
         return max(self.ends(grouping, subsets, durations), default=0.0)
 
     def ends(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> list[float]:
-        """Return in mode sync when each task is done and its weights are where they are used; in async each group's
-        period."""
+        """Return in sync when each task is done and its weights are where they are used; in async groups' periods."""
         group_of = {task: index for index, group in enumerate(grouping) for task in group}
         device_groups = [device_groups_of(subset) for subset in subsets]
         if self.problem.mode != SYNC:

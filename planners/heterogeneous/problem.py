@@ -93,9 +93,8 @@ class Hardware:
 
 
 class Measured(NamedTuple):
-    """Measurements of a task. `times`: seconds over those of the roofline; `launch`: seconds to start a pass through a
-    layer. Tokens of a row: mean `prompt` and `response`, `read` of a shared prompt, `longest` of those generated
-    together."""
+    """Measurements of a task. `times`: seconds over the roofline's; `launch`: seconds to start a pass through a layer.
+    Tokens of a row: mean `prompt` and `response`, `read` of a shared prompt, `longest` of a batch."""
 
     times: float = 1.0
     launch: float = 0.0

@@ -18,8 +18,7 @@ _FILTERS = 1 << 32  # random stream of filters, apart from those of roles that s
 
 @node(writes="keep", keep_together="group", refills="max_draws")
 def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor:
-    """Keep the prompts whose answers earn different rewards, and draw others, `max_draws` times at most (DAPO: Yu et
-    al. 2025, Eq. 11)."""
+    """Keep prompts with different rewards, and draw others, up to `max_draws` times (DAPO: Yu et al. 2025, Eq. 11)."""
     del max_draws  # read by the training loop, which draws again
     _, index = torch.unique(group, return_inverse=True)
     keep = ~all_equal(rewards, group)[index]

@@ -97,8 +97,7 @@ def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
 def sequence_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float,
                          clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the clipped surrogate with one ratio per row, `s = exp(mean(logprobs - old))` (GSPO: Zheng et al. 2025,
-    Eq. 5 to 7), as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`, which allows advantages of single
-    tokens too."""
+    Eq. 5 to 7), as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`, for advantages per token."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
     constant_T = logprobs_T.detach()

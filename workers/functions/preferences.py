@@ -36,8 +36,7 @@ def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], reje
 
 @node(writes=("preference", "keep"), keep_together="group")
 def best_and_worst(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair each prompt's sample of the highest reward with that of the lowest, the first of equals. Rows in no pair
-    leave the step."""
+    """Pair each prompt's best sample with its worst, the first of equals. Rows in no pair leave the step."""
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite, so that no sample is better than another")
     falling = torch.argsort(rewards, descending=True, stable=True)

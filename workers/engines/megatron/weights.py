@@ -27,8 +27,7 @@ def _same(parts: list[Tensor]) -> list[Tensor]:
 @dataclass(frozen=True)
 class WeightEntry:
     """Parameters of one stage that are converted together: `theirs` by Hugging Face's names, `ours` by Megatron's.
-    `split` names the ranks that have a slice each along `dim` ("": each has the whole); `fuse` makes ours, `part`
-    theirs."""
+    `split`: the ranks with a slice each along `dim` ("": all have the whole); `fuse` makes ours, `part` theirs."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
